@@ -1,0 +1,23 @@
+"""Traces of linear operators that can only be applied, in JAX."""
+
+import importlib.metadata
+
+from ._base import TraceEstimator as TraceEstimator
+from ._base import TraceState as TraceState
+from ._base import init_state as init_state
+from ._estimate import RESULTS as RESULTS
+from ._estimate import Estimate as Estimate
+from ._estimators.hutch_plus_plus import (
+    HutchPlusPlusEstimator as HutchPlusPlusEstimator,
+)
+from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
+from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
+from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
+from ._samplers import NormalSampler as NormalSampler
+from ._samplers import RademacherSampler as RademacherSampler
+from ._samplers import Sampler as Sampler
+from ._samplers import SphereSampler as SphereSampler
+from ._trace import CHOICES as CHOICES
+from ._trace import trace as trace
+
+__version__ = importlib.metadata.version("traceax")

@@ -1,0 +1,1 @@
+"""One estimator family a file; siblings don't import each other."""

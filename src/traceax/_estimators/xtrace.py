@@ -1,0 +1,98 @@
+"""XTrace: a low-rank part from every probe, tested on the probe that it left out."""
+
+import equinox as eqx
+import jax.numpy as jnp
+
+from .._base import TraceEstimator, init_state
+from .._leave_one_out import leave_one_out, stand_in
+from .._monte_carlo import mean_and_standard_error
+from .._operator import apply_block, space_of
+from .._orthogonal import column_dots, inner, matmul, qr
+from .._samplers import Sampler, SphereSampler, check_resphere
+
+
+class XTraceEstimator(TraceEstimator):
+    r"""XTrace, for any square operator.
+
+    Applies the operator to m = k/2 probes and to an orthonormal basis of what comes
+    out. The trace on the basis that the other probes span is exact; the probe left out
+    estimates the rest:
+
+        tr_i = tr(P_i A) + a_i g_i^* A g_i,   g_i = (I - P_i) w_i,   value = mean of tr_i
+
+    *Use when* nothing is known of the operator. Much more accurate than Hutchinson's
+    estimator where the spectrum decays, and not worse by more than about 2 in
+    variance where it doesn't.
+
+    | | |
+    |---|---|
+    | operator | any, PyTrees, complex |
+    | products | 2 (k // 2); all k for k < 4, where it is Hutchinson's estimator |
+    | beyond the products | O(n k^2) time, about four n x k/2 blocks |
+    | bias | none |
+    | standard error | from the leave-one-out values |
+    | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
+
+    **Arguments:**
+
+    - `sampler`: of the probes. Rotation invariant if `resphere`.
+    - `resphere`: whether to divide by the length of each projected probe, which
+        removes its fluctuation.
+
+    **Raises:**
+
+    - `ValueError` for `resphere=True` with a sampler that isn't rotation invariant.
+
+    **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample
+    in Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),
+    doi:10.1137/23M1548323, arXiv:2301.07825, section 2.2.
+    """
+
+    sampler: Sampler = SphereSampler()
+    resphere: bool = eqx.field(default=True, static=True)
+
+    def __check_init__(self):
+        check_resphere(self.resphere, self.sampler, type(self).__name__)
+
+    def init(self, key, operator):
+        return init_state(key, operator, "XTraceEstimator.init")
+
+    def compute(self, state, k):
+        if k < 4:
+            return self._without_projection(state, k)
+        operator = state.operator
+        space = space_of(operator)
+        m = k // 2
+        Omega = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
+        Y = apply_block(operator, Omega)
+        Q, R = qr(Y)
+        AQ = apply_block(operator, Q)
+        loo = leave_one_out(Omega, Q, R, resphere=self.resphere)
+        S, X = loo.S, loo.X
+        H = inner(Q, AQ)
+        # g_i^* A g_i, from g_i = w_i - Q x_i and A w_i = Q r_i.
+        quadratics = (
+            column_dots(Omega, Y)
+            - jnp.sum(inner(AQ, Omega).conj() * X, axis=0)
+            - column_dots(X, R)
+            + column_dots(X, matmul(H, X))
+        )
+        on_range = jnp.trace(H) - column_dots(S, matmul(H, S))
+        samples = on_range + loo.a.astype(H.dtype) * quadratics
+        value, standard_error = mean_and_standard_error(samples)
+        stats = {"num_matvecs": 2 * m, "degrees_of_freedom": m - 1}
+        return value, standard_error, stats, stand_in(Omega, Q, loo)
+
+    def _without_projection(self, state, k):
+        # Of two probes each leaves the other a single direction to find, and a single
+        # probe none: test all, project none.
+        space = space_of(state.operator)
+        Omega = self.sampler.sample(state.key, space.size, k, space.compute_dtype)
+        a = jnp.ones(k, space.real_dtype)
+        if self.resphere:
+            a = space.size / jnp.real(column_dots(Omega, Omega))
+        weights = a.astype(Omega.dtype)
+        samples = weights * column_dots(Omega, apply_block(state.operator, Omega))
+        value, standard_error = mean_and_standard_error(samples)
+        stats = {"num_matvecs": k, "degrees_of_freedom": k - 1}
+        return value, standard_error, stats, (Omega, Omega * (weights / k)[None, :])

@@ -1,0 +1,306 @@
+"""From a lineax operator to products with tall blocks.
+
+Algorithms see an operator as a function from `(n, k)` blocks to `(n, k)` blocks of one
+dtype. This file is the only one that knows of PyTrees, leaf dtypes and structure tags.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Inexact, PyTree
+
+
+class Space(NamedTuple):
+    """The space an operator maps to itself, flattened.
+
+    - `size`: its dimension n.
+    - `dtype`: the common dtype of the leaves, in which values are returned.
+    - `compute_dtype`: the dtype of blocks; at least 32-bit.
+    - `structure`: the PyTree of `jax.ShapeDtypeStruct`s.
+    """
+
+    size: int
+    dtype: np.dtype
+    compute_dtype: np.dtype
+    structure: PyTree[jax.ShapeDtypeStruct]
+
+    @property
+    def is_complex(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.complexfloating)
+
+    @property
+    def real_dtype(self) -> np.dtype:
+        """The dtype of real numbers that belong to blocks, such as error bars."""
+        return jnp.finfo(self.compute_dtype).dtype
+
+
+def _describe(structure: PyTree[jax.ShapeDtypeStruct]) -> str:
+    if isinstance(structure, jax.ShapeDtypeStruct):
+        return f"shape {structure.shape}, dtype {structure.dtype}"
+    return eqx.tree_pformat(structure)
+
+
+def check_operator(operator: Any, where: str) -> Space:
+    """The space of a square lineax operator; a clear error for anything else."""
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        if isinstance(operator, jax.Array | np.ndarray):
+            got = f"an array of shape {operator.shape} and dtype {operator.dtype}"
+        else:
+            got = f"an object of type {type(operator).__name__}"
+        raise TypeError(
+            f"{where}: operator must be a lineax linear operator, got {got}; wrap a "
+            "matrix as lineax.MatrixLinearOperator(matrix), a linear function as "
+            "lineax.FunctionLinearOperator(fn, structure). The arguments start "
+            "(key, operator)."
+        )
+    in_structure = operator.in_structure()
+    out_structure = operator.out_structure()
+    in_leaves, in_treedef = jtu.tree_flatten(in_structure)
+    out_leaves, out_treedef = jtu.tree_flatten(out_structure)
+    if in_treedef != out_treedef or any(
+        x.shape != y.shape or x.dtype != y.dtype
+        for x, y in zip(in_leaves, out_leaves, strict=True)
+    ):
+        raise ValueError(
+            f"{where}: operator must map a space to itself, got one from "
+            f"{_describe(in_structure)} to {_describe(out_structure)}; its input and "
+            "output structures (PyTree, shapes and dtypes) must be equal."
+        )
+    for leaf in in_leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise TypeError(
+                f"{where}: operator must act on floating-point or complex leaves, got "
+                f"one of dtype {leaf.dtype}; cast it, or leave it out of the "
+                "operator's structure."
+            )
+    kinds = {jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in in_leaves}
+    if len(kinds) == 2:
+        raise ValueError(
+            f"{where}: operator must act on leaves that are all real or all complex, "
+            f"got {_describe(in_structure)}; make the real leaves complex, or estimate "
+            "the blocks one by one."
+        )
+    return space_of(operator)
+
+
+def space_of(operator: lx.AbstractLinearOperator) -> Space:
+    """The space of an operator that passed `check_operator`."""
+    structure = operator.in_structure()
+    leaves = jtu.tree_leaves(structure)
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(*[leaf.dtype for leaf in leaves] or [float])
+        compute_dtype = jnp.promote_types(dtype, jnp.float32)
+    size = sum(math.prod(leaf.shape) for leaf in leaves)
+    return Space(size, dtype, compute_dtype, structure)
+
+
+def apply_block(
+    operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
+) -> Inexact[Array, "n k"]:
+    """The product of the operator with every column of a block.
+
+    One `vmap` of `operator.mv`: a dense operator becomes one matrix product.
+    """
+    space = space_of(operator)
+    leaves, treedef = jtu.tree_flatten(space.structure)
+    n, k = block.shape
+    if n == 0 or k == 0:
+        return block
+    if len(leaves) == 1:
+        (leaf,) = leaves
+        flat = [block.reshape(*leaf.shape, k)]
+    else:
+        ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])
+        flat = [
+            part.reshape(*leaf.shape, k)
+            for leaf, part in zip(leaves, jnp.split(block, ends[:-1]), strict=True)
+        ]
+    flat = [x.astype(leaf.dtype) for leaf, x in zip(leaves, flat, strict=True)]
+    out = jax.vmap(operator.mv, in_axes=-1, out_axes=-1)(
+        jtu.tree_unflatten(treedef, flat)
+    )
+    out = [x.astype(block.dtype).reshape(-1, k) for x in jtu.tree_leaves(out)]
+    return out[0] if len(out) == 1 else jnp.concatenate(out)
+
+
+def _known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
+    # Operators from elsewhere need not register lineax's checks.
+    try:
+        return bool(check(operator))
+    except NotImplementedError:
+        return False
+
+
+def is_positive_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator is known to be positive semidefinite."""
+    return _known(lx.is_positive_semidefinite, operator)
+
+
+def is_negative_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator is known to be negative semidefinite."""
+    return _known(lx.is_negative_semidefinite, operator)
+
+
+def has_real_trace(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the trace is known to be real: a real or a semidefinite operator."""
+    return (
+        not space_of(operator).is_complex
+        or is_positive_semidefinite(operator)
+        or is_negative_semidefinite(operator)
+    )
+
+
+def _is_data(x: Any) -> bool:
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype.kind in "biufc" or jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, float | complex)
+
+
+def with_array_leaves(operator: lx.AbstractLinearOperator) -> Any:
+    """The operator with NumPy arrays and Python floats made JAX arrays.
+
+    So that a change of their values is a change of data, not of structure: no
+    recompilation. Ask for tags that depend on a scalar's sign before this.
+    """
+    return jtu.tree_map(lambda x: jnp.asarray(x) if _is_data(x) else x, operator)
+
+
+#
+# Diagonals known from structure
+#
+
+
+class KnownDiagonal(NamedTuple):
+    """A diagonal that structure gives away, and the products that it takes to read."""
+
+    num_matvecs: int
+    read: Callable[[], Inexact[Array, " n"]]
+
+
+def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
+    """The diagonal, where the operator's structure gives it for at most two products.
+
+    Diagonal, tridiagonal, triangular and unit-diagonal operators, by class or by tag,
+    and their compositions. `None` for any other.
+    """
+    space = space_of(operator)
+    dtype, n = space.compute_dtype, space.size
+
+    def known(check) -> bool:
+        return _known(check, operator)
+
+    if known(lx.has_unit_diagonal):
+        return KnownDiagonal(0, lambda: jnp.ones(n, dtype))
+    triangular = known(lx.is_lower_triangular) or known(lx.is_upper_triangular)
+    if not (triangular or known(lx.is_diagonal) or known(lx.is_tridiagonal)):
+        return None
+    inner = operator
+    while isinstance(inner, lx.TaggedLinearOperator):
+        inner = inner.operator
+    match inner:
+        case lx.DiagonalLinearOperator():
+            leaves = jtu.tree_leaves(inner.diagonal)
+            return KnownDiagonal(0, lambda: _concatenate(leaves, dtype))
+        case lx.IdentityLinearOperator():
+            return KnownDiagonal(0, lambda: jnp.ones(n, dtype))
+        case lx.TridiagonalLinearOperator():
+            return KnownDiagonal(0, lambda: inner.diagonal.astype(dtype))
+        case lx.MatrixLinearOperator():
+            return KnownDiagonal(0, lambda: jnp.diagonal(inner.matrix).astype(dtype))
+        case lx.PyTreeLinearOperator():
+            return KnownDiagonal(0, lambda: _pytree_diagonal(inner, dtype))
+        case lx.ComposedLinearOperator():
+            return _composed_diagonal(inner.operator1, inner.operator2)
+        case lx.NegLinearOperator():
+            return _map_diagonal(lambda d: -d, inner.operator)
+        case lx.MulLinearOperator():
+            return _map_diagonal(lambda d: (d * inner.scalar).astype(dtype), inner.operator)
+        case lx.DivLinearOperator():
+            return _map_diagonal(lambda d: (d / inner.scalar).astype(dtype), inner.operator)
+        case lx.AddLinearOperator():
+            first = known_diagonal(inner.operator1)
+            second = known_diagonal(inner.operator2)
+            if first is None or second is None:
+                return None
+            return KnownDiagonal(
+                first.num_matvecs + second.num_matvecs,
+                lambda: first.read() + second.read(),
+            )
+    if known(lx.is_diagonal):
+        return KnownDiagonal(1, lambda: _coloured_diagonal(operator, 1))
+    if known(lx.is_tridiagonal):
+        return KnownDiagonal(2, lambda: _coloured_diagonal(operator, 2))
+    return None  # a triangular function: n products to read
+
+
+def _map_diagonal(fn, operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
+    inner = known_diagonal(operator)
+    if inner is None:
+        return None
+    return KnownDiagonal(inner.num_matvecs, lambda: fn(inner.read()))
+
+
+def _composed_diagonal(
+    first: lx.AbstractLinearOperator, second: lx.AbstractLinearOperator
+) -> KnownDiagonal | None:
+    # diag(A B) = diag(A) diag(B) if one is diagonal, or both triangular on one side.
+    def both(check) -> bool:
+        return _known(check, first) and _known(check, second)
+
+    if not (
+        _known(lx.is_diagonal, first)
+        or _known(lx.is_diagonal, second)
+        or both(lx.is_lower_triangular)
+        or both(lx.is_upper_triangular)
+    ):
+        return None
+    if first.in_structure() != first.out_structure():
+        return None
+    a, b = known_diagonal(first), known_diagonal(second)
+    if a is None or b is None:
+        return None
+    return KnownDiagonal(a.num_matvecs + b.num_matvecs, lambda: a.read() * b.read())
+
+
+def _concatenate(leaves: list[Array], dtype) -> Inexact[Array, " n"]:
+    return jnp.concatenate([jnp.ravel(x).astype(dtype) for x in leaves])
+
+
+def _pytree_diagonal(operator: lx.PyTreeLinearOperator, dtype) -> Inexact[Array, " n"]:
+    blocks = jtu.tree_map(
+        lambda struct, row: _Row(struct, jtu.tree_leaves(row)),
+        operator.out_structure(),
+        operator.pytree,
+    )
+    rows = jtu.tree_leaves(blocks, is_leaf=lambda x: isinstance(x, _Row))
+    return _concatenate(
+        [
+            jnp.diagonal(row.leaves[i].reshape(row.struct.size, row.struct.size))
+            for i, row in enumerate(rows)
+        ],
+        dtype,
+    )
+
+
+class _Row(NamedTuple):
+    struct: jax.ShapeDtypeStruct
+    leaves: list[Array]
+
+
+def _coloured_diagonal(
+    operator: lx.AbstractLinearOperator, colours: int
+) -> Inexact[Array, " n"]:
+    # Column c of the block is 1 at every entry of colour c. Entries of one colour are
+    # too far apart to meet in a row of the operator.
+    space = space_of(operator)
+    colour = np.arange(space.size) % colours
+    block = jnp.asarray(colour[:, None] == np.arange(colours)[None, :])
+    block = block.astype(space.compute_dtype)
+    return jnp.sum(block * apply_block(operator, block), axis=1)

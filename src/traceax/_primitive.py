@@ -1,0 +1,192 @@
+r"""The primitive `estimate_trace`, and the one derivative rule of the library.
+
+An estimator returns, besides its value, two blocks V and Z (n x p) such that `V Z^*` is
+an unbiased stand-in for the derivative of the functional with respect to the operator.
+The value is then given the derivative
+
+    d value = <Z, dA V> = sum_j z_j^* (dA v_j),    V and Z held fixed.
+
+For a trace the true derivative is `tr dA`, and `E[V Z^*] = I` makes the rule unbiased,
+to every order: the rule is linear in dA, and the second derivative of `tr A(t)` is
+`tr A''(t)`, paired with the same blocks.
+
+The rule never binds the primitive on tangents. It binds it once on the primals, asks for
+the blocks, and differentiates "apply the operator to the fixed block V", which JAX can
+transpose by itself. So nothing differentiates through a factorisation or a loop of an
+estimator, and an estimator may use anything inside `compute`.
+"""
+
+import functools as ft
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, Inexact, PyTree
+
+from ._estimate import RESULTS, is_finite
+from ._operator import apply_block, space_of, with_array_leaves
+from ._orthogonal import column_dots
+
+
+class Outcome(NamedTuple):
+    """What the primitive returns."""
+
+    value: Inexact[Array, ""]
+    standard_error: Float[Array, ""]
+    result: RESULTS
+    stats: dict[str, PyTree[Array]]
+
+
+class Problem(NamedTuple):
+    """What the primitive is bound on. Only `operator` is differentiable."""
+
+    operator: PyTree
+    estimator: Any
+    rest: PyTree  # the state but for its operator
+    k: int
+    real: bool  # whether the value is known to be real
+
+
+def _exact(operator):
+    # n products with the coordinate vectors.
+    space = space_of(operator)
+    identity = jnp.eye(space.size, dtype=space.compute_dtype)
+    value = jnp.trace(apply_block(operator, identity))
+    stats = {"num_matvecs": space.size}
+    return value, jnp.zeros((), space.real_dtype), stats, (identity, identity)
+
+
+def _evaluate(problem: Problem):
+    operator, estimator, rest, k, real = problem
+    space = space_of(operator)
+    if k >= space.size:
+        value, standard_error, stats, blocks = _exact(operator)
+    else:
+        state = eqx.tree_at(
+            lambda s: s.operator, rest, operator, is_leaf=lambda x: x is None
+        )
+        value, standard_error, stats, blocks = estimator.compute(state, k)
+    # A new dictionary: `stats` may belong to the estimator.
+    stats = {"degrees_of_freedom": jnp.inf, **stats}
+    result = stats.pop("result", RESULTS.successful)
+    value, standard_error = jnp.asarray(value), jnp.asarray(standard_error)
+    result = RESULTS.where(is_finite(value), result, RESULTS.nonfinite)
+    dtype = space.dtype
+    if real:
+        value, dtype = jnp.real(value), jnp.finfo(dtype).dtype
+    stats = jtu.tree_map(_as_array, stats)
+    standard_error = jnp.real(standard_error).astype(jnp.finfo(dtype).dtype)
+    return Outcome(value.astype(dtype), standard_error, result, stats), blocks
+
+
+def _as_array(x):
+    return jnp.asarray(x, jnp.int32) if isinstance(x, int) else jnp.asarray(x)
+
+
+# The Python of an estimator runs in `_evaluate_jit` alone, under JAX's own trace cache,
+# which every way to reach the primitive shares: eager, abstract, vmapped and lowered
+# calls trace an estimator once for operators of equal structure.
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _evaluate_jit(arrays, static):
+    return _evaluate(_merge(arrays, static))
+
+
+@ft.partial(jax.jit, static_argnums=1)
+def _outcome_jit(arrays, static):
+    return _evaluate_jit(arrays, static)[0]
+
+
+def _split(problem: Problem, is_array):
+    leaves, treedef = jtu.tree_flatten(problem)
+    arrays = [x for x in leaves if is_array(x)]
+    static = tuple(None if is_array(x) else (x,) for x in leaves)
+    return arrays, (static, treedef)
+
+
+def _merge(arrays, static) -> Problem:
+    others, treedef = static
+    remaining = iter(arrays)
+    leaves = [next(remaining) if x is None else x[0] for x in others]
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def _function(blocks: bool):
+    return _evaluate_jit if blocks else _outcome_jit
+
+
+@eqxi.filter_primitive_def
+def _impl(problem, blocks):
+    arrays, static = _split(problem, eqx.is_array)
+    return _function(blocks)(arrays, static)
+
+
+def _is_abstract(x) -> bool:
+    return isinstance(x, jax.core.ShapedArray)
+
+
+@eqxi.filter_primitive_def
+def _abstract_eval(problem, blocks):
+    arrays, static = _split(problem, _is_abstract)
+    structs = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays
+    ]
+    out = _function(blocks).eval_shape(structs, static)
+    return jtu.tree_map(
+        lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), out
+    )
+
+
+@eqxi.filter_primitive_jvp
+def _jvp(primals, tangents):
+    problem, blocks = primals
+    t_operator = tangents[0].operator
+    outcome, (V, Z) = eqxi.filter_primitive_bind(estimate_trace_p, problem, True)
+    if jtu.tree_leaves(t_operator):
+        t_value = _pair(problem.operator, t_operator, V, Z)
+        if not jnp.iscomplexobj(outcome.value):
+            t_value = jnp.real(t_value)
+        t_value = t_value.astype(outcome.value.dtype)
+    else:
+        t_value = None
+    t_outcome = jtu.tree_map(lambda _: None, outcome)._replace(value=t_value)
+    if not blocks:
+        return outcome, t_outcome
+    return (outcome, (V, Z)), (t_outcome, (None, None))
+
+
+def _pair(operator, t_operator, V, Z):
+    """`<Z, dA V>`: a Jacobian-vector product with respect to the operator."""
+    V, Z = jax.lax.stop_gradient((V, Z))
+    _, dAV = eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (t_operator,))
+    if dAV is None:
+        return None
+    return jnp.sum(column_dots(Z, dAV))
+
+
+def _transpose(*args, **kwargs):
+    # Unreachable: the rule above leaves only ordinary operator code to transpose.
+    raise NotImplementedError("estimate_trace is not linear in any argument.")
+
+
+estimate_trace_p = eqxi.create_vprim(
+    "estimate_trace", _impl, _abstract_eval, _jvp, _transpose
+)
+eqxi.register_impl_finalisation(estimate_trace_p)
+
+
+def estimate_trace(estimator, state: PyTree, k: int, *, real: bool) -> Outcome:
+    """Binds the primitive on an estimator and its state.
+
+    The operator is the only differentiable part; every other leaf is stopped.
+    """
+    operator = with_array_leaves(state.operator)
+    rest = eqx.tree_at(lambda s: s.operator, state, None)
+    arrays, static = eqx.partition((estimator, rest), eqx.is_array)
+    estimator, rest = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    problem = Problem(operator, estimator, rest, k, real)
+    return eqxi.filter_primitive_bind(estimate_trace_p, problem, False)

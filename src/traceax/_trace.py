@@ -1,0 +1,222 @@
+"""The front door: checks, structure shortcuts, the choice of an estimator."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Inexact, Key
+
+from ._base import TraceEstimator, check_budget, init_state
+from ._estimate import RESULTS, Estimate, is_finite, raise_failure
+from ._estimators.hutchinson import HutchinsonEstimator
+from ._estimators.xnystrace import XNysTraceEstimator
+from ._estimators.xtrace import XTraceEstimator
+from ._operator import (
+    Space,
+    check_operator,
+    has_real_trace,
+    is_negative_semidefinite,
+    is_positive_semidefinite,
+    known_diagonal,
+    space_of,
+)
+
+
+class CHOICES(eqx.Enumeration):
+    """How [`traceax.trace`][] made an estimate, and why: `stats["choice"]`.
+
+    `CHOICES[estimate.stats["choice"]]` is the reason in words.
+    """
+
+    given = "The estimator that the caller gave."
+    structure = "Exact: the structure of the operator gives its diagonal."
+    budget = "Exact: the budget allows a product with every coordinate vector."
+    xnystrace = "XNysTrace: what is estimated is known to be semidefinite."
+    xtrace = "XTrace: what is estimated is not known to be semidefinite."
+    hutchinson = "Hutchinson: the budget is too small for XTrace or XNysTrace."
+
+
+def trace(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: TraceEstimator | None = None,
+    *,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates the trace of a linear operator from at most `k` products with it.
+
+    ```python
+    estimate = traceax.trace(jax.random.key(0), operator, 40)
+    estimate.value, estimate.standard_error
+    ```
+
+    Without an estimator:
+
+    1. parts whose diagonal is known are summed, never estimated: identity, diagonal,
+        tridiagonal, triangular and unit-diagonal operators, by class or by tag, and
+        products of these where the diagonal is the product of diagonals. Sums,
+        scalings, negations, tags and transposes are looked through, so that of
+        `K + D` only `K` is estimated;
+    2. the rest is exact if the budget allows a product with every coordinate vector;
+    3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
+        semidefinite (and `k >= 2`), [`traceax.XTraceEstimator`][] if not (and
+        `k >= 4`), and [`traceax.HutchinsonEstimator`][] for smaller budgets.
+
+    `stats["choice"]` tells which, a [`traceax.CHOICES`][] item.
+
+    Differentiable with respect to `operator`, forward and reverse, to any order: the
+    derivative of the value is an unbiased estimate of the derivative of the trace.
+
+    **Arguments:**
+
+    - `key`: a single key, typed or legacy.
+    - `operator`: a square lineax operator, over arrays or PyTrees, real or complex.
+    - `k`: a positive Python int, the budget of products.
+    - `estimator`: a [`traceax.TraceEstimator`][], used on the whole operator as given.
+    - `throw`: whether a failure raises an error at run time, or is only reported in
+        `result`.
+
+    **Returns:**
+
+    A [`traceax.Estimate`][]. Its `state` belongs to the estimator that was used.
+
+    **Raises:**
+
+    - `TypeError` for a wrong key, operator, `k` or estimator, `ValueError` for an operator
+        that isn't square or mixes real and complex leaves.
+    - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
+    """
+    where = "traceax.trace"
+    space = check_operator(operator, where)
+    state = init_state(key, operator, where)
+    k = check_budget(k, where)
+    if estimator is not None:
+        if not isinstance(estimator, TraceEstimator):
+            raise TypeError(
+                f"{where}: estimator must be a traceax.TraceEstimator, got "
+                f"{estimator!r}; pass an instance, such as traceax.XTraceEstimator()."
+            )
+        given_state = estimator.init(state.key, operator)
+        estimate = estimator.estimate(given_state, k, throw=throw)
+        return _with_choice(estimate, CHOICES.given)
+
+    split = _split(operator, k)
+    if split.rest is None:
+        estimate = Estimate(
+            jnp.zeros((), space.compute_dtype),
+            jnp.zeros((), space.real_dtype),
+            RESULTS.successful,
+            {"num_matvecs": jnp.asarray(0), "degrees_of_freedom": jnp.asarray(jnp.inf)},
+            state,
+        )
+        choice = CHOICES.structure
+    else:
+        budget = k - split.num_matvecs
+        estimator, choice = _choose(split.rest, budget)
+        rest_state = estimator.init(state.key, split.rest)
+        estimate = estimator.estimate(rest_state, budget, throw=False)
+    estimate = _add_exact(estimate, split, space, real=has_real_trace(operator))
+    estimate = _with_choice(estimate, choice)
+    return raise_failure(estimate) if throw else estimate
+
+
+def _add_exact(
+    estimate: Estimate, split: "_Split", space: Space, *, real: bool
+) -> Estimate:
+    if split.exact is None:
+        return estimate
+    value = estimate.value.astype(space.compute_dtype) + split.exact
+    dtype = space.dtype
+    if real:
+        value, dtype = jnp.real(value), jnp.finfo(dtype).dtype
+    result = RESULTS.where(is_finite(value), estimate.result, RESULTS.nonfinite)
+    used = estimate.stats["num_matvecs"] + split.num_matvecs
+    return Estimate(
+        value.astype(dtype),
+        estimate.standard_error.astype(jnp.finfo(dtype).dtype),
+        result,
+        {**estimate.stats, "num_matvecs": used},
+        estimate.state,
+    )
+
+
+def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
+    stats = {**estimate.stats, "choice": choice}
+    return Estimate(
+        estimate.value, estimate.standard_error, estimate.result, stats, estimate.state
+    )
+
+
+def _choose(
+    operator: lx.AbstractLinearOperator, k: int
+) -> tuple[TraceEstimator, CHOICES]:
+    semidefinite = is_positive_semidefinite(operator) or is_negative_semidefinite(
+        operator
+    )
+    if k >= space_of(operator).size:
+        return HutchinsonEstimator(), CHOICES.budget
+    if semidefinite and k >= 2:
+        return XNysTraceEstimator(), CHOICES.xnystrace
+    if not semidefinite and k >= 4:
+        return XTraceEstimator(), CHOICES.xtrace
+    return HutchinsonEstimator(), CHOICES.hutchinson
+
+
+class _Split(NamedTuple):
+    """An operator as a part of known trace and a rest. `None` stands for zero."""
+
+    exact: Inexact[Array, ""] | None
+    num_matvecs: int
+    rest: lx.AbstractLinearOperator | None
+
+
+def _split(operator: lx.AbstractLinearOperator, k: int) -> _Split:
+    split = _split_off(operator, most_products=2)
+    if split.num_matvecs > k or (split.rest is not None and split.num_matvecs == k):
+        # Too few products to read every diagonal: take those that cost none.
+        split = _split_off(operator, most_products=0)
+    return split
+
+
+def _split_off(operator: lx.AbstractLinearOperator, most_products: int) -> _Split:
+    diagonal = known_diagonal(operator)
+    if diagonal is not None and diagonal.num_matvecs <= most_products:
+        return _Split(jnp.sum(diagonal.read()), diagonal.num_matvecs, None)
+    match operator:
+        case lx.AddLinearOperator():
+            first = _split_off(operator.operator1, most_products)
+            second = _split_off(operator.operator2, most_products)
+            if first.exact is None and second.exact is None:
+                return _Split(None, 0, operator)
+            return _Split(
+                _add(first.exact, second.exact),
+                first.num_matvecs + second.num_matvecs,
+                _add(first.rest, second.rest),
+            )
+        case lx.MulLinearOperator():
+            return _map_split(operator, most_products, lambda x: x * operator.scalar)
+        case lx.DivLinearOperator():
+            return _map_split(operator, most_products, lambda x: x / operator.scalar)
+        case lx.NegLinearOperator():
+            return _map_split(operator, most_products, lambda x: -x)
+        case lx.TaggedLinearOperator():
+            # Tags say nothing of a part, and belong to the whole if nothing is split.
+            return _map_split(operator, most_products, lambda x: x)
+    return _Split(None, 0, operator)
+
+
+def _map_split(operator, most_products: int, fn: Callable) -> _Split:
+    inner = _split_off(operator.operator, most_products)
+    if inner.exact is None:
+        return _Split(None, 0, operator)
+    rest = None if inner.rest is None else fn(inner.rest)
+    return _Split(fn(inner.exact), inner.num_matvecs, rest)
+
+
+def _add(x, y):
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
