@@ -14,6 +14,7 @@ Appl. 45 (2024), doi:10.1137/23M1548323, arXiv:2301.07825:
 | `X` | m x m | `x_i`, coordinates of `P_i w_i` in `Q` |
 | `g_i` | n | `(I - P_i) w_i`, the part of probe i that the others don't explain |
 | `a` | m | resphering factors |
+| `t_i` | | the trace estimated by testing probe i on what the others built |
 """
 
 from typing import NamedTuple
@@ -36,7 +37,7 @@ class LeaveOneOut(NamedTuple):
     S: Inexact[Array, "m m"]
     X: Inexact[Array, "m m"]
     a: Float[Array, " m"]
-    residual_norms: Float[Array, " m"]
+    left: Float[Array, " m"]  # |g_i|^2
 
 
 def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
@@ -75,8 +76,6 @@ def leave_one_out(
     has mean `I - P_i`, without the fluctuation of `|g_i|^2`. `|g_i|^2` is that of the
     projected probe: with `n` for `|w_i|^2` the mean would be off by percents for
     probes whose length varies. Without resphering, `a_i = 1`.
-
-    `residual_norms` are `1 / |R^-* e_i| = |(I - P_i) A w_i|`.
     """
     n, m = Q.shape
     scale = power_of_two_scale(R)
@@ -85,12 +84,77 @@ def leave_one_out(
     S = inverse / norms[None, :].astype(R.dtype)
     W = inner(Q, Omega)
     X = W - S * column_dots(S, W)[None, :]
+    left = jnp.real(column_dots(Omega, Omega) - column_dots(X, X))
+    a = (n - m + 1) / left if resphere else jnp.ones_like(left)
+    return LeaveOneOut(S, X, a, left)
+
+
+def leave_one_out_traces(
+    Omega: Inexact[Array, "n m"],
+    Y: Inexact[Array, "n m"],
+    R: Inexact[Array, "m m"],
+    Q: Inexact[Array, "n m"],
+    AQ: Inexact[Array, "n m"],
+    loo: LeaveOneOut,
+    *,
+    resphere: bool,
+) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
+    r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
+
+    Four Gram products of order m; everything else is of order m x m. With
+    `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
+
+        g_i^* A g_i = w_i^* A w_i - w_i^* A Q x_i - x_i^* r_i + x_i^* H x_i .
+
+    *Leaving out j as well* takes the unit vector t, the part of `s_j` orthogonal to
+    `s_i`, out of the projector too, and gives what it held of `w_i` back:
+
+        t = (s_j - c s_i) / sqrt(1 - |c|^2),        c = s_i^* s_j,
+        g_ij = g_i + b Q t,                         b = t^* x_i,
+        tr(P_ij A) = tr(P_i A) - t^* H t,           |g_ij|^2 = |g_i|^2 + |b|^2 .
+
+    Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding
+    (the block has lost rank) t is rounding, and so is what A does on it.
+    """
+    n, m = Q.shape
+    S, X, a, left = loo
+    H = inner(Q, AQ)
+    T = inner(AQ, Omega)  # column i is (w_i^* A Q)^*
+    L = R - matmul(H, X)  # column i is Q^* A g_i
+    K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
+    quadratics = column_dots(Omega, Y) - column_dots(T, X) - column_dots(X, L)
+    SHS = inner(S, matmul(H, S))
+    on_s = jnp.diagonal(SHS)
+    on_range = jnp.trace(H) - on_s
+    samples = on_range + a.astype(H.dtype) * quadratics
+
+    c = inner(S, S)
+    eps = jnp.finfo(left.dtype).eps
+    sine = jnp.sqrt(jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(H.dtype)
+
+    def along_t(block):
+        # t^* b_i from s_j^* b_i; t^* = (s_j^* - conj(c) s_i^*) / sine
+        projections = inner(S, block).T
+        return (projections - c.conj() * jnp.diagonal(projections)[:, None]) / sine
+
+    b = along_t(X)
+    t_H_t = (
+        on_s[None, :]
+        - c * SHS.T
+        - c.conj() * SHS
+        + jnp.abs(c).astype(H.dtype) ** 2 * on_s[:, None]
+    ) / sine**2
+    with_b = (
+        quadratics[:, None]
+        + b.conj() * along_t(L)
+        + b * along_t(K).conj()
+        + jnp.abs(b).astype(H.dtype) ** 2 * t_H_t
+    )
+    weight = jnp.ones_like(left)[:, None]
     if resphere:
-        left = jnp.real(column_dots(Omega, Omega) - column_dots(X, X))
-        a = (n - m + 1) / left
-    else:
-        a = jnp.ones_like(norms)
-    return LeaveOneOut(S, X, a, scale / norms)
+        weight = (n - m + 2) / (left[:, None] + jnp.abs(b) ** 2)
+    pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * with_b
+    return samples, pairs
 
 
 def stand_in(

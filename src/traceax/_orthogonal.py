@@ -54,6 +54,12 @@ def column_dots(
     return jnp.sum(x.conj() * y, axis=0)
 
 
+def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+    """`|x_i|` for every column i, safe against under- and overflow of squares."""
+    scale = power_of_two_scale(x)
+    return scale * jnp.linalg.norm(x / scale.astype(x.dtype), axis=0)
+
+
 def power_of_two_scale(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
     """A power of two within a factor 2 below the largest entry; 1 for a zero block.
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from .._base import TraceEstimator, init_state
-from .._monte_carlo import mean_and_standard_error
 from .._operator import apply_block, space_of
-from .._orthogonal import column_dots, inner, matmul, qr
+from .._orthogonal import column_dots, column_norms, inner, matmul, qr
 from .._samplers import RademacherSampler, Sampler, check_resphere
+from .._standard_error import independent_samples
 
 
 class HutchPlusPlusEstimator(TraceEstimator):
@@ -61,9 +61,12 @@ class HutchPlusPlusEstimator(TraceEstimator):
         G = Psi - matmul(Q, inner(Q, Psi))
         # One block of products where the sketch no longer matters.
         V = jnp.concatenate([Q, G], axis=1)
-        quadratics = column_dots(V, apply_block(operator, V))
+        AV = apply_block(operator, V)
+        quadratics = column_dots(V, AV)
         low_rank = jnp.sum(quadratics[:sketch_size])
-        residual, standard_error = mean_and_standard_error(quadratics[sketch_size:])
+        residual, standard_error = independent_samples(
+            quadratics[sketch_size:], column_norms(AV[:, sketch_size:])
+        )
         stats = {"num_matvecs": k, "degrees_of_freedom": num_residual - 1}
         Z = jnp.concatenate([Q, G / num_residual], axis=1)
         return low_rank + residual, standard_error, stats, (V, Z)

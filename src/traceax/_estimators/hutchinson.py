@@ -1,10 +1,10 @@
 """The Girard-Hutchinson estimator."""
 
 from .._base import TraceEstimator, init_state
-from .._monte_carlo import mean_and_standard_error
 from .._operator import apply_block, space_of
-from .._orthogonal import column_dots
+from .._orthogonal import column_dots, column_norms
 from .._samplers import RademacherSampler, Sampler, check_resphere
+from .._standard_error import independent_samples
 
 
 class HutchinsonEstimator(TraceEstimator):
@@ -46,7 +46,9 @@ class HutchinsonEstimator(TraceEstimator):
     def compute(self, state, k):
         space = space_of(state.operator)
         Omega = self.sampler.sample(state.key, space.size, k, space.compute_dtype)
-        samples = column_dots(Omega, apply_block(state.operator, Omega))
-        value, standard_error = mean_and_standard_error(samples)
+        Y = apply_block(state.operator, Omega)
+        value, standard_error = independent_samples(
+            column_dots(Omega, Y), column_norms(Y)
+        )
         stats = {"num_matvecs": k, "degrees_of_freedom": k - 1}
         return value, standard_error, stats, (Omega, Omega / k)

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, Inexact, Key
 from .._base import TraceEstimator, init_state
 from .._estimate import RESULTS
 from .._leave_one_out import leave_one_out, stand_in
-from .._monte_carlo import mean_and_standard_error
 from .._operator import (
     apply_block,
     is_negative_semidefinite,
@@ -24,6 +23,7 @@ from .._orthogonal import (
     qr,
 )
 from .._samplers import Sampler, SphereSampler, check_resphere
+from .._standard_error import leave_one_out_samples
 
 
 class XNysTraceState(eqx.Module):
@@ -50,7 +50,7 @@ class XNysTraceEstimator(TraceEstimator):
     | products | k, all used |
     | beyond the products | O(n k^2) time, about four n x k blocks |
     | bias | none, but for rounding |
-    | standard error | from the leave-one-out values |
+    | standard error | unbiased variance from leaving out pairs of probes; NaN for k = 1 |
     | derivative | `<Z, dA V>` with the leave-one-out blocks of the range of `A Omega`, 2k products with dA; unbiased for any dA |
 
     **Arguments:**
@@ -98,10 +98,12 @@ class XNysTraceEstimator(TraceEstimator):
         AU = apply_block(operator, U)
         scale = power_of_two_scale(AU)
         sign = -1 if state.negative else 1
-        samples, shift, result = _leave_one_out_traces(
+        samples, pairs, shift, result = _leave_one_out_traces(
             U, T, sign * AU / scale.astype(AU.dtype), resphere=self.resphere
         )
-        mean, standard_error = mean_and_standard_error(samples)
+        mean, standard_error = leave_one_out_samples(
+            samples, pairs, n - k + 2 if self.resphere else None
+        )
         value = sign * scale * (mean - n * shift)
         standard_error = scale * standard_error
 
@@ -119,8 +121,8 @@ def _leave_one_out_traces(
     Y: Inexact[Array, "n k"],
     *,
     resphere: bool,
-) -> tuple[Float[Array, " k"], Float[Array, ""], RESULTS]:
-    r"""Leave-one-out traces of `A + mu I`, and `mu`, from `Y = A U`.
+) -> tuple[Float[Array, " k"], Float[Array, "k k"], Float[Array, ""], RESULTS]:
+    r"""Leave-one-out traces `t_i`, `t_ij` of `A + mu I`, and `mu`, from `Y = A U`.
 
     With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
     approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
@@ -133,6 +135,9 @@ def _leave_one_out_traces(
     of dimension n - k + 1, outside which the remainder vanishes: hence
 
         tr_i = |F|^2 - |F q_i|^2 + (n - k + 1) / |H^{-1/2} e_i|^2 .
+
+    *Leaving out j as well*, for `t_ij`: the pair `q_i`, `q_j` spans what is lost, with
+    `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
 
     Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i`
     takes the place of `e_i`, and 1 that of n - k + 1.
@@ -163,5 +168,15 @@ def _leave_one_out_traces(
     q = left_out / norms[None, :].astype(Y.dtype)
     dimension = n - k + 1 if resphere else 1
     all_columns = jnp.sum(jnp.abs(F) ** 2)
-    lost = jnp.sum(jnp.abs(matmul(F, q)) ** 2, axis=0)
-    return all_columns - lost + dimension / norms**2, mu, result
+    Fq = matmul(F, q)
+    lost = inner(Fq, Fq)
+    lost_by_one = jnp.real(jnp.diagonal(lost))
+    samples = all_columns - lost_by_one + dimension / norms**2
+
+    c = inner(q, q)
+    sine_squared = jnp.maximum(1 - jnp.abs(c) ** 2, jnp.finfo(norm.dtype).eps)
+    lost_by_two = lost_by_one[:, None] + lost_by_one[None, :]
+    lost_by_two = (lost_by_two - 2 * jnp.real(c.conj() * lost)) / sine_squared
+    dimension = n - k + 2 if resphere else 1
+    pairs = all_columns - lost_by_two + dimension / (norms[:, None] ** 2 * sine_squared)
+    return samples, pairs, mu, result

@@ -4,11 +4,11 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._base import TraceEstimator, init_state
-from .._leave_one_out import leave_one_out, stand_in
-from .._monte_carlo import mean_and_standard_error
+from .._leave_one_out import leave_one_out, leave_one_out_traces, stand_in
 from .._operator import apply_block, space_of
-from .._orthogonal import column_dots, inner, matmul, qr
+from .._orthogonal import column_dots, column_norms, qr
 from .._samplers import Sampler, SphereSampler, check_resphere
+from .._standard_error import independent_samples, leave_one_out_samples
 
 
 class XTraceEstimator(TraceEstimator):
@@ -30,7 +30,7 @@ class XTraceEstimator(TraceEstimator):
     | products | 2 (k // 2); all k for k < 4, where it is Hutchinson's estimator |
     | beyond the products | O(n k^2) time, about four n x k/2 blocks |
     | bias | none |
-    | standard error | from the leave-one-out values |
+    | standard error | unbiased variance from leaving out pairs of probes; NaN for k = 1 |
     | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
 
     **Arguments:**
@@ -68,18 +68,10 @@ class XTraceEstimator(TraceEstimator):
         Q, R = qr(Y)
         AQ = apply_block(operator, Q)
         loo = leave_one_out(Omega, Q, R, resphere=self.resphere)
-        S, X = loo.S, loo.X
-        H = inner(Q, AQ)
-        # g_i^* A g_i, from g_i = w_i - Q x_i and A w_i = Q r_i.
-        quadratics = (
-            column_dots(Omega, Y)
-            - jnp.sum(inner(AQ, Omega).conj() * X, axis=0)
-            - column_dots(X, R)
-            + column_dots(X, matmul(H, X))
+        samples, pairs = leave_one_out_traces(
+            Omega, Y, R, Q, AQ, loo, resphere=self.resphere
         )
-        on_range = jnp.trace(H) - column_dots(S, matmul(H, S))
-        samples = on_range + loo.a.astype(H.dtype) * quadratics
-        value, standard_error = mean_and_standard_error(samples)
+        value, standard_error = leave_one_out_samples(samples, pairs)
         stats = {"num_matvecs": 2 * m, "degrees_of_freedom": m - 1}
         return value, standard_error, stats, stand_in(Omega, Q, loo)
 
@@ -92,7 +84,9 @@ class XTraceEstimator(TraceEstimator):
         if self.resphere:
             a = space.size / jnp.real(column_dots(Omega, Omega))
         weights = a.astype(Omega.dtype)
-        samples = weights * column_dots(Omega, apply_block(state.operator, Omega))
-        value, standard_error = mean_and_standard_error(samples)
+        Y = apply_block(state.operator, Omega)
+        value, standard_error = independent_samples(
+            weights * column_dots(Omega, Y), column_norms(Y)
+        )
         stats = {"num_matvecs": k, "degrees_of_freedom": k - 1}
         return value, standard_error, stats, (Omega, Omega * (weights / k)[None, :])
