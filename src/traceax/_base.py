@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
@@ -44,9 +45,9 @@ class TraceEstimator(eqx.Module):
 
         **Returns:**
 
-        A state: a PyTree with at least the attributes `.key` and `.operator`. Begin with
+        A state: a PyTree with at least the attributes `.key` and `.operator`, of which
+        only `.operator` is differentiable. Begin with
         `traceax.init_state(key, operator)`, which checks both and is enough for most.
-        Only `.operator` is differentiable.
         """
 
     @abc.abstractmethod
@@ -63,7 +64,8 @@ class TraceEstimator(eqx.Module):
         **Arguments:**
 
         - `state`: as `init` returned it.
-        - `k`: a Python int, the most products that may be used. Use all but at most two.
+        - `k`: a Python int, the most products that may be used. Use all but at most
+            two.
 
         **Returns:**
 
@@ -122,8 +124,8 @@ def init_state(
 
     - `TypeError` for anything but a single key, or for an operator that isn't a lineax
         operator or that acts on integers.
-    - `ValueError` for an operator that isn't square (equal input and output structures),
-        or that mixes real and complex leaves.
+    - `ValueError` for an operator that isn't square (equal input and output
+        structures), or that mixes real and complex leaves.
     """
     check_operator(operator, where)
     return TraceState(check_key(key, where), operator)
@@ -134,7 +136,7 @@ def check_key(key: Any, where: str) -> Key[Array, ""]:
     if isinstance(key, jax.Array | np.ndarray):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             if key.shape == ():
-                return key
+                return jnp.asarray(key)
             got = f"an array of keys of shape {key.shape}"
         elif key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] in (2, 4):
             try:

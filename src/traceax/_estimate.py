@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
 
 
 class RESULTS(eqx.Enumeration):
-    """What became of an estimate: `RESULTS.successful`, or what went wrong and the mend.
+    """What became of an estimate: `successful`, or what went wrong and the mend.
 
     Compare with `==`; `RESULTS[estimate.result]` is the message.
     """
@@ -38,7 +38,7 @@ class _Box(eqx.Module):
 
     arrays: list[Array]
     rest: tuple[Any, ...] = eqx.field(static=True)
-    treedef: jtu.PyTreeDef = eqx.field(static=True)
+    treedef: Any = eqx.field(static=True)
 
     def __init__(self, tree: PyTree):
         leaves, self.treedef = jtu.tree_flatten(tree)
@@ -146,7 +146,9 @@ def raise_failure(estimate: Estimate) -> Estimate:
     parts = (estimate.value, estimate.standard_error)
     failed = estimate.result != RESULTS.successful
     value, standard_error = estimate.result.error_if(parts, failed)
-    return Estimate(value, standard_error, estimate.result, estimate.stats, estimate.state)
+    return Estimate(
+        value, standard_error, estimate.result, estimate.stats, estimate.state
+    )
 
 
 def student_t_quantile(
@@ -174,7 +176,10 @@ def student_t_quantile(
     central = jnp.expm1(a * y1**2)
 
     outer = (
-        (1 / (((nu + 6) / (nu * y) - 0.089 * d - 0.822) * (nu + 2) * 3) + 0.5 / (nu + 4))
+        (
+            1 / (((nu + 6) / (nu * y) - 0.089 * d - 0.822) * (nu + 2) * 3)
+            + 0.5 / (nu + 4)
+        )
         * y
         - 1
     ) * (nu + 1) / (nu + 2) + 1 / y

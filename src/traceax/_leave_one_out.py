@@ -28,12 +28,15 @@ from ._orthogonal import (
     inverse_conjugate_transpose,
     matmul,
     power_of_two_scale,
+    svd,
 )
 
 
 class LeaveOneOut(NamedTuple):
     """What each probe keeps when the range found by the others is projected out."""
 
+    Q: Inexact[Array, "n m"]
+    R: Inexact[Array, "m m"]
     S: Inexact[Array, "m m"]
     X: Inexact[Array, "m m"]
     a: Float[Array, " m"]
@@ -52,6 +55,39 @@ def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     floor = jnp.finfo(R.dtype).eps * jnp.where(norm == 0, jnp.ones_like(norm), norm)
     small = jnp.abs(diagonal) < floor
     return R + jnp.diag(jnp.where(small, floor.astype(R.dtype) - diagonal, 0))
+
+
+def left_out_of_dependent(
+    R: Inexact[Array, "m m"],
+) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
+    r"""`R^-* e_i` for probes that may be linearly dependent, and a change of basis.
+
+    Probes of finitely many values, such as signs, can be dependent, which a small n
+    makes likely. The columns of Q beyond the rank are then rounding, but for being
+    orthogonal to all of `Y`: tested on probe i they would not be independent of it.
+
+    With `R = W Sigma V^*`, `Q W` has the range of `Y` in its leading columns, of which
+    the returned basis zeroes the others. Column i is in the span of the others unless
+    `e_i` is orthogonal to the null space of R, that is of length 1 in the leading
+    columns of V. Leaving it out then loses nothing, and its column is 0; else it is
+    `Sigma^-1 V^* e_i`, in coordinates of `Q W`.
+    """
+    W, singular_values, VH = svd(R)
+    m = R.shape[0]
+    eps = jnp.finfo(R.dtype).eps
+    rank = singular_values > 16 * m * eps * jnp.max(singular_values)
+    safe = jnp.where(rank, singular_values, jnp.ones_like(singular_values))
+    VH = jnp.where(rank[:, None], VH, 0)
+    essential = jnp.sum(jnp.abs(VH) ** 2, axis=0) > 1 - jnp.sqrt(eps)
+    columns = jnp.where(essential[None, :], VH / safe[:, None].astype(R.dtype), 0)
+    return columns, jnp.where(rank[None, :], W, 0)
+
+
+def normalise_columns(x: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
+    """Columns of unit norm; zero columns stay zero."""
+    norms = jnp.linalg.norm(x, axis=0)
+    safe = jnp.where(norms == 0, jnp.ones_like(norms), norms)
+    return x / safe[None, :].astype(x.dtype)
 
 
 def leave_one_out(
@@ -78,22 +114,23 @@ def leave_one_out(
     probes whose length varies. Without resphering, `a_i = 1`.
     """
     n, m = Q.shape
-    scale = power_of_two_scale(R)
-    inverse = inverse_conjugate_transpose(floor_diagonal(R / scale.astype(R.dtype)))
-    norms = jnp.linalg.norm(inverse, axis=0)
-    S = inverse / norms[None, :].astype(R.dtype)
+    scaled = R / power_of_two_scale(R).astype(R.dtype)
+    if resphere:
+        columns = inverse_conjugate_transpose(floor_diagonal(scaled))
+    else:
+        columns, basis = left_out_of_dependent(scaled)
+        Q, R = matmul(Q, basis), matmul(basis.conj().T, R)
+    S = normalise_columns(columns)
     W = inner(Q, Omega)
     X = W - S * column_dots(S, W)[None, :]
     left = jnp.real(column_dots(Omega, Omega) - column_dots(X, X))
     a = (n - m + 1) / left if resphere else jnp.ones_like(left)
-    return LeaveOneOut(S, X, a, left)
+    return LeaveOneOut(Q, R, S, X, a, left)
 
 
 def leave_one_out_traces(
     Omega: Inexact[Array, "n m"],
     Y: Inexact[Array, "n m"],
-    R: Inexact[Array, "m m"],
-    Q: Inexact[Array, "n m"],
     AQ: Inexact[Array, "n m"],
     loo: LeaveOneOut,
     *,
@@ -116,8 +153,8 @@ def leave_one_out_traces(
     Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding
     (the block has lost rank) t is rounding, and so is what A does on it.
     """
+    Q, R, S, X, a, left = loo
     n, m = Q.shape
-    S, X, a, left = loo
     H = inner(Q, AQ)
     T = inner(AQ, Omega)  # column i is (w_i^* A Q)^*
     L = R - matmul(H, X)  # column i is Q^* A g_i
@@ -158,7 +195,7 @@ def leave_one_out_traces(
 
 
 def stand_in(
-    Omega: Inexact[Array, "n m"], Q: Inexact[Array, "n m"], loo: LeaveOneOut
+    Omega: Inexact[Array, "n m"], loo: LeaveOneOut
 ) -> tuple[Inexact[Array, "n 2m"], Inexact[Array, "n 2m"]]:
     r"""Blocks V, Z with `E[V Z^*] = I` that carry the low-rank part exactly.
 
@@ -169,7 +206,7 @@ def stand_in(
     Each term has mean `I` for any fixed matrix it is paired with, so
     `E <Z, B V> = tr B` for every B that does not depend on the probes.
     """
-    m = Q.shape[1]
+    Q, m = loo.Q, loo.Q.shape[1]
     G = Omega - matmul(Q, loo.X)
     kept = jnp.eye(m, dtype=Q.dtype) - matmul(loo.S, loo.S.conj().T) / m
     V = jnp.concatenate([Q, G], axis=1)

@@ -221,9 +221,13 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
         case lx.NegLinearOperator():
             return _map_diagonal(lambda d: -d, inner.operator)
         case lx.MulLinearOperator():
-            return _map_diagonal(lambda d: (d * inner.scalar).astype(dtype), inner.operator)
+            return _map_diagonal(
+                lambda d: (d * inner.scalar).astype(dtype), inner.operator
+            )
         case lx.DivLinearOperator():
-            return _map_diagonal(lambda d: (d / inner.scalar).astype(dtype), inner.operator)
+            return _map_diagonal(
+                lambda d: (d / inner.scalar).astype(dtype), inner.operator
+            )
         case lx.AddLinearOperator():
             first = known_diagonal(inner.operator1)
             second = known_diagonal(inner.operator2)

@@ -31,6 +31,13 @@ def eigh(
 
 
 @sequential_vmap
+def svd(matrix: Inexact[Array, "k k"]) -> tuple[Array, Float[Array, " k"], Array]:
+    """`U`, singular values, descending, and `V^*`."""
+    u, values, vh = jnp.linalg.svd(matrix)
+    return u, values, vh
+
+
+@sequential_vmap
 def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
     """`R^-*` of an upper triangular `R` with a nonzero diagonal."""
     identity = jnp.eye(upper.shape[0], dtype=upper.dtype)

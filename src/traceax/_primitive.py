@@ -10,10 +10,10 @@ For a trace the true derivative is `tr dA`, and `E[V Z^*] = I` makes the rule un
 to every order: the rule is linear in dA, and the second derivative of `tr A(t)` is
 `tr A''(t)`, paired with the same blocks.
 
-The rule never binds the primitive on tangents. It binds it once on the primals, asks for
-the blocks, and differentiates "apply the operator to the fixed block V", which JAX can
-transpose by itself. So nothing differentiates through a factorisation or a loop of an
-estimator, and an estimator may use anything inside `compute`.
+The rule never binds the primitive on tangents. It binds it once on the primals, asks
+for the blocks, and differentiates "apply the operator to the fixed block V", which JAX
+can transpose by itself. So nothing differentiates through a factorisation or a loop of
+an estimator, and an estimator may use anything inside `compute`.
 """
 
 import functools as ft
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, PyTree
@@ -146,13 +147,11 @@ def _jvp(primals, tangents):
     problem, blocks = primals
     t_operator = tangents[0].operator
     outcome, (V, Z) = eqxi.filter_primitive_bind(estimate_trace_p, problem, True)
-    if jtu.tree_leaves(t_operator):
-        t_value = _pair(problem.operator, t_operator, V, Z)
+    t_value = _pair(problem.operator, t_operator, V, Z)
+    if t_value is not None:
         if not jnp.iscomplexobj(outcome.value):
             t_value = jnp.real(t_value)
         t_value = t_value.astype(outcome.value.dtype)
-    else:
-        t_value = None
     t_outcome = jtu.tree_map(lambda _: None, outcome)._replace(value=t_value)
     if not blocks:
         return outcome, t_outcome
@@ -161,6 +160,8 @@ def _jvp(primals, tangents):
 
 def _pair(operator, t_operator, V, Z):
     """`<Z, dA V>`: a Jacobian-vector product with respect to the operator."""
+    if not jtu.tree_leaves(t_operator):
+        return None
     V, Z = jax.lax.stop_gradient((V, Z))
     _, dAV = eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (t_operator,))
     if dAV is None:

@@ -24,7 +24,7 @@ class Sampler(eqx.Module):
         which resphering needs.
     """
 
-    rotation_invariant: eqx.AbstractClassVar[bool]
+    rotation_invariant: ClassVar[bool]
 
     @abc.abstractmethod
     def sample(

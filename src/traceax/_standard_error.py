@@ -58,14 +58,15 @@ def leave_one_out_samples(
 
         V = s^2 / m + 1 / (m (m-1)) sum_{i != j} (t_i - t_ij)(t_j - t_ji)
 
-    is then an unbiased estimate of the variance of the mean: `E s^2` is the variance of
-    a sample less their mean covariance, which the second term gives back m times over m.
+    is then an unbiased estimate of the variance of the mean: `E s^2` is the variance
+    of a sample less the mean covariance c of two, and that of the mean is
+    `(variance - c) / m + c`.
 
     *Orthogonal probes.* Given all but i and j, orthonormal `u_i`, `u_j` are a uniform
-    pair in the complement, of dimension `N = orthogonal_dimension`. The quadratic forms
-    of a full orthonormal basis add up to a constant, so those of a pair have
-    correlation `-1 / (N - 1)`. The last term is `-var(t_ij) / (N - 1)` instead of 0, and
-    `s^2 / (N - 1)` is added to V for it.
+    pair in the complement, of dimension `N = orthogonal_dimension`. The quadratic
+    forms of a full orthonormal basis add up to a constant, so those of a pair have
+    correlation `-1 / (N - 1)`. The last term is `-var(t_ij) / (N - 1)` instead of 0,
+    and the mean square of `t_ij` about the estimate, over N - 1, is added to V.
 
     The second term is noisy where it is small: V is kept at `s^2 / m` or above.
     """
@@ -82,7 +83,11 @@ def leave_one_out_samples(
     variance = jnp.sum(jnp.abs(deviations) ** 2) / (m - 1)
     covariance = jnp.sum(jnp.real(differences * differences.conj().T)) / (m * (m - 1))
     if orthogonal_dimension is not None:
-        covariance = covariance + variance / (orthogonal_dimension - 1)
+        off = jnp.where(
+            jnp.eye(m, dtype=bool), 0, (pairs - mean) / unit.astype(pairs.dtype)
+        )
+        of_a_pair = jnp.sum(jnp.abs(off) ** 2) / (m * (m - 1))
+        covariance = covariance + of_a_pair / (orthogonal_dimension - 1)
     rounding = jnp.finfo(samples.dtype).eps * jnp.max(jnp.abs(samples))
     error = unit * jnp.sqrt(variance / m + jnp.maximum(covariance, 0))
     return mean, jnp.maximum(error, rounding)

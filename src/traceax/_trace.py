@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Key
@@ -59,7 +60,7 @@ def trace(
         tridiagonal, triangular and unit-diagonal operators, by class or by tag, and
         products of these where the diagonal is the product of diagonals. Sums,
         scalings, negations, tags and transposes are looked through, so that of
-        `K + D` only `K` is estimated;
+        `K + D` only `K` is estimated, and a factor doesn't hide a semidefinite tag;
     2. the rest is exact if the budget allows a product with every coordinate vector;
     3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
         semidefinite (and `k >= 2`), [`traceax.XTraceEstimator`][] if not (and
@@ -85,8 +86,8 @@ def trace(
 
     **Raises:**
 
-    - `TypeError` for a wrong key, operator, `k` or estimator, `ValueError` for an operator
-        that isn't square or mixes real and complex leaves.
+    - `TypeError` for a wrong key, operator, `k` or estimator, `ValueError` for an
+        operator that isn't square or mixes real and complex leaves.
     - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
     """
     where = "traceax.trace"
@@ -113,22 +114,36 @@ def trace(
             state,
         )
         choice = CHOICES.structure
+        factor = None
     else:
         budget = k - split.num_matvecs
-        estimator, choice = _choose(split.rest, budget)
-        rest_state = estimator.init(state.key, split.rest)
+        factor, rest = _without_factors(split.rest)
+        estimator, choice = _choose(rest, budget)
+        rest_state = estimator.init(state.key, rest)
         estimate = estimator.estimate(rest_state, budget, throw=False)
-    estimate = _add_exact(estimate, split, space, real=has_real_trace(operator))
+    if split.exact is not None or factor is not None:
+        real = has_real_trace(operator)
+        estimate = _combine(estimate, factor, split, space, real=real)
     estimate = _with_choice(estimate, choice)
     return raise_failure(estimate) if throw else estimate
 
 
-def _add_exact(
-    estimate: Estimate, split: "_Split", space: Space, *, real: bool
+def _combine(
+    estimate: Estimate,
+    factor: Inexact[Array, ""] | None,
+    split: "_Split",
+    space: Space,
+    *,
+    real: bool,
 ) -> Estimate:
-    if split.exact is None:
-        return estimate
-    value = estimate.value.astype(space.compute_dtype) + split.exact
+    """`factor * estimate + exact part`."""
+    value = estimate.value.astype(space.compute_dtype)
+    error = estimate.standard_error.astype(space.real_dtype)
+    if factor is not None:
+        factor = factor.astype(space.compute_dtype)
+        value, error = value * factor, error * jnp.abs(factor)
+    if split.exact is not None:
+        value = value + split.exact
     dtype = space.dtype
     if real:
         value, dtype = jnp.real(value), jnp.finfo(dtype).dtype
@@ -136,7 +151,7 @@ def _add_exact(
     used = estimate.stats["num_matvecs"] + split.num_matvecs
     return Estimate(
         value.astype(dtype),
-        estimate.standard_error.astype(jnp.finfo(dtype).dtype),
+        error.astype(jnp.finfo(dtype).dtype),
         result,
         {**estimate.stats, "num_matvecs": used},
         estimate.state,
@@ -150,12 +165,39 @@ def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
     )
 
 
+def _is_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
+    return is_positive_semidefinite(operator) or is_negative_semidefinite(operator)
+
+
+def _without_factors(
+    operator: lx.AbstractLinearOperator,
+) -> tuple[Inexact[Array, ""] | None, lx.AbstractLinearOperator]:
+    """`(c, A)` for `c A` with A known to be semidefinite, of which c may hide the sign.
+
+    Else `(None, operator)`.
+    """
+    factor, inner = jnp.ones(()), operator
+    while not _is_semidefinite(inner):
+        with jax.numpy_dtype_promotion("standard"):
+            match inner:
+                case lx.MulLinearOperator():
+                    factor = factor * inner.scalar
+                case lx.DivLinearOperator():
+                    factor = factor / inner.scalar
+                case lx.NegLinearOperator():
+                    factor = -factor
+                case lx.TaggedLinearOperator():
+                    pass
+                case _:
+                    return None, operator
+        inner = inner.operator
+    return (None, operator) if inner is operator else (factor, inner)
+
+
 def _choose(
     operator: lx.AbstractLinearOperator, k: int
 ) -> tuple[TraceEstimator, CHOICES]:
-    semidefinite = is_positive_semidefinite(operator) or is_negative_semidefinite(
-        operator
-    )
+    semidefinite = _is_semidefinite(operator)
     if k >= space_of(operator).size:
         return HutchinsonEstimator(), CHOICES.budget
     if semidefinite and k >= 2:

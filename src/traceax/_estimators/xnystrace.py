@@ -1,5 +1,7 @@
 """XNysTrace: leave-one-out Nystrom approximations of a semidefinite operator."""
 
+import math
+
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
@@ -7,7 +9,12 @@ from jaxtyping import Array, Float, Inexact, Key
 
 from .._base import TraceEstimator, init_state
 from .._estimate import RESULTS
-from .._leave_one_out import leave_one_out, stand_in
+from .._leave_one_out import (
+    leave_one_out,
+    left_out_of_dependent,
+    normalise_columns,
+    stand_in,
+)
 from .._operator import (
     apply_block,
     is_negative_semidefinite,
@@ -17,7 +24,6 @@ from .._operator import (
 from .._orthogonal import (
     eigh,
     inner,
-    inverse_conjugate_transpose,
     matmul,
     power_of_two_scale,
     qr,
@@ -112,7 +118,7 @@ class XNysTraceEstimator(TraceEstimator):
         Q, R = qr(AU)
         loo = leave_one_out(Omega, Q, matmul(R, T), resphere=self.resphere)
         stats = {"num_matvecs": k, "degrees_of_freedom": k - 1, "result": result}
-        return value, standard_error, stats, stand_in(Omega, Q, loo)
+        return value, standard_error, stats, stand_in(Omega, loo)
 
 
 def _leave_one_out_traces(
@@ -146,37 +152,50 @@ def _leave_one_out_traces(
     basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding,
     and `q_i` is normalised before `F` is applied to it, so that nothing is divided by
     an eigenvalue squared. Rounding moves the eigenvalues of `H` by up to about
-    `mu = eps |Y|_F`; a floor of `mu` itself would lift half of those that should
-    equal `mu` and bias the value by a multiple of `mu n`, a floor of `mu / 2` does not.
+    `eps |Y|_F`; products from an iterative solver move them by more, which shows in
+    `H` not being Hermitian: `mu` is `|H - H^*|_F` where that is more than rounding. A
+    floor of `mu` itself under the eigenvalues would lift half of those that should
+    equal `mu`, and bias the value by a multiple of `mu n`; a floor of `mu / 2` does not.
     """
     n, k = U.shape
+    if resphere:
+        left_out, dimension = jnp.eye(k, dtype=Y.dtype), n - k + 1
+    else:
+        left_out, basis = left_out_of_dependent(T)
+        U, Y, dimension = matmul(U, basis), matmul(Y, basis), 1
     norm = jnp.linalg.norm(Y)
-    mu = jnp.finfo(Y.dtype).eps * jnp.where(norm == 0, jnp.ones_like(norm), norm)
+    norm = jnp.where(norm == 0, jnp.ones_like(norm), norm)
+    eps = jnp.finfo(Y.dtype).eps
+    H = inner(U, Y)
+    noise = jnp.linalg.norm(H - H.conj().T)
+    mu = eps * norm
+    mu = jnp.where(noise > math.sqrt(k) * mu, noise, mu)
     Y_mu = Y + mu.astype(Y.dtype) * U
-    H = inner(U, Y_mu)
-    eigenvalues, vectors = eigh((H + H.conj().T) / 2)
-    # A tag can be wrong: rounding does not make eigenvalues this negative.
-    wrong = jnp.min(eigenvalues) < -jnp.sqrt(mu / norm) * norm
+    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * jnp.eye(k, dtype=Y.dtype)
+    eigenvalues, vectors = eigh(H_mu)
+    # A tag can be wrong: neither noise nor rounding does this.
+    limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
+    wrong = (jnp.min(eigenvalues) < -limit) | (noise > 0.3 * jnp.linalg.norm(H))
     result = RESULTS.where(wrong, RESULTS.not_semidefinite, RESULTS.successful)
     eigenvalues = jnp.maximum(eigenvalues, mu / 2)
     root = vectors / jnp.sqrt(eigenvalues)[None, :].astype(Y.dtype)
     F = matmul(Y_mu, root)
-    left_out = root.conj().T  # H^{-1/2} e_i, in the eigenvectors' coordinates
-    if not resphere:
-        left_out = matmul(left_out, inverse_conjugate_transpose(T))
-    norms = jnp.linalg.norm(left_out, axis=0)
-    q = left_out / norms[None, :].astype(Y.dtype)
-    dimension = n - k + 1 if resphere else 1
+    # H^{-1/2} e_i, in the coordinates of the eigenvectors.
+    halves = matmul(root.conj().T, left_out)
+    q = normalise_columns(halves)
+    squares = jnp.sum(jnp.abs(halves) ** 2, axis=0)
+    # A probe that the others span has nothing left to test.
+    remainders = jnp.where(squares == 0, 0, 1 / squares)
     all_columns = jnp.sum(jnp.abs(F) ** 2)
     Fq = matmul(F, q)
     lost = inner(Fq, Fq)
     lost_by_one = jnp.real(jnp.diagonal(lost))
-    samples = all_columns - lost_by_one + dimension / norms**2
+    samples = all_columns - lost_by_one + dimension * remainders
 
     c = inner(q, q)
-    sine_squared = jnp.maximum(1 - jnp.abs(c) ** 2, jnp.finfo(norm.dtype).eps)
+    sine_squared = jnp.maximum(1 - jnp.abs(c) ** 2, eps)
     lost_by_two = lost_by_one[:, None] + lost_by_one[None, :]
     lost_by_two = (lost_by_two - 2 * jnp.real(c.conj() * lost)) / sine_squared
-    dimension = n - k + 2 if resphere else 1
-    pairs = all_columns - lost_by_two + dimension / (norms[:, None] ** 2 * sine_squared)
+    dimension = dimension + 1 if resphere else 1
+    pairs = all_columns - lost_by_two + dimension * remainders[:, None] / sine_squared
     return samples, pairs, mu, result

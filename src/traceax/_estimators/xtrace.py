@@ -66,14 +66,12 @@ class XTraceEstimator(TraceEstimator):
         Omega = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
         Y = apply_block(operator, Omega)
         Q, R = qr(Y)
-        AQ = apply_block(operator, Q)
         loo = leave_one_out(Omega, Q, R, resphere=self.resphere)
-        samples, pairs = leave_one_out_traces(
-            Omega, Y, R, Q, AQ, loo, resphere=self.resphere
-        )
+        AQ = apply_block(operator, loo.Q)
+        samples, pairs = leave_one_out_traces(Omega, Y, AQ, loo, resphere=self.resphere)
         value, standard_error = leave_one_out_samples(samples, pairs)
         stats = {"num_matvecs": 2 * m, "degrees_of_freedom": m - 1}
-        return value, standard_error, stats, stand_in(Omega, Q, loo)
+        return value, standard_error, stats, stand_in(Omega, loo)
 
     def _without_projection(self, state, k):
         # Of two probes each leaves the other a single direction to find, and a single

@@ -1,0 +1,31 @@
+"""Strict modes for the whole suite, in the 64-bit mode that `JAX_ENABLE_X64` asks for.
+
+64-bit by default; `JAX_ENABLE_X64=0 pytest` runs it as most users have jax.
+"""
+
+import os
+
+# One thread a LAPACK call: with more, OpenBLAS and XLA spin against each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", os.environ.get("JAX_ENABLE_X64", "1") != "0")
+# The suite compiles thousands of small programs, and runs each for milliseconds.
+jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_collection_modifyitems(items):
+    if not jax.config.jax_enable_x64:  # pyright: ignore
+        skip = pytest.mark.skip(reason="needs 64-bit mode")
+        for item in items:
+            if "x64" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture
+def key():
+    return jax.random.key(20)

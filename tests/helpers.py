@@ -1,0 +1,194 @@
+"""Matrices of known trace, operators of every class, and statistics of estimates."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+
+import traceax as tx
+
+PSD = lx.positive_semidefinite_tag
+NSD = lx.negative_semidefinite_tag
+
+ESTIMATORS = {
+    "hutchinson": tx.HutchinsonEstimator(),
+    "hutch++": tx.HutchPlusPlusEstimator(),
+    "xtrace": tx.XTraceEstimator(),
+    "xnystrace": tx.XNysTraceEstimator(),
+    "hutchinson-sphere": tx.HutchinsonEstimator(tx.SphereSampler()),
+    "hutch++-normal": tx.HutchPlusPlusEstimator(tx.NormalSampler()),
+    "xtrace-plain": tx.XTraceEstimator(tx.RademacherSampler(), resphere=False),
+    "xnystrace-plain": tx.XNysTraceEstimator(tx.RademacherSampler(), resphere=False),
+}
+FAMILIES = ("hutchinson", "hutch++", "xtrace", "xnystrace")
+
+
+def is_x64():
+    return jax.config.jax_enable_x64  # pyright: ignore
+
+
+def float_dtype():
+    return jnp.float64 if is_x64() else jnp.float32
+
+
+def complex_dtype():
+    return jnp.complex128 if is_x64() else jnp.complex64
+
+
+def spectrum(name, n):
+    i = np.arange(1, n + 1)
+    return {
+        "flat": np.linspace(1.0, 3.0, n),
+        "poly": i**-2.0,
+        "exp": 0.7 ** (i - 1.0),
+        "step": np.where(i <= min(50, n // 3), 1.0, 1e-3),
+        "signed": np.linspace(-1.0, 2.0, n),
+    }[name]
+
+
+def haar(n, seed=0, complex=False):
+    rng = np.random.default_rng(seed)
+    gaussian = rng.normal(size=(n, n))
+    if complex:
+        gaussian = gaussian + 1j * rng.normal(size=(n, n))
+    return np.linalg.qr(gaussian)[0]
+
+
+def matrix(name, n, complex=False, seed=0):
+    """A dense matrix of prescribed spectrum, or `"nonsymmetric"`."""
+    if name == "nonsymmetric":
+        rng = np.random.default_rng(seed + 1)
+        a = rng.normal(size=(n, n)) / np.sqrt(n)
+        if complex:
+            a = a + 1j * rng.normal(size=(n, n)) / np.sqrt(n)
+        return a + np.diag(np.linspace(0.5, 1.5, n))
+    u = haar(n, seed, complex)
+    a = (u * spectrum(name, n)) @ u.conj().T
+    return (a + a.conj().T) / 2
+
+
+def as_operator(a, psd=False):
+    dtype = complex_dtype() if np.iscomplexobj(a) else float_dtype()
+    return lx.MatrixLinearOperator(jnp.asarray(a, dtype), PSD if psd else ())
+
+
+def z_score(samples, truth, rounding=1e-9):
+    """How many standard errors the mean of samples is off, the worse of re and im.
+
+    `rounding`, relative to the largest sample, keeps exact estimators from being
+    judged by rounding errors.
+    """
+    samples, truth = np.asarray(samples), np.asarray(truth)
+    floor = rounding * np.max(np.abs(samples), initial=0.0)
+
+    def z(samples, truth):
+        samples = samples.astype(np.float64)
+        error = samples.std(axis=0, ddof=1) / np.sqrt(samples.shape[0])
+        off = np.abs(samples.mean(axis=0) - truth)
+        return float(np.max(off / (error + floor + 1e-300)))
+
+    if np.iscomplexobj(samples):
+        return max(z(samples.real, truth.real), z(samples.imag, truth.imag))
+    return z(samples, truth)
+
+
+def rounding():
+    return 1e-9 if is_x64() else 1e-5
+
+
+@eqx.filter_jit
+def _run(keys, operator, k, estimator):
+    def one(key):
+        estimate = tx.trace(key, operator, k, estimator, throw=False)
+        return estimate.value, estimate.standard_error
+
+    return jax.vmap(one)(keys)
+
+
+def many(estimator, operator, k, num_keys, seed=0):
+    """Values and standard errors over a fixed number of keys."""
+    values, errors = _run(jr.split(jr.key(seed), num_keys), operator, k, estimator)
+    return np.asarray(values), np.asarray(errors)
+
+
+def assert_close(x, y, rtol=None, atol=0.0):
+    if rtol is None:
+        rtol = 1e-9 if is_x64() else 1e-4
+    np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=rtol, atol=atol)
+
+
+#
+# One operator of every kind, as a function of parameters, with PSD ones for Nystrom
+#
+
+
+def _psd_matrix(parameters):
+    a = parameters["a"]
+    n = a.shape[0]
+    return a @ a.T / n + jnp.diag(jnp.ones(n, a.dtype))
+
+
+def _matrix(parameters):
+    return lx.MatrixLinearOperator(_psd_matrix(parameters), PSD)
+
+
+def _composed_sum(parameters):
+    a = lx.MatrixLinearOperator(parameters["a"])
+    diagonal = lx.DiagonalLinearOperator(parameters["d"] ** 2)
+    return lx.TaggedLinearOperator((a @ a.T) * parameters["d"][0] ** 2 + diagonal, PSD)
+
+
+def _function(parameters):
+    a = _psd_matrix(parameters)
+    structure = jax.eval_shape(lambda: parameters["d"])
+    return lx.FunctionLinearOperator(lambda v: a @ v, structure, PSD)
+
+
+def _jacobian(parameters):
+    # A Hessian over a PyTree: the loss is convex.
+    a, d = parameters["a"], parameters["d"]
+
+    def gradient(x, args):
+        def loss(x):
+            v = jnp.concatenate([x["u"], x["w"].reshape(-1)])
+            return jnp.sum(jax.nn.softplus(a @ v)) + jnp.sum(d**2 * v**2)
+
+        return jax.grad(loss)(x)
+
+    n = d.shape[0]
+    x = {"u": d[:3], "w": d[3:].reshape(1, n - 3)}
+    return lx.JacobianLinearOperator(gradient, x, tags=PSD)
+
+
+def _pytree(parameters):
+    a = _psd_matrix(parameters)
+    n = a.shape[0]
+    structure = [
+        jax.ShapeDtypeStruct((2,), a.dtype),
+        jax.ShapeDtypeStruct((n - 2,), a.dtype),
+    ]
+    tree = [[a[:2, :2], a[:2, 2:]], [a[2:, :2], a[2:, 2:]]]
+    return lx.PyTreeLinearOperator(tree, structure, PSD)
+
+
+OPERATORS = {
+    "matrix": _matrix,
+    "composed sum": _composed_sum,
+    "function": _function,
+    "jacobian over a PyTree": _jacobian,
+    "pytree": _pytree,
+}
+
+
+def parameters(n=10, seed=3):
+    rng = np.random.default_rng(seed)
+    return {
+        "a": jnp.asarray(rng.normal(size=(n, n)), float_dtype()),
+        "d": jnp.asarray(rng.uniform(0.5, 1.5, size=n), float_dtype()),
+    }
+
+
+def exact_trace(operator):
+    return jnp.trace(operator.as_matrix())

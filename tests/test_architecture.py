@@ -1,0 +1,99 @@
+"""The shape of the code: layers, abstract or final, documented names."""
+
+import ast
+import importlib
+import inspect
+import pathlib
+import pkgutil
+
+import equinox as eqx
+import pytest
+
+import traceax as tx
+
+SOURCE = pathlib.Path(tx.__file__).parent
+# Each module knows only those above it.
+LAYERS = [
+    "_estimate",
+    "_operator",
+    "_orthogonal",
+    "_samplers",
+    "_leave_one_out",
+    "_standard_error",
+    "_primitive",
+    "_base",
+    "_estimators",
+    "_trace",
+    "__init__",
+]
+
+
+def _layer(path):
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.relative_to(SOURCE).parent.parts
+            base = base[: len(base) - node.level + 1]
+            yield (*base, *(node.module or "").split("."))[0]
+
+
+def test_every_module_has_a_layer():
+    assert {_layer(p) for p in SOURCE.rglob("*.py")} == set(LAYERS)
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: p.stem)
+def test_layers(path):
+    own = LAYERS.index(_layer(path))
+    for name in _imports(path):
+        # Siblings among the estimators don't import each other either.
+        assert LAYERS.index(name) < own, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: p.stem)
+def test_no_late_imports_and_no_long_files(path):
+    tree = ast.parse(path.read_text())
+    top = set(tree.body)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            assert node in top
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def _classes():
+    for info in pkgutil.walk_packages([str(SOURCE)], "traceax."):
+        module = importlib.import_module(info.name)
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            if cls.__module__.startswith("traceax") and issubclass(cls, eqx.Module):
+                yield cls
+
+
+def test_abstract_or_final():
+    for cls in set(_classes()):
+        for base in cls.__mro__[1:]:
+            if base.__module__.startswith("traceax"):
+                assert inspect.isabstract(base), f"{cls} subclasses {base}"
+                for name, value in vars(cls).items():
+                    overridden = getattr(base, name, None)
+                    if callable(value) and inspect.isfunction(overridden):
+                        abstract = getattr(overridden, "__isabstractmethod__", False)
+                        assert abstract, f"{cls}.{name} overrides {base}.{name}"
+
+
+@pytest.mark.parametrize("name", [n for n in vars(tx) if not n.startswith("_")])
+def test_public_names_are_documented(name):
+    value = getattr(tx, name)
+    assert value.__doc__
+    pages = (SOURCE.parents[1] / "docs").rglob("*.md")
+    assert any(f"::: traceax.{name}\n" in page.read_text() for page in pages)
+
+
+def test_public_arguments_are_documented():
+    for cls in set(_classes()):
+        if cls.__name__.startswith("_") or not hasattr(tx, cls.__name__):
+            continue
+        for field in getattr(cls, "__dataclass_fields__", {}):
+            if not field.startswith("_") and not inspect.isabstract(cls):
+                assert f"`{field}`" in cls.__doc__, f"{cls.__name__}.{field}"

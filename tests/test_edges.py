@@ -1,0 +1,188 @@
+"""Sizes, budgets, ranks and scales at the edge: exact or statistically right."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import (
+    ESTIMATORS,
+    FAMILIES,
+    PSD,
+    as_operator,
+    assert_close,
+    float_dtype,
+    haar,
+    is_x64,
+    many,
+    matrix,
+    rounding,
+    z_score,
+)
+
+import traceax as tx
+
+ALL = pytest.mark.parametrize("estimator", list(ESTIMATORS))
+# Sphere and normal probes in place of signs take no other path.
+PATHS = pytest.mark.parametrize(
+    "estimator", [*FAMILIES, "xtrace-plain", "xnystrace-plain"]
+)
+
+
+def _usage(estimator, operator, k):
+    estimate = tx.trace(jr.key(0), operator, k, ESTIMATORS[estimator])
+    return estimate, int(estimate.stats["num_matvecs"])
+
+
+@PATHS
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6, 15])
+def test_small_sizes_and_budgets(estimator, n, k):
+    a = matrix("flat", n)
+    operator = as_operator(a, psd=True)
+    estimate, used = _usage(estimator, operator, k)
+    assert used <= k
+    assert used >= min(n, k - 2)
+    assert jnp.isfinite(estimate.value)
+    if k >= n:
+        assert_close(estimate.value, np.trace(a), rtol=1e-5)
+        assert estimate.standard_error == 0
+        assert used == n
+    elif jnp.isnan(estimate.standard_error):
+        single = {"hutch++": 3}.get(estimator.partition("-")[0], 1)
+        assert k <= single
+        low, high = estimate.confidence_interval()
+        assert (low, high) == (-jnp.inf, jnp.inf)
+    else:
+        assert estimate.standard_error > 0
+
+
+@PATHS
+@pytest.mark.parametrize("k", [1, 2, 4, 7])
+def test_small_budgets_are_unbiased(estimator, k):
+    a = matrix("flat", 8)
+    values, errors = many(
+        ESTIMATORS[estimator], as_operator(a, psd=True), k, 4000, seed=k
+    )
+    assert z_score(values, np.trace(a), rounding()) < 4
+    assert not np.any(errors == 0)
+
+
+@PATHS
+@pytest.mark.parametrize("complex", [False, True])
+def test_zero(estimator, complex):
+    a = np.zeros((20, 20)) * (1j if complex else 1)
+    for k in (1, 5, 12, 45):
+        estimate, _ = _usage(estimator, as_operator(a, psd=True), k)
+        assert abs(estimate.value) < 1e-6 * (1 if not is_x64() else 1e-8)
+        gradient = jax.grad(
+            lambda a, k=k: jnp.real(
+                tx.trace(
+                    jr.key(0), lx.MatrixLinearOperator(a, PSD), k, ESTIMATORS[estimator]
+                ).value
+            )
+        )(as_operator(a).matrix)
+        assert bool(jnp.all(jnp.isfinite(gradient)))
+
+
+@ALL
+def test_the_gradient_at_zero_is_unbiased(estimator):
+    def value(a, key):
+        operator = lx.MatrixLinearOperator(a, PSD)
+        return tx.trace(key, operator, 6, ESTIMATORS[estimator], throw=False).value
+
+    zero = jnp.zeros((10, 10), float_dtype())
+    gradients = jax.jit(jax.vmap(jax.grad(value), (None, 0)))(
+        zero, jr.split(jr.key(0), 2000)
+    )
+    assert z_score(gradients, np.eye(10), rounding()) < 5
+
+
+LOW_RANK = pytest.mark.parametrize(
+    "estimator", [e for e in ESTIMATORS if not e.startswith("hutchinson")]
+)
+
+
+@LOW_RANK
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_low_rank_is_exact(estimator, rank, scale):
+    n = 40
+    u = haar(n)[:, :rank]
+    a = scale * (u * np.arange(1.0, rank + 1)) @ u.T
+    truth = scale * rank * (rank + 1) / 2
+    for k in (12, 17, 30):
+        values, errors = many(
+            ESTIMATORS[estimator], as_operator((a + a.T) / 2, psd=True), k, 50
+        )
+        tolerance = truth * (1e-12 if is_x64() else 1e-4)
+        assert np.max(np.abs(values - truth)) < tolerance
+        assert np.max(errors) < tolerance
+        assert np.min(errors) > 0
+
+
+@LOW_RANK
+def test_a_nonsymmetric_operator_of_rank_one(estimator):
+    if estimator.startswith("xnys"):
+        pytest.skip("not semidefinite")
+    rng = np.random.default_rng(0)
+    a = np.outer(rng.normal(size=30), rng.normal(size=30))
+    values, _ = many(ESTIMATORS[estimator], as_operator(a), 12, 50)
+    atol = np.linalg.norm(a) * (1e-11 if is_x64() else 1e-4)
+    assert_close(values, np.trace(a) * np.ones(50), rtol=0, atol=atol)
+
+
+@PATHS
+@pytest.mark.parametrize("name", ["poly", "flat"])
+@pytest.mark.parametrize("factor", [1e-12, 1e12, 1e-20, 1e18])
+def test_scale_equivariance(estimator, name, factor):
+    a = matrix(name, 30)
+    for k in (3, 12):
+        plain = tx.trace(jr.key(1), as_operator(a, psd=True), k, ESTIMATORS[estimator])
+        scaled = tx.trace(
+            jr.key(1), as_operator(a * factor, psd=True), k, ESTIMATORS[estimator]
+        )
+        rtol = 1e-9 if is_x64() else 5e-4
+        assert_close(scaled.value / factor, plain.value, rtol=rtol)
+        assert_close(
+            scaled.standard_error / factor, plain.standard_error, rtol=100 * rtol
+        )
+
+
+@PATHS
+def test_repeated_eigenvalues(estimator):
+    n = 30
+    u = haar(n)
+    a = (u * np.repeat([1.0, 2.0, 5.0], 10)) @ u.T
+    values, _ = many(
+        ESTIMATORS[estimator], as_operator((a + a.T) / 2, psd=True), 12, 2000
+    )
+    assert z_score(values, 80.0, rounding()) < 4
+    identity = as_operator(np.eye(n), psd=True)
+    values, _ = many(ESTIMATORS[estimator], identity, 12, 2000)
+    assert z_score(values, 30.0, rounding()) < 4
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson-sphere", "xtrace", "xnystrace"])
+def test_resphering_makes_multiples_of_the_identity_exact(estimator):
+    values, _ = many(ESTIMATORS[estimator], as_operator(3 * np.eye(30), psd=True), 9, 9)
+    assert_close(values, 90 * np.ones(9), rtol=1e-5)
+
+
+def test_shift_equivariance_of_resphered_estimators():
+    # tr(A + c I) = tr A + c n, draw by draw.
+    a = matrix("poly", 30)
+    for k in (1, 2, 3):
+        x = tx.trace(jr.key(0), as_operator(a), k, tx.XTraceEstimator()).value
+        y = tx.trace(
+            jr.key(0), as_operator(a + 2 * np.eye(30)), k, tx.XTraceEstimator()
+        ).value
+        assert_close(y, x + 60, rtol=1e-5)
+
+
+def test_an_operator_over_an_empty_structure(key):
+    operator = lx.IdentityLinearOperator(())
+    assert tx.trace(key, operator, 3).value == 0
+    empty = lx.MatrixLinearOperator(jnp.zeros((0, 0)))
+    assert tx.trace(key, empty, 3, tx.XTraceEstimator()).value == 0

@@ -1,0 +1,184 @@
+"""What is wrong, what was got, what to do."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import ESTIMATORS, FAMILIES, PSD, as_operator, matrix
+
+import traceax as tx
+
+N = 8
+
+
+def _operator():
+    return as_operator(matrix("flat", N))
+
+
+def _raises(kind, match, *args, **kwargs):
+    with pytest.raises(kind, match=match) as error:
+        tx.trace(*args, **kwargs)
+    assert str(error.value).startswith(("traceax.trace: ", "XNysTraceEstimator"))
+
+
+@pytest.mark.parametrize(
+    ("k", "kind", "match"),
+    [
+        (0, ValueError, "at least 1, got 0"),
+        (-3, ValueError, "at least 1, got -3"),
+        (2.0, TypeError, "got 2.0 of type float"),
+        (True, TypeError, "boolean True"),
+        (np.bool_(True), TypeError, "boolean"),
+        (None, TypeError, "NoneType"),
+        ("3", TypeError, "type str"),
+        (jnp.asarray(3), TypeError, r"int\(k\)"),
+    ],
+)
+def test_budgets(k, kind, match):
+    _raises(kind, match, jr.key(0), _operator(), k)
+    est = tx.XTraceEstimator()
+    state = est.init(jr.key(0), _operator())
+    with pytest.raises(kind, match=match):
+        est.estimate(state, k)
+
+
+def test_traced_budget():
+    with pytest.raises(TypeError, match="traced value; pass it as a static argument"):
+        jax.jit(lambda k: tx.trace(jr.key(0), _operator(), k).value)(3)
+
+
+def test_numpy_integer_budget():
+    estimate = tx.trace(jr.key(0), _operator(), np.int64(5))
+    assert int(estimate.stats["num_matvecs"]) <= 5
+
+
+def test_operators():
+    a = jnp.ones((3, 3))
+    _raises(TypeError, r"shape \(3, 3\).*MatrixLinearOperator", jr.key(0), a, 2)
+    _raises(TypeError, "type function", jr.key(0), lambda v: v, 2)
+    _raises(TypeError, r"start\s+\(key, operator\)", _operator(), jr.key(0), 2)
+    rectangular = lx.MatrixLinearOperator(jnp.ones((3, 4)))
+    _raises(ValueError, r"shape \(4,\).*to shape \(3,\)", jr.key(0), rectangular, 2)
+    structure = jax.ShapeDtypeStruct((4,), jnp.float32)
+    reshape = lx.FunctionLinearOperator(lambda v: v.reshape(2, 2), structure)
+    _raises(ValueError, r"shape \(4,\).*shape \(2, 2\)", jr.key(0), reshape, 2)
+    halve = lx.FunctionLinearOperator(lambda v: v.astype(jnp.float16), structure)
+    _raises(ValueError, "float32 to .*float16", jr.key(0), halve, 2)
+    mixed = lx.IdentityLinearOperator(
+        (structure, jax.ShapeDtypeStruct((2,), jnp.complex64))
+    )
+    _raises(ValueError, "all real or all complex", jr.key(0), mixed, 2)
+    for estimator in ESTIMATORS.values():
+        with pytest.raises(TypeError, match="lineax linear operator"):
+            estimator.init(jr.key(0), a)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        0,
+        None,
+        jnp.zeros(2),
+        jnp.zeros((2, 2), jnp.uint32),
+        jnp.zeros(3, jnp.uint32),
+        np.zeros(2, np.int32),
+    ],
+)
+def test_keys(key):
+    _raises(
+        TypeError, "key must be a single key, got .*jax.random.key", key, _operator(), 2
+    )
+    for estimator in FAMILIES:
+        with pytest.raises(TypeError, match="single key"):
+            ESTIMATORS[estimator].init(key, as_operator(np.eye(3), psd=True))
+
+
+def test_a_batch_of_keys():
+    _raises(TypeError, "shape .2,.*jax.vmap", jr.split(jr.key(0)), _operator(), 2)
+
+
+def test_estimators():
+    _raises(
+        TypeError,
+        "pass an instance",
+        jr.key(0),
+        _operator(),
+        2,
+        tx.XTraceEstimator,
+    )
+    for kind in (tx.XTraceEstimator, tx.XNysTraceEstimator):
+        with pytest.raises(ValueError, match=r"rotation-invariant.*SphereSampler"):
+            kind(tx.RademacherSampler())
+        with pytest.raises(TypeError, match="pass an instance"):
+            kind(sampler=tx.SphereSampler)
+    with pytest.raises(TypeError, match="pass an instance"):
+        tx.HutchinsonEstimator(jnp.float32)
+
+
+def test_untagged_operator_for_nystrom():
+    _raises(
+        ValueError,
+        "TaggedLinearOperator.*XTraceEstimator",
+        jr.key(0),
+        _operator(),
+        2,
+        tx.XNysTraceEstimator(),
+    )
+
+
+@pytest.mark.parametrize("estimator", FAMILIES)
+@pytest.mark.parametrize(("bad", "k"), [(np.nan, 3), (np.inf, 6), (np.nan, 20)])
+def test_nonfinite_operators(estimator, bad, k):
+    a = matrix("flat", 12)
+    a[2, 5] = bad
+    operator = as_operator(a, psd=True)
+    est = ESTIMATORS[estimator]
+    estimate = tx.trace(jr.key(0), operator, k, est, throw=False)
+    assert estimate.result == tx.RESULTS.nonfinite
+    assert not np.isfinite(estimate.value)
+    with pytest.raises(Exception, match="operator returned NaN or infinite"):
+        tx.trace(jr.key(0), operator, k, est).value.block_until_ready()
+    jitted = jax.jit(lambda key: tx.trace(key, operator, k, est).value)
+    with pytest.raises(Exception, match="operator returned NaN or infinite"):
+        jitted(jr.key(0)).block_until_ready()
+
+
+def test_nonfinite_exact_part():
+    diagonal = lx.DiagonalLinearOperator(jnp.array([1.0, np.nan]))
+    estimate = tx.trace(jr.key(0), diagonal, 2, throw=False)
+    assert estimate.result == tx.RESULTS.nonfinite
+    with pytest.raises(Exception, match="operator returned NaN or infinite"):
+        tx.trace(jr.key(0), diagonal, 2)
+
+
+@pytest.mark.parametrize("estimator", FAMILIES)
+def test_a_failing_lane_does_not_spoil_the_others(estimator):
+    a = np.stack([matrix("flat", 10)] * 3)
+    a[1, 0, 0] = np.nan
+
+    def run(a):
+        operator = lx.MatrixLinearOperator(a, PSD)
+        return tx.trace(jr.key(0), operator, 6, ESTIMATORS[estimator], throw=False)
+
+    dtype = as_operator(a[0]).matrix.dtype
+    estimates = jax.vmap(run)(jnp.asarray(a, dtype))
+    finite = np.isfinite(estimates.value)
+    np.testing.assert_array_equal(finite, [True, False, True])
+
+
+def test_a_wrong_tag():
+    estimate = tx.trace(
+        jr.key(0), as_operator(matrix("signed", 30), psd=True), 12, throw=False
+    )
+    assert estimate.result == tx.RESULTS.not_semidefinite
+    with pytest.raises(Exception, match="Remove the tag"):
+        tx.trace(jr.key(0), as_operator(-matrix("flat", 30), psd=True), 12)
+
+
+def test_confidence_levels():
+    estimate = tx.trace(jr.key(0), _operator(), 5)
+    for level in (0, 1, 95, -0.5):
+        with pytest.raises(ValueError, match="strictly between"):
+            estimate.confidence_interval(level)

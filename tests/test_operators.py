@@ -1,0 +1,296 @@
+"""Operator classes, PyTrees and dtypes."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import (
+    ESTIMATORS,
+    FAMILIES,
+    OPERATORS,
+    PSD,
+    as_operator,
+    assert_close,
+    exact_trace,
+    is_x64,
+    many,
+    matrix,
+    parameters,
+)
+
+import traceax as tx
+from traceax._operator import apply_block, known_diagonal, space_of
+
+
+def _every_class():
+    p = parameters(6)
+    a = lx.MatrixLinearOperator(p["a"])
+    d = lx.DiagonalLinearOperator(p["d"])
+    structure = a.in_structure()
+    lower = lx.MatrixLinearOperator(jnp.tril(p["a"]), lx.lower_triangular_tag)
+    tridiagonal = lx.TridiagonalLinearOperator(p["d"], p["d"][1:], p["d"][:-1])
+    function = lx.FunctionLinearOperator(lambda v: p["a"] @ v, structure)
+    jacobian = lx.JacobianLinearOperator(lambda x, _: jnp.sin(p["a"] @ x), p["d"])
+    reverse = lx.JacobianLinearOperator(
+        lambda x, _: jnp.sin(p["a"] @ x), p["d"], jac="bwd"
+    )
+    operators = {name: make(p) for name, make in OPERATORS.items()}
+    return operators | {
+        "plain matrix": a,
+        "diagonal": d,
+        "diagonal over a PyTree": lx.DiagonalLinearOperator([p["d"], p["a"]]),
+        "identity": lx.IdentityLinearOperator(structure),
+        "tridiagonal": tridiagonal,
+        "lower triangular": lower,
+        "unit diagonal": lx.MatrixLinearOperator(
+            jnp.fill_diagonal(p["a"], 1.0, inplace=False), lx.unit_diagonal_tag
+        ),
+        "diagonal function": lx.FunctionLinearOperator(
+            lambda v: p["d"] * v, structure, lx.diagonal_tag
+        ),
+        "tridiagonal function": lx.FunctionLinearOperator(
+            tridiagonal.mv, structure, lx.tridiagonal_tag
+        ),
+        "triangular function": lx.FunctionLinearOperator(
+            lower.mv, structure, lx.lower_triangular_tag
+        ),
+        "function without closure conversion": lx.FunctionLinearOperator(
+            lambda v: 2 * v, structure, closure_convert=False
+        ),
+        "plain function": function,
+        "plain jacobian": jacobian,
+        "reverse jacobian": reverse,
+        "sum": a + d,
+        "difference": a - d,
+        "negative": -a,
+        "quotient": a / 3.0,
+        "product": a @ function,
+        "product with diagonal": d @ tridiagonal,
+        "product of triangular": lower @ lower,
+        "transpose": (function + d).T,
+        "nested": -((a + d * 2.0) / 3.0 + lx.IdentityLinearOperator(structure)).T,
+        "inverse": lx.invert(lx.TaggedLinearOperator(a @ a.T + d, PSD), lx.Cholesky()),
+    }
+
+
+CLASSES = list(_every_class())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_is_exact_with_enough_products(key, name):
+    operator = _every_class()[name]
+    truth = exact_trace(operator)
+    n = operator.in_size()
+    estimate = tx.trace(key, operator, n + 3)
+    assert_close(estimate.value, truth, rtol=1e-5)
+    assert estimate.standard_error == 0
+    assert int(estimate.stats["num_matvecs"]) <= n
+    low, high = estimate.confidence_interval()
+    assert low == high == estimate.value
+    given = tx.trace(key, operator, n, tx.XTraceEstimator())
+    assert_close(given.value, truth, rtol=1e-5)
+    assert given.standard_error == 0
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_blocks_are_products(key, name):
+    operator = _every_class()[name]
+    space = space_of(operator)
+    block = jr.normal(key, (space.size, 3), space.compute_dtype)
+    expected = operator.as_matrix() @ block
+    assert_close(apply_block(operator, block), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_known_diagonals_are_right(name):
+    operator = _every_class()[name]
+    known = known_diagonal(operator)
+    if known is not None:
+        assert_close(
+            known.read(), jnp.diagonal(operator.as_matrix()), rtol=1e-5, atol=1e-6
+        )
+        assert known.num_matvecs <= 2
+
+
+def test_unit_diagonal_needs_no_matrix():
+    structure = jax.ShapeDtypeStruct((5,), jnp.float32)
+    operator = lx.FunctionLinearOperator(lambda v: v, structure, lx.unit_diagonal_tag)
+    assert tx.trace(jr.key(0), operator, 1).value == 5
+
+
+@pytest.mark.parametrize("estimator", FAMILIES)
+def test_pytree_and_flat_operators_agree(key, estimator):
+    p = parameters(12)
+    a = p["a"] @ p["a"].T
+    flat = lx.MatrixLinearOperator(a, PSD)
+
+    def split(v):
+        return {"b": (v[:2], [v[2:8].reshape(2, 3)]), "c": v[8:].reshape(2, 1, 2)}
+
+    def join(tree):
+        return jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(tree)])
+
+    structure = jax.eval_shape(lambda: split(p["d"]))
+    nested = lx.FunctionLinearOperator(lambda t: split(a @ join(t)), structure, PSD)
+    for k in (2, 7):
+        x = tx.trace(key, flat, k, ESTIMATORS[estimator])
+        y = tx.trace(key, nested, k, ESTIMATORS[estimator])
+        assert_close(x.value, y.value, rtol=1e-4)
+
+
+@jax.numpy_dtype_promotion("standard")
+def _mixed_operator():
+    # float32, float16 and (in 64-bit mode) float64 leaves.
+    a = np.asarray(parameters(9)["a"], np.float64)
+    a = a @ a.T / 9
+    wide = jnp.float64 if is_x64() else jnp.float32
+    structure = {
+        "x": jax.ShapeDtypeStruct((2, 2), jnp.float32),
+        "y": [
+            jax.ShapeDtypeStruct((3,), wide),
+            jax.ShapeDtypeStruct((2,), jnp.float16),
+        ],
+    }
+
+    def mv(tree):
+        v = jnp.concatenate([x.reshape(-1).astype(wide) for x in jax.tree.leaves(tree)])
+        w = jnp.asarray(a, wide) @ v
+        return {
+            "x": w[:4].reshape(2, 2).astype(jnp.float32),
+            "y": [w[4:7], w[7:].astype(jnp.float16)],
+        }
+
+    return lx.FunctionLinearOperator(mv, structure, PSD), np.trace(a), wide
+
+
+@pytest.mark.parametrize("estimator", FAMILIES)
+def test_leaves_of_different_real_dtypes(estimator):
+    operator, truth, wide = _mixed_operator()
+
+    # lineax itself promotes the leaves' dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        values, errors = many(ESTIMATORS[estimator], operator, 6, 500)
+        exact = tx.trace(jr.key(0), operator, 9)
+    assert values.dtype == wide
+    z = abs(float(values.mean()) - truth) / (float(values.std()) / 500**0.5)
+    assert z < 5
+    assert np.all(np.asarray(errors) > 0)
+    assert_close(exact.value, truth, rtol=1e-2)
+
+
+@pytest.mark.parametrize("estimator", FAMILIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(key, estimator, dtype):
+    dtype = jnp.dtype(dtype)
+    a = jnp.asarray(matrix("flat", 40), dtype)
+    operator = lx.MatrixLinearOperator(a, PSD)
+
+    def value(a, key):
+        est = tx.trace(key, lx.MatrixLinearOperator(a, PSD), 12, ESTIMATORS[estimator])
+        return est.value
+
+    estimate = tx.trace(key, operator, 12, ESTIMATORS[estimator])
+    assert estimate.value.dtype == dtype
+    assert estimate.standard_error.dtype == dtype
+    truth = float(jnp.trace(a.astype(jnp.float32)))
+    values = jax.jit(jax.vmap(value, (None, 0)))(a, jr.split(key, 300))
+    mean = float(values.astype(jnp.float32).mean())
+    assert abs(mean / truth - 1) < 0.01
+    gradient = jax.grad(value)(a, key)
+    assert gradient.dtype == dtype
+    assert bool(jnp.all(jnp.isfinite(gradient)))
+
+
+@pytest.mark.parametrize("estimator", FAMILIES)
+def test_complex_results(key, estimator):
+    hermitian = as_operator(matrix("flat", 20, complex=True), psd=True)
+    estimate = tx.trace(key, hermitian, 8, ESTIMATORS[estimator])
+    assert not jnp.iscomplexobj(estimate.value)
+    assert not jnp.iscomplexobj(estimate.standard_error)
+    if estimator == "xnystrace":
+        return
+    general = as_operator(matrix("nonsymmetric", 20, complex=True))
+    estimate = tx.trace(key, general, 8, ESTIMATORS[estimator])
+    assert estimate.value.dtype == general.matrix.dtype
+    assert not jnp.iscomplexobj(estimate.standard_error)
+    low, high = estimate.confidence_interval()
+    assert low.real < estimate.value.real < high.real
+    assert low.imag < estimate.value.imag < high.imag
+
+
+def test_complex_gradient_is_that_of_the_frozen_pairing(key):
+    a = jnp.asarray(as_operator(matrix("nonsymmetric", 9, complex=True)).matrix)
+    est = tx.XTraceEstimator()
+    _, _, _, (V, Z) = est.compute(est.init(key, lx.MatrixLinearOperator(a)), 6)
+
+    def value(a):
+        return tx.trace(key, lx.MatrixLinearOperator(a), 6, est).value
+
+    def frozen(a):
+        return jnp.sum(Z.conj() * (a @ V))
+
+    got = jax.grad(lambda a: value(a).imag)(a)
+    assert_close(got, jax.grad(lambda a: frozen(a).imag)(a), rtol=1e-4, atol=1e-5)
+    direction = jnp.ones_like(a) * (1 + 2j)
+    _, tangent = jax.jvp(value, (a,), (direction,))
+    assert_close(tangent, jnp.sum(Z.conj() * (direction @ V)), rtol=1e-4)
+
+
+class _Foreign(lx.AbstractLinearOperator):
+    """An operator from elsewhere: it registers few of lineax's checks."""
+
+    matrix: jax.Array
+
+    def mv(self, vector):
+        return self.matrix @ vector
+
+    def as_matrix(self):
+        return self.matrix
+
+    def transpose(self):
+        return _Foreign(self.matrix.T)
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[1:], self.matrix.dtype)
+
+    def out_structure(self):
+        return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
+
+
+# All that lineax asks for when one is made.
+for check in (
+    lx.is_symmetric,
+    lx.is_positive_semidefinite,
+    lx.is_negative_semidefinite,
+):
+    check.register(_Foreign)(lambda operator: False)
+
+
+def test_operators_from_elsewhere(key):
+    p = parameters(8)
+    operator = _Foreign(p["a"])
+    estimate = tx.trace(key, operator, 5)
+    assert tx.CHOICES[estimate.stats["choice"]].startswith("XTrace")
+    gradient = jax.grad(lambda a: tx.trace(key, _Foreign(a), 8).value)(p["a"])
+    assert_close(gradient, jnp.eye(8), atol=1e-6)
+    numpy = _Foreign(np.asarray(p["a"]))  # pyright: ignore
+    assert_close(tx.trace(key, numpy, 5).value, estimate.value)
+    with pytest.raises(TypeError, match="dtype int32"):
+        tx.trace(key, _Foreign(jnp.ones((3, 3), jnp.int32)), 2)
+
+
+def test_a_solve_inside_the_operator(key):
+    p = parameters(20)
+    a = p["a"] @ p["a"].T / 20 + jnp.eye(20, dtype=p["a"].dtype)
+
+    def value(a):
+        solver = lx.CG(rtol=1e-6, atol=1e-6)
+        operator = lx.invert(lx.MatrixLinearOperator(a, PSD), solver)
+        return tx.trace(key, operator, 20, tx.XNysTraceEstimator()).value
+
+    got, gradient = jax.value_and_grad(value)(a)
+    inverse = jnp.linalg.inv(a)
+    assert_close(got, jnp.trace(inverse), rtol=1e-4)
+    assert_close(gradient, -(inverse @ inverse).T, rtol=1e-2, atol=1e-3)

@@ -1,0 +1,201 @@
+"""The front door: what is summed, what is estimated, and by whom."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import NSD, PSD, as_operator, assert_close, exact_trace, matrix, parameters
+
+import traceax as tx
+
+N = 20
+
+
+def _choice(estimate):
+    return tx.CHOICES[estimate.stats["choice"]].partition(":")[0]
+
+
+def _parts():
+    p = parameters(N)
+    plain = lx.MatrixLinearOperator(p["a"])
+    psd = lx.MatrixLinearOperator(p["a"] @ p["a"].T / N, PSD)
+    diagonal = lx.DiagonalLinearOperator(p["d"])
+    identity = lx.IdentityLinearOperator(plain.in_structure())
+    tridiagonal = lx.TridiagonalLinearOperator(p["d"], p["d"][1:], p["d"][:-1])
+    upper = lx.MatrixLinearOperator(jnp.triu(p["a"]), lx.upper_triangular_tag)
+    return plain, psd, diagonal, identity, tridiagonal, upper
+
+
+def _structural():
+    _, _, diagonal, identity, tridiagonal, upper = _parts()
+    function = lx.FunctionLinearOperator(
+        diagonal.mv, diagonal.in_structure(), lx.diagonal_tag
+    )
+    return {
+        "diagonal": (diagonal, 0),
+        "identity": (identity, 0),
+        "tridiagonal": (tridiagonal, 0),
+        "triangular": (upper, 0),
+        "sum": (upper + tridiagonal * 2.0 - identity / 3.0, 0),
+        "tagged": (lx.TaggedLinearOperator(-(diagonal + identity), NSD), 0),
+        "product": (upper @ upper + diagonal @ tridiagonal, 0),
+        "transpose": ((upper + diagonal).T, 0),
+        "tagged function": (function, 1),
+    }
+
+
+@pytest.mark.parametrize("name", list(_structural()))
+def test_known_structure_is_summed(key, name):
+    operator, used = _structural()[name]
+    estimate = tx.trace(key, operator, 3)
+    assert_close(estimate.value, exact_trace(operator), rtol=1e-5)
+    assert estimate.standard_error == 0
+    assert _choice(estimate) == "Exact"
+    assert int(estimate.stats["num_matvecs"]) == used
+    gradient = jax.grad(lambda s: tx.trace(key, operator * s, 3).value)(1.0)
+    assert_close(gradient, estimate.value, rtol=1e-5)
+
+
+def test_the_rest_of_a_sum_is_estimated(key):
+    plain, psd, diagonal, identity, tridiagonal, upper = _parts()
+    for rest, name in ((plain, "XTrace"), (psd, "XNysTrace"), (psd * 2.0, "XNysTrace")):
+        alone = tx.trace(key, rest, 8)
+        assert _choice(alone) == name
+        for exact in (diagonal, -identity, upper / 2.0, tridiagonal @ diagonal):
+            for whole in (rest + exact, exact + rest):
+                estimate = tx.trace(key, whole, 8)
+                truth = alone.value + exact_trace(exact)
+                assert_close(estimate.value, truth, rtol=1e-5)
+                assert_close(estimate.standard_error, alone.standard_error)
+                assert _choice(estimate) == name
+    nested = lx.TaggedLinearOperator(-((psd + diagonal) * 3.0 + identity) / 2.0, NSD)
+    estimate = tx.trace(key, nested, 8)
+    truth = -1.5 * tx.trace(key, psd, 8).value
+    truth = truth - 1.5 * jnp.sum(diagonal.diagonal) - N / 2
+    assert_close(estimate.value, truth, rtol=1e-5)
+
+
+def test_gradients_of_split_sums(key):
+    p = parameters(N)
+
+    def value(p):
+        psd = lx.MatrixLinearOperator(p["a"] @ p["a"].T, PSD)
+        operator = psd * p["d"][0] + lx.DiagonalLinearOperator(p["d"])
+        return tx.trace(key, operator, 8).value
+
+    def parts(p):
+        psd = lx.MatrixLinearOperator(p["a"] @ p["a"].T, PSD)
+        # The sign of a traced factor is not known; the semidefinite part is.
+        return tx.trace(key, psd, 8).value * p["d"][0] + jnp.sum(p["d"])
+
+    expected = jax.grad(parts)(p)
+    got = jax.grad(value)(p)
+    for name in p:
+        assert_close(got[name], expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_choices_by_budget(key):
+    plain, psd, *_ = _parts()
+    assert _choice(tx.trace(key, plain, 3)) == "Hutchinson"
+    assert _choice(tx.trace(key, plain, 4)) == "XTrace"
+    assert _choice(tx.trace(key, psd, 1)) == "Hutchinson"
+    assert _choice(tx.trace(key, psd, 2)) == "XNysTrace"
+    assert _choice(tx.trace(key, -psd, 9)) == "XNysTrace"
+    for operator in (plain, psd):
+        estimate = tx.trace(key, operator, N)
+        assert _choice(estimate) == "Exact"
+        assert_close(estimate.value, exact_trace(operator), rtol=1e-5)
+    estimate = tx.trace(key, plain, 8, tx.HutchinsonEstimator())
+    assert _choice(estimate) == "The estimator that the caller gave."
+
+
+def test_reading_a_diagonal_counts_and_never_exceeds_the_budget(key):
+    plain, _, diagonal, _, tridiagonal, _ = _parts()
+    function = lx.FunctionLinearOperator(
+        tridiagonal.mv, plain.in_structure(), lx.tridiagonal_tag
+    )
+    for k in (1, 2, 3, 6):
+        for operator in (function, function + plain, plain + diagonal + function):
+            estimate = tx.trace(key, operator, k)
+            assert 1 <= int(estimate.stats["num_matvecs"]) <= k
+    assert_close(tx.trace(key, function, 2).value, exact_trace(function), rtol=1e-5)
+
+
+def test_a_semidefinite_whole_keeps_its_tag_if_nothing_is_split(key):
+    plain, *_ = _parts()
+    tagged = lx.TaggedLinearOperator(plain @ plain.T, PSD)
+    assert _choice(tx.trace(key, tagged, 8)) == "XNysTrace"
+
+
+def test_complex_sums(key):
+    a = as_operator(matrix("nonsymmetric", N, complex=True))
+    d = lx.DiagonalLinearOperator(jnp.diagonal(a.matrix) * 1j)
+    estimate = tx.trace(key, a + d, 8)
+    alone = tx.trace(key, a, 8)
+    assert_close(estimate.value, alone.value + jnp.sum(d.diagonal), rtol=1e-4)
+    hermitian = lx.TaggedLinearOperator(
+        as_operator(matrix("flat", N, complex=True), psd=True)
+        + lx.IdentityLinearOperator(a.in_structure()),
+        PSD,
+    )
+    assert not jnp.iscomplexobj(tx.trace(key, hermitian, 8).value)
+
+
+def test_states_refine(key):
+    operator = as_operator(matrix("poly", N), psd=True)
+    for estimator in (tx.HutchinsonEstimator(), tx.XNysTraceEstimator()):
+        estimate = tx.trace(key, operator, 4, estimator)
+        refined = estimator.estimate(estimate.state, 12)
+        assert_close(refined.value, tx.trace(key, operator, 12, estimator).value)
+        assert refined.standard_error < estimate.standard_error
+
+
+def test_an_estimator_may_wrap_another(key):
+    class Doubled(tx.TraceEstimator):
+        inner: tx.TraceEstimator
+
+        def init(self, key, operator):
+            return self.inner.init(key, operator)
+
+        def compute(self, state, k):
+            value, error, stats, (V, Z) = self.inner.compute(state, k)
+            return 2 * value, 2 * error, stats, (V, 2 * Z)
+
+    a = as_operator(matrix("poly", N)).matrix
+
+    def value(a, estimator):
+        return tx.trace(key, lx.MatrixLinearOperator(a), 8, estimator).value
+
+    inner = tx.XTraceEstimator()
+    assert_close(value(a, Doubled(inner)), 2 * value(a, inner))
+    assert_close(
+        jax.grad(value)(a, Doubled(inner)), 2 * jax.grad(value)(a, inner), atol=1e-6
+    )
+
+
+def test_student_t_quantiles():
+    from scipy import stats  # noqa: PLC0415
+
+    from traceax._estimate import student_t_quantile  # noqa: PLC0415
+
+    for level in (0.5, 0.8, 0.95, 0.99, 0.999):
+        for freedom in (1, 2, 3, 4, 5, 7, 10, 19, 50, 300, np.inf):
+            got = student_t_quantile(
+                jnp.asarray((1 + level) / 2), jnp.asarray(float(freedom))
+            )
+            expected = stats.t.ppf((1 + level) / 2, freedom)
+            assert_close(got, expected, rtol=3e-3 if freedom < 10 else 3e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_confidence_intervals_grow_with_the_level(seed):
+    estimate = tx.trace(jr.key(seed), as_operator(matrix("flat", N)), 9)
+    widths = []
+    for level in (0.5, 0.9, 0.99):
+        low, high = estimate.confidence_interval(level)
+        assert_close((low + high) / 2, estimate.value, rtol=1e-4)
+        widths.append(float(high - low))
+    assert widths == sorted(widths)
+    assert widths[0] > 0
