@@ -1,6 +1,6 @@
 """Traces of linear operators that can only be applied, in JAX."""
 
-import importlib.metadata
+from importlib.metadata import version as _version
 
 from ._base import TraceEstimator as TraceEstimator
 from ._base import TraceState as TraceState
@@ -20,4 +20,4 @@ from ._samplers import SphereSampler as SphereSampler
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace
 
-__version__ = importlib.metadata.version("traceax")
+__version__ = _version("traceax")

@@ -18,7 +18,13 @@ from ._primitive import estimate_trace
 
 
 class TraceState(eqx.Module):
-    """The state of an estimator that needs no set-up: the key and the operator."""
+    """The state of an estimator that needs no set-up.
+
+    **Attributes:**
+
+    - `key`: a typed key.
+    - `operator`: the operator whose trace is estimated.
+    """
 
     key: Key[Array, ""]
     operator: lx.AbstractLinearOperator

@@ -77,7 +77,7 @@ class Estimate(eqx.Module):
 
         `state` holds the operator. Return `estimate.value` rather than the whole
         estimate from a function that is `vmap`ped over keys alone, or the operator is
-        copied once a key.
+        copied once per key.
     """
 
     value: Inexact[Array, ""]
@@ -102,6 +102,7 @@ class Estimate(eqx.Module):
 
     @property
     def state(self) -> PyTree:
+        """The state that the estimator's `estimate` takes."""
         return self._state.unbox()
 
     def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Array, Array]:

@@ -20,7 +20,8 @@ class HutchPlusPlusEstimator(TraceEstimator):
 
     *Use when* an error bar from independent samples matters more than accuracy: its
     residual probes are independent of the range they are tested on. XTrace makes every
-    probe do both and is more accurate for the same products.
+    probe do both and is more accurate for the same products. Where the spectrum is
+    flat, the products spent on a range are wasted: use Hutchinson's estimator.
 
     | | |
     |---|---|

@@ -11,9 +11,9 @@ class HutchinsonEstimator(TraceEstimator):
     r"""The Girard-Hutchinson estimator, the mean of `w_j^* A w_j` over k probes.
 
     *Use when* the budget is a handful of products, as in a Jacobian trace inside a
-    training loop, or when k blocks of n numbers and nothing more fit in memory. Its
-    error falls as `1 / sqrt(k)` whatever the spectrum: with more than about ten
-    products the other estimators are better wherever the spectrum decays.
+    training loop, or when the spectrum is flat. Its error falls as `1 / sqrt(k)`
+    whatever the spectrum: with more than about ten products the other estimators are
+    better wherever the spectrum decays.
 
     | | |
     |---|---|

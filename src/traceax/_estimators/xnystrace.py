@@ -56,7 +56,7 @@ class XNysTraceEstimator(TraceEstimator):
     | products | k, all used |
     | beyond the products | O(n k^2) time, about four n x k blocks |
     | bias | none, but for rounding |
-    | standard error | unbiased variance from leaving out pairs of probes; NaN for k = 1 |
+    | standard error | from leaving out pairs of probes, so that correlations count; NaN for k = 1 |
     | derivative | `<Z, dA V>` with the leave-one-out blocks of the range of `A Omega`, 2k products with dA; unbiased for any dA |
 
     **Arguments:**

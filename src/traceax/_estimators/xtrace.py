@@ -30,7 +30,7 @@ class XTraceEstimator(TraceEstimator):
     | products | 2 (k // 2); all k for k < 4, where it is Hutchinson's estimator |
     | beyond the products | O(n k^2) time, about four n x k/2 blocks |
     | bias | none |
-    | standard error | unbiased variance from leaving out pairs of probes; NaN for k = 1 |
+    | standard error | from leaving out pairs of probes, so that correlations count; NaN for k = 1 |
     | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
 
     **Arguments:**
