@@ -207,7 +207,7 @@ def test_gradients_and_hessians_are_unbiased(estimator, complex):
     def derivatives(key):
         return jax.grad(value)(t, key), jax.grad(jax.grad(value))(t, key)
 
-    first, second = jax.jit(jax.vmap(derivatives))(jr.split(jr.key(2), 2000))
+    first, second = jax.jit(jax.vmap(derivatives))(jr.split(jr.key(2), 8000))
     d2 = np.trace(np.asarray(direction @ direction)).real
     d1 = np.trace(np.asarray(direction)).real + 2 * 0.1 * d2
     assert z_score(first, d1, rounding()) < 4
