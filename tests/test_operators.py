@@ -1,5 +1,8 @@
 """Operator classes, PyTrees and dtypes."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -14,6 +17,7 @@ from helpers import (
     as_operator,
     assert_close,
     exact_trace,
+    float_dtype,
     is_x64,
     many,
     matrix,
@@ -259,13 +263,35 @@ class _Foreign(lx.AbstractLinearOperator):
         return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
 
 
+class _Held(lx.AbstractLinearOperator):
+    """An operator that hides a function that hides a value."""
+
+    fn: Callable
+
+    def mv(self, vector):
+        return self.fn(vector)
+
+    def as_matrix(self):
+        return jax.vmap(self.fn)(jnp.eye(8)).T
+
+    def transpose(self):
+        return self
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct((8,), float_dtype())
+
+    def out_structure(self):
+        return self.in_structure()
+
+
 # All that lineax asks for when one is made.
 for check in (
     lx.is_symmetric,
     lx.is_positive_semidefinite,
     lx.is_negative_semidefinite,
 ):
-    check.register(_Foreign)(lambda operator: False)
+    for kind in (_Foreign, _Held):
+        check.register(kind)(lambda operator: False)
 
 
 def test_operators_from_elsewhere(key):
@@ -279,6 +305,42 @@ def test_operators_from_elsewhere(key):
     assert_close(tx.trace(key, numpy, 5).value, estimate.value)
     with pytest.raises(TypeError, match="dtype int32"):
         tx.trace(key, _Foreign(jnp.ones((3, 3), jnp.int32)), 2)
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "xtrace"])
+@pytest.mark.parametrize("kind", ["lineax", "elsewhere", "partial"])
+def test_closures_over_traced_values(key, estimator, kind):
+    a = parameters(8)["a"]
+
+    def value(scale):
+        def product(factor, vector):
+            return factor * (a @ vector)
+
+        def inner(vector):
+            return product(scale, vector)
+
+        fn = functools.partial(product, scale) if kind == "partial" else inner
+        if kind == "elsewhere":
+            operator = -_Held(lambda vector: -inner(vector))
+        else:
+            operator = lx.FunctionLinearOperator(
+                fn, jax.eval_shape(lambda: a[0]), closure_convert=False
+            )
+        return tx.trace(key, operator, 5, ESTIMATORS[estimator], throw=False).value
+
+    two, three = jnp.asarray(2.0, a.dtype), jnp.asarray(3.0, a.dtype)
+    step = value(three) - value(two)
+    assert_close(jax.grad(value)(two), step, rtol=1e-3)
+    assert_close(jax.jit(jax.grad(value))(two), step, rtol=1e-3)
+    assert_close(jax.jit(value)(three), value(three), rtol=1e-4)
+    both = jax.vmap(value)(jnp.stack([two, three]))
+    assert_close(both, jnp.stack([value(two), value(three)]), rtol=1e-4)
+    total, _ = jax.lax.scan(
+        lambda carry, scale: (carry + value(scale), None),
+        jnp.zeros_like(two),
+        jnp.stack([two, three]),
+    )
+    assert_close(total, jnp.sum(both), rtol=1e-4)
 
 
 def test_a_solve_inside_the_operator(key):

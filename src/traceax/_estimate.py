@@ -84,7 +84,7 @@ class Estimate(eqx.Module):
     standard_error: Float[Array, ""]
     result: RESULTS
     stats: dict[str, PyTree[Array]]
-    _state: _Box
+    _state: _Box = eqx.field(repr=False)
 
     def __init__(
         self,

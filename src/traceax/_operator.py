@@ -4,12 +4,15 @@ Algorithms see an operator as a function from `(n, k)` blocks to `(n, k)` blocks
 dtype. This file is the only one that knows of PyTrees, leaf dtypes and structure tags.
 """
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -163,12 +166,46 @@ def _is_data(x: Any) -> bool:
     return isinstance(x, float | complex)
 
 
-def with_array_leaves(operator: lx.AbstractLinearOperator) -> Any:
-    """The operator with NumPy arrays and Python floats made JAX arrays.
+def _closes_over_tracer(x: Any, seen: set[int]) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        return True
+    if id(x) in seen:
+        return False
+    seen.add(id(x))
+    held: list[Any] = []
+    if isinstance(x, functools.partial):
+        held = [x.func, *x.args, *x.keywords.values()]
+    elif callable(x):
+        x = inspect.unwrap(x)
+        held = [getattr(x, "__self__", None)]
+        for cell in getattr(x, "__closure__", None) or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # not assigned yet
+                continue
+    # The leaves of a function are the function itself.
+    leaves = [leaf for value in held for leaf in jtu.tree_leaves(value)]
+    return any(_closes_over_tracer(leaf, seen) for leaf in leaves)
 
-    So that a change of their values is a change of data, not of structure: no
-    recompilation. Ask for tags that depend on a scalar's sign before this.
+
+def with_array_leaves(operator: lx.AbstractLinearOperator) -> Any:
+    """The operator with everything that can vary in array leaves.
+
+    - NumPy arrays and Python floats become JAX arrays: another value is other data,
+        not another structure to compile for. Ask for tags that depend on a scalar's
+        sign before this.
+    - If a function in it closes over traced values, they are made leaves, by
+        converting `operator.mv`. lineax does so for its own classes unless told
+        `closure_convert=False`. A traced value may neither be hidden from
+        differentiation nor kept in a cache.
     """
+    functions = [
+        leaf
+        for leaf in jtu.tree_leaves(operator)
+        if callable(leaf) and not eqx.is_array(leaf)
+    ]
+    if any(_closes_over_tracer(fn, set()) for fn in functions):
+        operator = lx.FunctionLinearOperator(operator.mv, operator.in_structure())
     return jtu.tree_map(lambda x: jnp.asarray(x) if _is_data(x) else x, operator)
 
 
