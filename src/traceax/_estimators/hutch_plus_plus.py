@@ -26,10 +26,10 @@ class HutchPlusPlusEstimator(TraceEstimator):
     | | |
     |---|---|
     | operator | any, PyTrees, complex |
-    | products | k, all used: 2 (k // 3) on the range, l = k - 2 (k // 3) on the rest |
+    | products | k, all used: 2 (k // 3) on the range, l = k - 2 (k // 3) on the rest; all on the rest for k < 4 |
     | beyond the products | O(n k^2) time, about three n x 2k/3 blocks |
     | bias | none |
-    | standard error | from the residual probes; NaN for l = 1 |
+    | standard error | from the residual probes; NaN for k = 1 |
     | derivative | `<Z, dA V>` with `V = [Q, G]`, `Z = [Q, G / l]`; k - k // 3 products with dA; unbiased for any dA |
 
     **Arguments:**
@@ -53,7 +53,8 @@ class HutchPlusPlusEstimator(TraceEstimator):
         operator = state.operator
         space = space_of(operator)
         n, dtype = space.size, space.compute_dtype
-        sketch_size = k // 3
+        # A single residual probe would leave the error unknown.
+        sketch_size = k // 3 if k >= 4 else 0
         num_residual = k - 2 * sketch_size
         sketch_key, residual_key = jax.random.split(state.key)
         Omega = self.sampler.sample(sketch_key, n, sketch_size, dtype)
