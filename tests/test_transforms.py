@@ -24,8 +24,10 @@ import traceax as tx
 from traceax._operator import apply_block
 
 K = 6
+# The transforms see no dtype: two kinds of operators will do in 32-bit mode.
+KINDS = list(OPERATORS) if is_x64() else ["matrix", "jacobian over a PyTree"]
 CASES = pytest.mark.parametrize(
-    ("estimator", "operator"), [(e, o) for e in FAMILIES for o in OPERATORS]
+    ("estimator", "operator"), [(e, o) for e in FAMILIES for o in KINDS]
 )
 
 
@@ -166,7 +168,7 @@ def test_gradients_under_vmap_and_vmapped_gradients(key, estimator, operator):
 
 
 @pytest.mark.parametrize("estimator", FAMILIES)
-@pytest.mark.parametrize("operator", list(OPERATORS))
+@pytest.mark.parametrize("operator", KINDS)
 def test_control_flow_and_checkpoint(key, estimator, operator):
     value, p = _value(estimator, operator), parameters()
     expected_value, expected = jax.value_and_grad(value)(p, key)
@@ -201,7 +203,7 @@ def test_control_flow_and_checkpoint(key, estimator, operator):
 
 
 @pytest.mark.parametrize("estimator", FAMILIES)
-@pytest.mark.parametrize("operator", list(OPERATORS))
+@pytest.mark.parametrize("operator", KINDS)
 def test_equinox_transforms(key, estimator, operator):
     op = OPERATORS[operator](parameters())
     est = ESTIMATORS[estimator]
@@ -228,7 +230,7 @@ def test_equinox_transforms(key, estimator, operator):
 
 
 @pytest.mark.parametrize("estimator", FAMILIES)
-@pytest.mark.parametrize("operator", list(OPERATORS))
+@pytest.mark.parametrize("operator", KINDS)
 def test_export(estimator, operator):
     value, p = _value(estimator, operator), parameters()
     key = jr.PRNGKey(0)
