@@ -1,6 +1,7 @@
 """The fast leave-one-out formulas against loops that leave probes out."""
 
 import jax.numpy as jnp
+import jax.random as jr
 import numpy as np
 import pytest
 from helpers import as_operator, assert_close, matrix
@@ -9,8 +10,8 @@ import traceax as tx
 from traceax._estimators.xnystrace import _leave_one_out_traces as nystrom_traces
 from traceax._leave_one_out import leave_one_out, leave_one_out_traces, stand_in
 from traceax._operator import apply_block
-from traceax._orthogonal import qr
-from traceax._standard_error import leave_one_out_samples
+from traceax._orthogonal import orthonormalise
+from traceax._standard_error import _gram_squared_skewness, leave_one_out_samples
 
 N, M = 20, 5
 
@@ -42,9 +43,9 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, resphere):
     omega = _probes(key, a)
     operator = as_operator(a)
     Y = apply_block(operator, jnp.asarray(omega))
-    Q, R = qr(Y)
+    Q, R = orthonormalise(Y)
     loo = leave_one_out(jnp.asarray(omega), Q, R, resphere=resphere)
-    samples, pairs = leave_one_out_traces(
+    samples, pairs, _ = leave_one_out_traces(
         jnp.asarray(omega), Y, apply_block(operator, loo.Q), loo, resphere=resphere
     )
     average = np.zeros((N, N), omega.dtype)
@@ -67,8 +68,12 @@ def test_nystrom_formulas_against_a_loop(key, complex, resphere):
     omega = _probes(key, a)
     u, t = np.linalg.qr(omega)
     columns = u if resphere else omega
-    samples, pairs, mu, _ = nystrom_traces(
-        jnp.asarray(u), jnp.asarray(t), jnp.asarray(a @ u), resphere=resphere
+    samples, pairs, mu, *_ = nystrom_traces(
+        jnp.asarray(u),
+        jnp.asarray(t),
+        jnp.asarray(3 * a @ u),
+        jnp.asarray(1 / 3, u.dtype),
+        resphere=resphere,
     )
     shifted = a + float(mu) * np.eye(N)
 
@@ -91,13 +96,38 @@ def test_nystrom_formulas_against_a_loop(key, complex, resphere):
 def test_the_standard_error_is_its_formula(key):
     rng = np.random.default_rng(0)
     m = 6
-    t, p = rng.normal(size=m), rng.normal(size=(m, m)) * 0.1
-    _, error = leave_one_out_samples(jnp.asarray(t), jnp.asarray(p))
-    _, orthogonal = leave_one_out_samples(jnp.asarray(t), jnp.asarray(p), 9)
-    covariance = 0.0
+    t, d = rng.normal(size=m), rng.normal(size=(m, m))
+    t, p = jnp.asarray(t), jnp.asarray(t[:, None] - 0.2 * (d + d.T))
+    _, error, freedom = leave_one_out_samples(t, p, jnp.zeros(()))
+    shares = (t - t.mean()) ** 2 / (m * (m - 1))
+    own = float(shares.sum())
+    shares = np.array(shares)
     for i in range(m):
         for j in set(range(m)) - {i}:
-            covariance += (t[i] - p[i, j]) * (t[j] - p[j, i]) / (m * (m - 1))
-    variance = t.var(ddof=1)
-    assert_close(error**2, variance / m + max(covariance, 0))
-    assert_close(orthogonal**2, variance / m + max(covariance + variance / 8, 0))
+            shares[i] += (t[i] - p[i, j]) * (t[j] - p[j, i]) / (m * (m - 1))
+    skewness = np.mean((t - t.mean()) ** 3) / np.mean((t - t.mean()) ** 2) ** 1.5
+    variance = max(shares.sum(), own / 2)
+    uneven = min(max(np.sum((shares / variance) ** 2) - 1 / m, 0), 1) / 2
+    inverse = min(0.5 / (m - 1) + 0.7 * uneven + 0.9 * skewness**2 / (m + 2), 1)
+    assert_close(freedom, 1 / inverse)
+    assert_close(error, np.sqrt(variance) * (1 + inverse / 4))
+    # Orthogonal probes: the correlation of a pair is added.
+    _, orthogonal, nu = leave_one_out_samples(t, p, jnp.zeros(()), 9)
+    pairs = np.asarray(p - t.mean())[~np.eye(m, dtype=bool)]
+    variance = (orthogonal / (1 + 1 / nu / 4)) ** 2
+    assert_close(variance, (shares.sum() + np.mean(pairs**2) / 8) * 8 / 7)
+
+
+@pytest.mark.x64
+def test_the_skewness_of_a_gram_matrix_is_that_of_the_samples():
+    # Of many probes, for a spectrum whose samples are skewed.
+    spectrum = jnp.asarray(np.arange(1, 31.0) ** -1.5)
+    probes = tx.NormalSampler().sample(jr.key(0), 30, 2000, jnp.float64)
+    gram = probes.T @ (spectrum[:, None] * probes)
+    exact = 8 * jnp.sum(spectrum**3) ** 2 / jnp.sum(spectrum**2) ** 3
+    assert_close(_gram_squared_skewness(gram[None]), exact, rtol=0.1)
+    # And of many small sets, as they come in chunks.
+    probes = tx.NormalSampler().sample(jr.key(0), 30, 40000, jnp.float64)
+    sets = probes.reshape(30, 10000, 4).transpose(1, 0, 2)
+    grams = jnp.einsum("sni,n,snj->sij", sets, spectrum, sets)
+    assert_close(_gram_squared_skewness(grams), exact, rtol=0.1)

@@ -1,5 +1,6 @@
 """How calls are staged: names, compilations, batching, host callbacks."""
 
+import os
 import subprocess
 import sys
 
@@ -58,7 +59,8 @@ def _calls(seed):
     ]
 
 
-@pytest.mark.parametrize("estimator", FAMILIES)
+@pytest.mark.x64
+@pytest.mark.parametrize("estimator", ["hutchinson", "xnystrace"])
 def test_all_kinds_of_calls_share_their_traces(estimator):
     RUNS.clear()
     for seed in (0, 1):
@@ -153,6 +155,7 @@ print(run(jr.split(jr.key(0), 1000)).mean())
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -12,6 +12,7 @@ from helpers import (
     PSD,
     as_operator,
     float_dtype,
+    is_x64,
     many,
     matrix,
     rounding,
@@ -24,12 +25,16 @@ import traceax as tx
 N, KEYS, BUDGET = 30, 4000, 12
 
 
+NAMES = ["flat", "poly", "signed", "nonsymmetric"] if is_x64() else ["poly", "signed"]
+
+
 def _cases():
     for estimator in ESTIMATORS:
-        for name in ("flat", "poly", "signed", "nonsymmetric"):
+        for name in NAMES:
             if estimator.startswith("xnys") and name in ("signed", "nonsymmetric"):
                 continue
-            for complex in (False, True):
+            # Other samplers take no other path for complex operators.
+            for complex in (False, True) if estimator in FAMILIES else (False,):
                 yield pytest.param(
                     estimator,
                     name,
@@ -43,7 +48,7 @@ def test_unbiased(estimator, name, complex):
     a = matrix(name, N, complex)
     operator = as_operator(a, psd=estimator.startswith("xnys"))
     # Enough keys for the test to have teeth where the variance is large.
-    num_keys = 3 * KEYS if estimator.startswith("hutchinson") else KEYS
+    num_keys = 3 * KEYS if estimator.startswith("hutch") else KEYS
     values, _ = many(ESTIMATORS[estimator], operator, BUDGET, num_keys)
     truth = np.trace(np.asarray(operator.matrix, a.dtype))
     if not np.iscomplexobj(values):
@@ -70,13 +75,13 @@ def test_negative_semidefinite(key):
 # Mean relative error over 200 draws at n = 1000, as published for these spectra or
 # measured with a reference implementation in float64.
 REFERENCE = {
-    ("xtrace", "poly"): {10: 3.3e-2, 20: 8.3e-3, 40: 2.0e-3, 80: 4.7e-4, 160: 1.1e-4},
-    ("xtrace", "exp"): {10: 9.9e-2, 20: 1.4e-2, 40: 2.9e-4, 80: 1.4e-7},
-    ("xtrace", "step"): {10: 7.0e-2, 20: 4.9e-2, 40: 3.4e-2, 80: 2.0e-2, 160: 1.2e-6},
-    ("xnystrace", "flat"): {10: 3.1e-3, 20: 2.4e-3, 40: 1.7e-3, 80: 1.2e-3},
-    ("xnystrace", "poly"): {10: 2.4e-2, 20: 5.6e-3, 40: 1.6e-3, 80: 3.4e-4},
-    ("xnystrace", "exp"): {10: 4.2e-2, 20: 2.4e-3, 40: 4.1e-6, 80: 5.0e-12},
-    ("hutch++-normal", "poly"): {10: 5.2e-2, 20: 1.3e-2, 40: 3.2e-3, 80: 7.6e-4},
+    ("xtrace", "poly"): {10: 3.3e-2, 40: 2.0e-3, 80: 4.7e-4},
+    ("xtrace", "exp"): {20: 1.4e-2, 80: 1.4e-7},
+    ("xtrace", "step"): {20: 4.9e-2, 80: 2.0e-2},
+    ("xnystrace", "flat"): {10: 3.1e-3, 80: 1.2e-3},
+    ("xnystrace", "poly"): {20: 5.6e-3, 80: 3.4e-4},
+    ("xnystrace", "exp"): {10: 4.2e-2, 40: 4.1e-6, 80: 5.0e-12},
+    ("hutch++-normal", "poly"): {20: 1.3e-2, 80: 7.6e-4},
 }
 
 
@@ -118,8 +123,11 @@ def _spread(estimator, name, k):
     return values.astype(np.float64) - truth, errors.astype(np.float64), truth
 
 
-@pytest.mark.parametrize("k", [10, 40])
-@pytest.mark.parametrize("name", ["flat", "poly", "exp", "step", "nonsymmetric"])
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [("flat", 10), ("poly", 10), ("exp", 10), ("step", 40), ("nonsymmetric", 40)],
+)
 @pytest.mark.parametrize(
     "estimator", ["hutchinson-sphere", "hutch++-normal", "xtrace", "xnystrace"]
 )
@@ -130,9 +138,9 @@ def test_the_standard_error_is_the_root_mean_square_error(estimator, name, k):
     rmse = np.sqrt(np.mean(errors**2))
     if rmse / truth < (1e-13 if float_dtype() == jnp.float64 else 1e-5):
         pytest.skip("converged to rounding")
-    # The root of an unbiased variance; its mean is below where that is skewed.
-    assert 0.9 < np.sqrt(np.mean(standard_errors**2)) / rmse < 1.35
-    assert 0.75 < np.mean(standard_errors) / rmse < 1.25
+    # Of the root of an unbiased variance, which is skewed itself.
+    assert np.sqrt(np.mean(standard_errors**2)) / rmse > 0.9
+    assert 0.8 < np.mean(standard_errors) / rmse < 1.2
 
 
 def test_signs_that_agree_by_chance_do_not_look_exact():

@@ -13,10 +13,14 @@ from ._estimators.hutch_plus_plus import (
 from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
+from ._samplers import IndexedSampler as IndexedSampler
 from ._samplers import NormalSampler as NormalSampler
+from ._samplers import OrthogonalSampler as OrthogonalSampler
 from ._samplers import RademacherSampler as RademacherSampler
 from ._samplers import Sampler as Sampler
+from ._samplers import ShardedSampler as ShardedSampler
 from ._samplers import SphereSampler as SphereSampler
+from ._stream import ProbeStream as ProbeStream
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Inexact, Key, PyTree
 from ._estimate import Estimate, raise_failure
 from ._operator import check_operator, has_real_trace
 from ._primitive import estimate_trace
+from ._stream import ProbeStream
 
 
 class TraceState(eqx.Module):
@@ -63,7 +64,7 @@ class TraceEstimator(eqx.Module):
         Inexact[Array, ""],
         Float[Array, ""],
         dict[str, PyTree],
-        tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]],
+        tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | ProbeStream,
     ]:
         r"""The algorithm. Called with `1 <= k < n`.
 
@@ -82,7 +83,8 @@ class TraceEstimator(eqx.Module):
             standard error makes the interval a Student t interval; a
             [`traceax.RESULTS`][] item under `"result"` reports a failure;
         - blocks of shape `(n, p)`, in the order of the operator's flattened structure,
-            with `E[V Z^*] = I`.
+            with `E[V Z^*] = I`; or a [`traceax.ProbeStream`][], which draws them when
+            they are needed.
         """
 
     def estimate(self, state: PyTree, k: int, *, throw: bool = True) -> Estimate:

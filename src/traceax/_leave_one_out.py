@@ -24,12 +24,15 @@ from jaxtyping import Array, Float, Inexact
 
 from ._orthogonal import (
     column_dots,
+    combine,
     inner,
+    inners,
     inverse_conjugate_transpose,
     matmul,
     power_of_two_scale,
     svd,
 )
+from ._sharding import side_by_side
 
 
 class LeaveOneOut(NamedTuple):
@@ -50,11 +53,10 @@ def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     below the floor is rounding: the floor makes the triangle safe to invert and moves
     `Q R` by no more than rounding has moved it already.
     """
-    diagonal = jnp.diagonal(R)
     norm = jnp.linalg.norm(R)
     floor = jnp.finfo(R.dtype).eps * jnp.where(norm == 0, jnp.ones_like(norm), norm)
-    small = jnp.abs(diagonal) < floor
-    return R + jnp.diag(jnp.where(small, floor.astype(R.dtype) - diagonal, 0))
+    small = jnp.eye(R.shape[0], dtype=bool) & (jnp.abs(R) < floor)
+    return jnp.where(small, floor.astype(R.dtype), R)
 
 
 def left_out_of_dependent(
@@ -119,7 +121,7 @@ def leave_one_out(
         columns = inverse_conjugate_transpose(floor_diagonal(scaled))
     else:
         columns, basis = left_out_of_dependent(scaled)
-        Q, R = matmul(Q, basis), matmul(basis.conj().T, R)
+        Q, R = combine(Q, basis), matmul(basis.conj().T, R)
     S = normalise_columns(columns)
     W = inner(Q, Omega)
     X = W - S * column_dots(S, W)[None, :]
@@ -135,8 +137,10 @@ def leave_one_out_traces(
     loo: LeaveOneOut,
     *,
     resphere: bool,
-) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"]]:
+) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Float[Array, ""]]:
     r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
+
+    Also the magnitude of what is added up to a sample.
 
     Four Gram products of order m; everything else is of order m x m. With
     `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
@@ -155,15 +159,17 @@ def leave_one_out_traces(
     """
     Q, R, S, X, a, left = loo
     n, m = Q.shape
-    H = inner(Q, AQ)
-    T = inner(AQ, Omega)  # column i is (w_i^* A Q)^*
+    # Column i of T is (w_i^* A Q)^*.
+    H, T = inners((Q, AQ), (AQ, Omega))
     L = R - matmul(H, X)  # column i is Q^* A g_i
     K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
     quadratics = column_dots(Omega, Y) - column_dots(T, X) - column_dots(X, L)
     SHS = inner(S, matmul(H, S))
     on_s = jnp.diagonal(SHS)
     on_range = jnp.trace(H) - on_s
-    samples = on_range + a.astype(H.dtype) * quadratics
+    tested = a.astype(H.dtype) * quadratics
+    samples = on_range + tested
+    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H))) + jnp.mean(jnp.abs(tested))
 
     c = inner(S, S)
     eps = jnp.finfo(left.dtype).eps
@@ -191,7 +197,7 @@ def leave_one_out_traces(
     if resphere:
         weight = (n - m + 2) / (left[:, None] + jnp.abs(b) ** 2)
     pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * with_b
-    return samples, pairs
+    return samples, pairs, magnitude
 
 
 def stand_in(
@@ -207,10 +213,7 @@ def stand_in(
     `E <Z, B V> = tr B` for every B that does not depend on the probes.
     """
     Q, m = loo.Q, loo.Q.shape[1]
-    G = Omega - matmul(Q, loo.X)
+    G = Omega - combine(Q, loo.X)
     kept = jnp.eye(m, dtype=Q.dtype) - matmul(loo.S, loo.S.conj().T) / m
-    V = jnp.concatenate([Q, G], axis=1)
-    Z = jnp.concatenate(
-        [matmul(Q, kept), G * (loo.a / m)[None, :].astype(G.dtype)], axis=1
-    )
-    return V, Z
+    weighted = G * (loo.a / m)[None, :].astype(G.dtype)
+    return side_by_side(Q, G), side_by_side(combine(Q, kept), weighted)

@@ -4,20 +4,22 @@ Algorithms see an operator as a function from `(n, k)` blocks to `(n, k)` blocks
 dtype. This file is the only one that knows of PyTrees, leaf dtypes and structure tags.
 """
 
-import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Inexact, PyTree
+
+from ._closures import closes_over_tracer, portable
+from ._programs import interned
+from ._sharding import block_layout, lay_out, on_one_cpu, rows_of
 
 
 class Space(NamedTuple):
@@ -33,6 +35,14 @@ class Space(NamedTuple):
     dtype: np.dtype
     compute_dtype: np.dtype
     structure: PyTree[jax.ShapeDtypeStruct]
+
+    @property
+    def layout(self) -> NamedSharding | None:
+        """How a block's rows are laid out over devices, where the structure says so."""
+        leaves = jtu.tree_leaves(self.structure)
+        if len(leaves) != 1 or leaves[0].ndim != 1:
+            return None
+        return block_layout(leaves[0])
 
     @property
     def is_complex(self) -> bool:
@@ -104,33 +114,75 @@ def space_of(operator: lx.AbstractLinearOperator) -> Space:
     return Space(size, dtype, compute_dtype, structure)
 
 
+# Entries of a block that are multiplied at once: 16 MiB in 32-bit precision.
+_ENTRIES = 2**22
+# So that a set of probes tells of its skewness.
+_FEWEST = 4
+
+
+def columns_at_once(n: int, k: int) -> int:
+    """How many of k columns of length n are worth one pass over the operator."""
+    most = max(_FEWEST, _ENTRIES // max(n, 1))
+    if most >= k:
+        return k
+    # Fewer in the last pass would be a second program to compile.
+    even = [size for size in range(most, most // 2, -1) if k % size == 0]
+    return even[0] if even else most
+
+
 def apply_block(
     operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
 ) -> Inexact[Array, "n k"]:
     """The product of the operator with every column of a block.
 
-    One `vmap` of `operator.mv`: a dense operator becomes one matrix product.
+    One `vmap` of `operator.mv`: a dense operator becomes one matrix product. Over the
+    leading axis, as networks are batched; a stencil is twice as fast that way.
+
+    On a CPU a large block is multiplied by a few columns at a time. That stays in the
+    cache, needs the memory of a few products, and keeps the compiler from repeating a
+    cheap product in everything that uses its result.
     """
-    space = space_of(operator)
-    leaves, treedef = jtu.tree_flatten(space.structure)
     n, k = block.shape
     if n == 0 or k == 0:
         return block
-    if len(leaves) == 1:
-        (leaf,) = leaves
-        flat = [block.reshape(*leaf.shape, k)]
-    else:
+    size = columns_at_once(n, k)
+    if size == k or not on_one_cpu():
+        return _apply_at_once(operator, block)
+    rows, rest = block.T, k % size
+
+    def some(start, size):
+        some_rows = jax.lax.dynamic_slice_in_dim(rows, start, size)
+        return _apply_at_once(operator, some_rows.T).T
+
+    starts = jnp.arange(0, k - rest, size)
+    products = jax.lax.map(lambda start: some(start, size), starts).reshape(-1, n)
+    if rest:
+        products = jnp.concatenate([products, some(k - rest, rest)])
+    return products.T
+
+
+def _apply_at_once(
+    operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
+) -> Inexact[Array, "n k"]:
+    space = space_of(operator)
+    leaves, treedef = jtu.tree_flatten(space.structure)
+    _, k = block.shape
+    parts = [block.T]
+    if len(leaves) > 1:
         ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])
-        flat = [
-            part.reshape(*leaf.shape, k)
-            for leaf, part in zip(leaves, jnp.split(block, ends[:-1]), strict=True)
-        ]
-    flat = [x.astype(leaf.dtype) for leaf, x in zip(leaves, flat, strict=True)]
-    out = jax.vmap(operator.mv, in_axes=-1, out_axes=-1)(
-        jtu.tree_unflatten(treedef, flat)
-    )
-    out = [x.astype(block.dtype).reshape(-1, k) for x in jtu.tree_leaves(out)]
-    return out[0] if len(out) == 1 else jnp.concatenate(out)
+        parts = jnp.split(lay_out(block.T, None), ends[:-1], axis=1)
+    flat = []
+    for part, leaf in zip(parts, leaves, strict=True):
+        shaped = part
+        if leaf.ndim != 1:
+            shaped = lay_out(part, None).reshape(k, *leaf.shape)
+        flat.append(lay_out(shaped.astype(leaf.dtype), leaf))
+    out = jax.vmap(operator.mv)(jtu.tree_unflatten(treedef, flat))
+    out = [rows_of(x).astype(block.dtype) for x in jtu.tree_leaves(out)]
+    if len(out) == 1:
+        return out[0].T
+    # Leaves may be laid out over devices each in its own way.
+    return jnp.concatenate([lay_out(x, None) for x in out], axis=1).T
 
 
 def _known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
@@ -166,45 +218,25 @@ def _is_data(x: Any) -> bool:
     return isinstance(x, float | complex)
 
 
-def _closes_over_tracer(x: Any, seen: set[int]) -> bool:
-    if isinstance(x, jax.core.Tracer):
-        return True
-    if id(x) in seen:
-        return False
-    seen.add(id(x))
-    held: list[Any] = []
-    if isinstance(x, functools.partial):
-        held = [x.func, *x.args, *x.keywords.values()]
-    elif callable(x):
-        x = inspect.unwrap(x)
-        held = [getattr(x, "__self__", None)]
-        for cell in getattr(x, "__closure__", None) or ():
-            try:
-                held.append(cell.cell_contents)
-            except ValueError:  # not assigned yet
-                continue
-    # The leaves of a function are the function itself.
-    leaves = [leaf for value in held for leaf in jtu.tree_leaves(value)]
-    return any(_closes_over_tracer(leaf, seen) for leaf in leaves)
-
-
 def with_array_leaves(operator: lx.AbstractLinearOperator) -> Any:
     """The operator with everything that can vary in array leaves.
 
     - NumPy arrays and Python floats become JAX arrays: another value is other data,
         not another structure to compile for. Ask for tags that depend on a scalar's
         sign before this.
-    - If a function in it closes over traced values, they are made leaves, by
-        converting `operator.mv`. lineax does so for its own classes unless told
-        `closure_convert=False`. A traced value may neither be hidden from
-        differentiation nor kept in a cache.
+    - What its functions close over becomes leaves, too, where that is all that they
+        depend on: operators made of a new lambda each time compile once.
+    - If a function still closes over traced values, `operator.mv` is converted. lineax
+        does so for its own classes unless told `closure_convert=False`. A traced value
+        may neither be hidden from differentiation nor kept in a cache.
     """
+    operator = jtu.tree_map(lambda x: interned(portable(x)), operator)
     functions = [
         leaf
         for leaf in jtu.tree_leaves(operator)
         if callable(leaf) and not eqx.is_array(leaf)
     ]
-    if any(_closes_over_tracer(fn, set()) for fn in functions):
+    if any(closes_over_tracer(fn, set()) for fn in functions):
         operator = lx.FunctionLinearOperator(operator.mv, operator.in_structure())
     return jtu.tree_map(lambda x: jnp.asarray(x) if _is_data(x) else x, operator)
 

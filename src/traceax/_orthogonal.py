@@ -1,24 +1,151 @@
-"""Dense factorisations of tall and of small blocks.
+"""Dense linear algebra of tall blocks and of small matrices.
 
-LAPACK calls batched by `vmap` can block each other's threads in XLA's CPU scheduler, so
-that a program hangs. Here a batch is a sequence of calls; the products around them stay
-batched.
+*Tall blocks* are only ever multiplied: by each other, for matrices of order k, and by
+these. That is as fast as memory on any device, needs only sums of order k x k between
+devices that hold rows of a block, and no more memory than the blocks. In memory a block
+(n, k) is its transpose, a probe after the other: products with an operator are batched
+over the leading axis, and threads and vector units work along entries of a probe.
+
+*Small matrices* are factorised by LAPACK. Calls batched by `vmap` can block each
+other's threads in XLA's CPU scheduler, so that a program hangs. Here a batch is a
+sequence of calls; the products around them stay batched.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Float, Inexact
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Inexact
+
+from ._hash import signs
+from ._sharding import (
+    explicit_sharding,
+    on_one_cpu,
+    replicate,
+    replicated_like,
+    whole_columns,
+)
+
+# Up to this many rows Householder reflections are as fast as products.
+_FEW_ROWS = 256
+# Passes of orthonormalisation. Two or three is the rule for blocks that lack rank.
+_MOST_PASSES = 10
+# Entries of a block that fit into a processor's cache.
+_CACHED = 2**19
+
+
+def orthonormalise(
+    block: Inexact[Array, "n k"],
+) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"]]:
+    r"""The thin QR factorisation, `Q (n, k)` and an upper triangular `R (k, k)`.
+
+    `Q` is orthonormal to rounding for blocks of any rank, as by Householder
+    reflections, but from products: Cholesky-QR. With `G = Y^* Y = L L^*` the block
+    `Y L^-*` is orthonormal in exact arithmetic, and in floating-point arithmetic up to
+    the condition of G. Applied again it gains as many digits as the first time
+    (shifted Cholesky-QR; Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, SIAM J.
+    Sci. Comput. 42 (2020), doi:10.1137/18M1218212).
+
+    - Where G is singular to rounding, a multiple of the identity is added, so that
+        Cholesky succeeds and the next pass finds a better block.
+    - One well-conditioned pass is enough, and is recognised from G. So random probes
+        and the products of an operator with a flat spectrum take a single pass.
+    - A block that lacks rank is given a rounding error: random signs of size eps. Its
+        own errors need not fill all of Q, if entries are exactly 0.
+
+    `k <= n`. O(n k^2) a pass; one block besides the given one and the result.
+    """
+    n, k = block.shape
+    if n <= _FEW_ROWS:
+        return _householder(replicate(block))
+    block = whole_columns(block)
+    scale = power_of_two_scale(block)
+    factor = _factor(inner(block, block, scale), n)
+    # What enters or leaves a branch or a loop is laid out as it is written.
+    rows = block.T
+
+    def _scaled(R):
+        # 0 for a block of zeros, of which Q is the fill.
+        return R * jnp.where(largest_entry(block) == 0, 0, scale).astype(R.dtype)
+
+    def update():
+        inverse = factor.inverse.conj() / scale.astype(block.dtype)
+        return matmul(inverse, rows), _scaled(factor.lower.conj().T), factor.settled
+
+    def fill():
+        eps = jnp.finfo(block.dtype).eps
+        unit = (1 / scale).astype(block.dtype)
+        filled = rows * unit + float(eps) * _noise(k, n, block.dtype)
+        return filled, _scaled(jnp.eye(k, dtype=block.dtype)), jnp.array(False)
+
+    # Where the inverse divided by the scale would over- or underflow, too.
+    limit = float(jnp.finfo(block.dtype).max) ** 0.5
+    moderate = (scale < limit) & (scale > 1 / limit)
+    state = jax.lax.cond(factor.regular & moderate, update, fill)
+
+    def another_pass(state):
+        rows, R, _, i = state
+        factor = _factor(inner(rows.T, rows.T), n)
+        rows = matmul(factor.inverse.conj(), rows)
+        return rows, matmul(factor.lower.conj().T, R), factor.settled, i + 1
+
+    rows, R, _, _ = jax.lax.while_loop(
+        lambda state: ~state[2] & (state[3] < _MOST_PASSES), another_pass, (*state, 1)
+    )
+    return rows.T, R
 
 
 @sequential_vmap
-def qr(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
-    """The thin QR factorisation, `Q (n, k)` and `R (k, k)`, for `k <= n`.
-
-    By Householder reflections: `Q` is orthonormal to rounding for blocks of any rank.
-    """
+def _householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
     q, r = jnp.linalg.qr(block)
     return q, r
+
+
+def _noise(k: int, n: int, dtype) -> Inexact[Array, "k n"]:
+    key_words = jax.lax.iota(jnp.uint32, 3 * k).reshape(k, 3)
+    real = jnp.finfo(dtype).dtype
+    return signs(key_words, n, real).astype(dtype)
+
+
+class _Factor(NamedTuple):
+    """`G = L L^*`, perhaps with a multiple of the identity added to G."""
+
+    lower: Inexact[Array, "k k"]  # L
+    inverse: Inexact[Array, "k k"]  # L^-1
+    regular: Bool[Array, ""]  # nothing had to be added
+    settled: Bool[Array, ""]  # Y L^-* is orthonormal to rounding
+
+
+@sequential_vmap
+def _cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
+    lower = jnp.linalg.cholesky(gram)
+    identity = jnp.eye(gram.shape[0], dtype=gram.dtype)
+    return lower, jax.scipy.linalg.solve_triangular(lower, identity, lower=True)
+
+
+def _factor(gram: Inexact[Array, "k k"], n: int) -> _Factor:
+    k = gram.shape[0]
+    eps = jnp.finfo(gram.dtype).eps
+    identity = jnp.eye(k, dtype=gram.dtype)
+    norm = _bound(gram)
+    norm = jnp.where(norm == 0, 1, norm)
+    # Above the errors of G and of its factorisation.
+    shift = (k + 32 + n**0.25) * eps * norm
+    _, inverse = _cholesky(gram + shift.astype(gram.dtype) * identity)
+    of_inverse = _bound(matmul(inverse.conj().T, inverse))
+    regular = 4 * shift * of_inverse <= 1
+    shift = jnp.where(regular, 0, shift)
+    lower, inverse = _cholesky(gram + shift.astype(gram.dtype) * identity)
+    # The loss of orthogonality is about eps times the condition.
+    return _Factor(lower, inverse, regular, regular & (norm * of_inverse <= 16))
+
+
+def _bound(hermitian: Inexact[Array, "k k"]) -> Float[Array, ""]:
+    # Of the largest eigenvalue, and equal to it for multiples of the identity.
+    rows = jnp.max(jnp.sum(jnp.abs(hermitian), axis=1), initial=0)
+    return jnp.minimum(rows, jnp.linalg.norm(hermitian))
 
 
 @sequential_vmap
@@ -44,36 +171,121 @@ def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, 
     return jax.scipy.linalg.solve_triangular(upper, identity, trans="C")
 
 
-def inner(x: Inexact[Array, "n k"], y: Inexact[Array, "n m"]) -> Inexact[Array, "k m"]:
-    """`X^* Y` in full precision."""
-    return matmul(x.conj().T, y)
+def inner(
+    x: Inexact[Array, "n k"],
+    y: Inexact[Array, "n m"],
+    scale: Float[Array, ""] | None = None,
+) -> Inexact[Array, "k m"]:
+    """`X^* Y` in full precision; of `X / scale` and `Y / scale` if given.
+
+    `scale` is a power of two, of blocks whose squares over- or underflow.
+    """
+    (product,) = inners((x, y), scale=scale)
+    return product
+
+
+def inners(
+    *pairs: tuple[Inexact[Array, "n k"], Inexact[Array, "n m"]],
+    scale: Float[Array, ""] | None = None,
+) -> list[Inexact[Array, "k m"]]:
+    """`inner` of several pairs of blocks, which are read once."""
+    dtype = pairs[0][0].dtype
+    unit = jnp.ones((), dtype) if scale is None else 1 / scale.astype(dtype)
+    n = pairs[0][0].shape[0]
+    widest = max(block.shape[1] for pair in pairs for block in pair)
+    if n * widest > 2 * _CACHED and on_one_cpu():
+        return _inners_by_pieces([(x.T, y.T) for x, y in pairs], unit)
+    if scale is not None:
+        pairs = tuple((x * unit, y * unit) for x, y in pairs)
+    return [
+        jnp.matmul(
+            x.conj().T,
+            y,
+            precision=jax.lax.Precision.HIGHEST,
+            out_sharding=replicated_like(x, y),
+        )
+        for x, y in pairs
+    ]
+
+
+def _inners_by_pieces(pairs, unit) -> list[Inexact[Array, "k m"]]:
+    # Of (k, n) arrays, over as many entries of each probe as fit into the cache: three
+    # times faster than XLA's product on a CPU, whose sums along n are slow. A block
+    # over several devices would have to be gathered for it.
+    n = pairs[0][0].shape[1]
+    widest = max(block.shape[0] for pair in pairs for block in pair)
+    length = min(n, max(256, _CACHED // widest))
+
+    def piece(start, length):
+        products = []
+        for x, y in pairs:
+            a, b = (jax.lax.dynamic_slice_in_dim(z, start, length, 1) for z in (x, y))
+            a, b = (a * unit).conj(), b * unit
+            contracted = (((1,), (1,)), ((), ()))
+            products.append(
+                jax.lax.dot_general(
+                    a, b, contracted, precision=jax.lax.Precision.HIGHEST
+                )
+            )
+        return products
+
+    whole = n // length
+    total = piece(whole * length, n - whole * length)
+    return jax.lax.fori_loop(
+        0,
+        whole,
+        lambda i, total: jax.tree.map(jnp.add, total, piece(i * length, length)),
+        total,
+    )
 
 
 def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array, "n m"]:
     """`X Y` in full precision, also where an accelerator's default is lower."""
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+    sharding = None
+    for spread, axis in ((x, 0), (y, 1)):
+        # Of a block and a small matrix, laid out as the block is.
+        given = explicit_sharding(spread)
+        if given is not None:
+            spec = [None, None]
+            spec[axis] = given.spec[axis]
+            sharding = NamedSharding(given.mesh, PartitionSpec(*spec))
+    precision = jax.lax.Precision.HIGHEST
+    return jnp.matmul(x, y, precision=precision, out_sharding=sharding)
+
+
+def combine(
+    block: Inexact[Array, "n k"], small: Inexact[Array, "k m"]
+) -> Inexact[Array, "n m"]:
+    """`matmul(block, small)`, with the result laid out in memory as blocks are."""
+    return matmul(small.T, block.T).T
 
 
 def column_dots(
     x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]
 ) -> Inexact[Array, " k"]:
     """`x_i^* y_i` for every column i."""
-    return jnp.sum(x.conj() * y, axis=0)
+    return replicate(jnp.sum(x.T.conj() * y.T, axis=1))
 
 
 def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """`|x_i|` for every column i, safe against under- and overflow of squares."""
     scale = power_of_two_scale(x)
-    return scale * jnp.linalg.norm(x / scale.astype(x.dtype), axis=0)
+    return replicate(scale * jnp.linalg.norm(x.T / scale.astype(x.dtype), axis=1))
+
+
+def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
+    """The largest modulus of an entry; NaN if one is NaN, 0 for an empty block."""
+    return jnp.max(jnp.abs(block.T), initial=0)
 
 
 def power_of_two_scale(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
-    """A power of two within a factor 2 below the largest entry; 1 for a zero block.
+    """A power of two within a factor 4 below the largest entry; 1 for a zero block.
 
     Dividing by it is exact, and squares neither overflow nor underflow afterwards.
     """
-    largest = jnp.max(jnp.abs(block))
-    _, exponent = jnp.frexp(largest)
-    scale = jnp.ldexp(jnp.ones_like(largest), exponent - 1)
-    scale = jnp.where(largest == 0, jnp.ones_like(largest), scale)
+    largest = largest_entry(block)
+    info = jnp.finfo(largest.dtype)
+    # Rounded to no digits behind the leading one, and not up to infinity.
+    scale = jax.lax.reduce_precision(largest / 2, info.nexp, 0)
+    scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
     return jnp.where(jnp.isfinite(largest), scale, largest)

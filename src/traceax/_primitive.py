@@ -27,16 +27,18 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from ._estimate import RESULTS, is_finite
+from ._estimate import RESULTS, UNKNOWN, known_or
+from ._failure import explain, solves_systems
 from ._operator import apply_block, space_of, with_array_leaves
-from ._orthogonal import column_dots
+from ._orthogonal import column_dots, largest_entry
+from ._stream import ProbeStream
 
 
 class Outcome(NamedTuple):
     """What the primitive returns."""
 
     value: Inexact[Array, ""]
-    standard_error: Float[Array, ""]
+    standard_error: Float[Array, ""]  # `UNKNOWN` for NaN
     result: RESULTS
     stats: dict[str, PyTree[Array]]
 
@@ -55,8 +57,9 @@ def _exact(operator):
     # n products with the coordinate vectors.
     space = space_of(operator)
     identity = jnp.eye(space.size, dtype=space.compute_dtype)
-    value = jnp.trace(apply_block(operator, identity))
-    stats = {"num_matvecs": space.size}
+    products = apply_block(operator, identity)
+    value = jnp.trace(products)
+    stats = {"num_matvecs": space.size, "largest_product": largest_entry(products)}
     return value, jnp.zeros((), space.real_dtype), stats, (identity, identity)
 
 
@@ -71,15 +74,24 @@ def _evaluate(problem: Problem):
         )
         value, standard_error, stats, blocks = estimator.compute(state, k)
     # A new dictionary: `stats` may belong to the estimator.
-    stats = {"degrees_of_freedom": jnp.inf, **stats}
-    result = stats.pop("result", RESULTS.successful)
+    defaults = {"degrees_of_freedom": jnp.inf, "largest_product": jnp.nan}
+    stats = {**defaults, **stats}
     value, standard_error = jnp.asarray(value), jnp.asarray(standard_error)
-    result = RESULTS.where(is_finite(value), result, RESULTS.nonfinite)
+    result = explain(
+        stats.pop("result", RESULTS.successful),
+        value,
+        operator,
+        jnp.asarray(stats.pop("largest_product")),
+        solves=solves_systems(operator),
+    )
     dtype = space.dtype
     if real:
         value, dtype = jnp.real(value), jnp.finfo(dtype).dtype
     stats = jtu.tree_map(_as_array, stats)
     standard_error = jnp.real(standard_error).astype(jnp.finfo(dtype).dtype)
+    standard_error = jnp.where(
+        jnp.isfinite(value), known_or(standard_error, UNKNOWN), UNKNOWN
+    )
     return Outcome(value.astype(dtype), standard_error, result, stats), blocks
 
 
@@ -146,8 +158,8 @@ def _abstract_eval(problem, blocks):
 def _jvp(primals, tangents):
     problem, blocks = primals
     t_operator = tangents[0].operator
-    outcome, (V, Z) = eqxi.filter_primitive_bind(estimate_trace_p, problem, True)
-    t_value = _pair(problem.operator, t_operator, V, Z)
+    outcome, frozen = eqxi.filter_primitive_bind(estimate_trace_p, problem, True)
+    t_value = _pair(problem.operator, t_operator, frozen)
     if t_value is not None:
         if not jnp.iscomplexobj(outcome.value):
             t_value = jnp.real(t_value)
@@ -155,18 +167,24 @@ def _jvp(primals, tangents):
     t_outcome = jtu.tree_map(lambda _: None, outcome)._replace(value=t_value)
     if not blocks:
         return outcome, t_outcome
-    return (outcome, (V, Z)), (t_outcome, (None, None))
+    return (outcome, frozen), (t_outcome, jtu.tree_map(lambda _: None, frozen))
 
 
-def _pair(operator, t_operator, V, Z):
+def _pair(operator, t_operator, blocks):
     """`<Z, dA V>`: a Jacobian-vector product with respect to the operator."""
     if not jtu.tree_leaves(t_operator):
         return None
-    V, Z = jax.lax.stop_gradient((V, Z))
-    _, dAV = eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (t_operator,))
-    if dAV is None:
-        return None
-    return jnp.sum(column_dots(Z, dAV))
+
+    def of(V, Z):
+        V, Z = jax.lax.stop_gradient((V, Z))
+        _, dAV = eqx.filter_jvp(
+            lambda op: apply_block(op, V), (operator,), (t_operator,)
+        )
+        return jnp.zeros((), V.dtype) if dAV is None else jnp.sum(column_dots(Z, dAV))
+
+    if isinstance(blocks, ProbeStream):
+        return blocks.sum(lambda Omega: of(Omega, Omega / blocks.k))
+    return of(*blocks)
 
 
 def _transpose(*args, **kwargs):

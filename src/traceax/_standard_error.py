@@ -1,50 +1,94 @@
-r"""Standard errors: of independent samples, and of leave-one-out samples.
+r"""Error bars: of independent samples, and of leave-one-out samples.
 
-Pure kernels on arrays.
+Pure kernels on arrays. docs/error-bars.md has the derivations.
 """
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, ArrayLike, Float, Inexact
+
+from ._orthogonal import inner
+
+# How many probes the skewness is estimated from: n x 16 x 16 operations at most.
+_GRAM_PROBES = 16
+# Errors in units of eps and of what is added up, for results exact but for rounding.
+_ROUNDING = 4
+
+
+class ErrorBar(NamedTuple):
+    """The mean of samples, its root mean square error, and how well that is known."""
+
+    mean: Inexact[Array, ""]
+    standard_error: Float[Array, ""]
+    degrees_of_freedom: Float[Array, ""]
 
 
 def independent_samples(
-    samples: Inexact[Array, " m"], norms: Float[Array, " m"]
-) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-    r"""The mean of independent samples `w_j^* A w_j`, and its standard error.
+    samples: Inexact[Array, " m"],
+    norms: Float[Array, " m"],
+    grams: Inexact[Array, "c g g"],
+    exact: Inexact[Array, " e"] | None = None,
+) -> ErrorBar:
+    r"""The error bar of the mean of independent samples `w_j^* A w_j`.
 
-    The error is NaN for a single sample. `norms` are `|A w_j|`, of mean square
-    `|A|_F^2`. For m samples it is
+    `norms` are the `|A w_j|`, `grams` matrices `w_i^* A w_j` of several sets of probes
+    (see `gram`), and `exact` what else is added up to the value, for the error of
+    rounding. The error is unknown (NaN) for a single sample.
 
-        error^2 = s^2 / m + 2^(1 - m) * 2 |A|_F^2 / m
+    *Variance.* `V = s^2 / m`, with `s^2` the sample variance, but for ties: m signs can
+    agree by chance, with probability `2^(1 - m)`, so that `s^2 = 0` though the samples
+    vary. Where samples agree, `s^2` is the largest variance that samples of signs can
+    have, `2 |A|_F^2`, times that probability; `|A|_F^2` is the mean of `|A w_j|^2`.
+    Without it few probes would report an error of 0 for a wrong answer.
 
-    with `s^2` the sample variance. The second term is for ties: m signs can agree by
-    chance, with probability `2^(1 - m)`, and then `s^2 = 0` though the samples vary.
-    It weighs the largest variance that samples of signs can have by that probability.
-    Without it few probes would report an error of 0 for a wrong answer; from ten
-    probes on it is lost in the noise of `s^2`.
+    *Degrees of freedom* nu, of the Student t interval: one less than m for normal
+    samples, and fewer the more skewed they are, `1/nu = 1/(m-1) + c gamma^2 / m` (see
+    `_skewed`). Few samples don't show their skewness; their products do. The squared
+    skewness of `w^* A w` for a Hermitian A is `8 (tr A^3)^2 / (tr A^2)^3`, and
+    `M_ij M_jl M_li`, of three probes, is an unbiased estimate of `tr A^3`.
     """
     (m,) = samples.shape
     mean = jnp.mean(samples)
     if m == 1:
-        return mean, jnp.full((), jnp.nan, norms.dtype)
+        return _unknown(mean)
     unit = _unit(jnp.maximum(jnp.max(jnp.abs(samples)), jnp.max(norms)))
     deviations = (samples - mean) / unit.astype(samples.dtype)
     variance = jnp.sum(jnp.abs(deviations) ** 2) / (m - 1)
-    largest_variance = 2 * jnp.mean((norms / unit) ** 2)
-    return mean, unit * jnp.sqrt((variance + 2.0 ** (1 - m) * largest_variance) / m)
+    tied = 2.0 ** (1 - m) * 2 * jnp.mean((norms / unit) ** 2)
+    variance = jnp.where(variance < 0.01 * tied, tied, variance) / m
+    skewness = jnp.maximum(
+        _squared_skewness(deviations), _gram_squared_skewness(grams / _largest(grams))
+    )
+    inverse = 1 / (m - 1) + _skewed(skewness, m)
+    magnitude = jnp.mean(jnp.abs(samples)) + jnp.mean(norms)
+    if exact is not None:
+        magnitude = magnitude + jnp.sum(jnp.abs(exact))
+    return _error_bar(mean, unit, variance, inverse, magnitude)
+
+
+def gram(
+    probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]
+) -> Inexact[Array, "g g"]:
+    """`w_i^* A w_j` of the first probes, from which `independent_samples` sees the
+    skewness."""
+    return inner(probes[:, :_GRAM_PROBES], products[:, :_GRAM_PROBES])
 
 
 def leave_one_out_samples(
     samples: Inexact[Array, " m"],
     pairs: Inexact[Array, "m m"],
+    magnitude: Float[Array, ""],
     orthogonal_dimension: int | None = None,
-) -> tuple[Inexact[Array, ""], Float[Array, ""]]:
-    r"""The mean of leave-one-out samples, and its standard error.
+) -> ErrorBar:
+    r"""The error bar of the mean of leave-one-out samples.
 
     Sample i, `t_i`, tests on probe i what the other probes built. The samples share
     probes, are correlated, and their sample variance understates the error of their
     mean up to tenfold. `pairs[i, j]`, `t_ij`, is sample i with probe j left out of
-    everything. The diagonal of `pairs` is not used.
+    everything. The diagonal of `pairs` is not used. `magnitude` bounds what was added
+    up to a sample, for the error of rounding.
 
     *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not
     depend on probe j. So `t_j - t` has mean 0 against `t_ij - t`, `t_i - t` against
@@ -66,31 +110,122 @@ def leave_one_out_samples(
     pair in the complement, of dimension `N = orthogonal_dimension`. The quadratic
     forms of a full orthonormal basis add up to a constant, so those of a pair have
     correlation `-1 / (N - 1)`. The last term is `-var(t_ij) / (N - 1)` instead of 0,
-    and the mean square of `t_ij` about the estimate, over N - 1, is added to V.
+    and `var(t_ij) / (N - 1)` is added to V. About their mean, in place of t, the `t_ij`
+    vary less, by about V; adding that back gives the factor `(N - 1) / (N - 2)`.
 
-    The second term is noisy where it is small: V is kept at `s^2 / m` or above.
+    The second term is noisy where it is small: V is kept at half of `s^2 / m` or above.
+
+    *Degrees of freedom.* V is the sum of what each probe contributes, `h_i`. By
+    Satterthwaite's rule a sum V has `2 V^2 / var V` of them, and contributions that
+    differ tell of its variance: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`. For normal
+    samples `J = 1/m`; where few probes make up V, J is larger. Half of the normal
+    value and 0.7 J are added; these two weights are measured, not derived. Skewness
+    counts as for independent samples.
     """
     (m,) = samples.shape
     mean = jnp.mean(samples)
     if m == 1:
-        return mean, jnp.full((), jnp.nan, jnp.finfo(samples.dtype).dtype)
+        return _unknown(mean)
+    off_diagonal = ~jnp.eye(m, dtype=bool)
     deviations = samples - mean
-    differences = jnp.where(jnp.eye(m, dtype=bool), 0, samples[:, None] - pairs)
+    differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
     largest = jnp.maximum(jnp.max(jnp.abs(deviations)), jnp.max(jnp.abs(differences)))
     unit = _unit(largest)
     deviations = deviations / unit.astype(samples.dtype)
     differences = differences / unit.astype(samples.dtype)
-    variance = jnp.sum(jnp.abs(deviations) ** 2) / (m - 1)
-    covariance = jnp.sum(jnp.real(differences * differences.conj().T)) / (m * (m - 1))
+    alone = jnp.abs(deviations) ** 2 / (m * (m - 1))
+    shared = jnp.real(differences * differences.conj().T)
     if orthogonal_dimension is not None:
-        off = jnp.where(
-            jnp.eye(m, dtype=bool), 0, (pairs - mean) / unit.astype(pairs.dtype)
-        )
-        of_a_pair = jnp.sum(jnp.abs(off) ** 2) / (m * (m - 1))
-        covariance = covariance + of_a_pair / (orthogonal_dimension - 1)
-    rounding = jnp.finfo(samples.dtype).eps * jnp.max(jnp.abs(samples))
-    error = unit * jnp.sqrt(variance / m + jnp.maximum(covariance, 0))
-    return mean, jnp.maximum(error, rounding)
+        about = (pairs - mean) / unit.astype(pairs.dtype)
+        of_a_pair = jnp.where(off_diagonal, jnp.abs(about) ** 2, 0)
+        shared = shared + of_a_pair / (orthogonal_dimension - 1)
+        factor = (orthogonal_dimension - 1) / (orthogonal_dimension - 2)
+        alone, shared = factor * alone, factor * shared
+    contributions = alone + jnp.sum(shared, axis=1) / (m * (m - 1))
+    variance = jnp.maximum(jnp.sum(contributions), jnp.sum(alone) / 2)
+    relative = contributions / jnp.where(variance == 0, 1, variance)
+    uneven = jnp.clip(jnp.sum(relative**2) - 1 / m, 0, 1) / 2
+    skewness = _squared_skewness(deviations)
+    inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
+    return _error_bar(mean, unit, variance, inverse, magnitude)
+
+
+def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
+    # The root of an estimated variance is too small on average, by 1 - 1 / (4 nu).
+    inverse_freedom = jnp.minimum(inverse_freedom, 1)
+    error = unit * jnp.sqrt(variance) * (1 + inverse_freedom / 4)
+    eps = jnp.finfo(error.dtype).eps
+    return ErrorBar(
+        mean, jnp.maximum(error, _ROUNDING * eps * magnitude), 1 / inverse_freedom
+    )
+
+
+def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:
+    real = jnp.finfo(mean.dtype).dtype
+    return ErrorBar(mean, jnp.full((), jnp.nan, real), jnp.zeros((), real))
+
+
+def _skewed(squared_skewness: ArrayLike, m: int) -> Float[Array, ""]:
+    """What skewness adds to `1 / nu`.
+
+    The coverage of a two-sided t interval has the expansion (Hall, "The Bootstrap and
+    Edgeworth Expansion" (1992), doi:10.1007/978-1-4612-4384-7, section 2.6)
+
+        2 Phi(x) - 1 - 2 x phi(x) [(x^4 + 2 x^2 - 3) gamma^2 / 18 + ...] / m,
+
+    that of a t distribution `- 2 x phi(x) (x^2 + 1) / (4 nu)`. They agree at x = 1.96
+    for `1 / nu = 0.9 gamma^2 / m`. For few samples the expansion overstates: `m + 2` in
+    place of m, which is measured.
+    """
+    return jnp.asarray(0.9 * squared_skewness / (m + 2))
+
+
+def _squared_skewness(deviations: Inexact[Array, " m"]) -> Float[Array, ""]:
+    # Of the real and the imaginary parts, the larger.
+    def of(x):
+        second, third = jnp.mean(x**2), jnp.mean(x**3)
+        return _ratio(third**2, second**3)
+
+    if not jnp.iscomplexobj(deviations):
+        return of(deviations)
+    return jnp.maximum(of(deviations.real), of(deviations.imag))
+
+
+def _gram_squared_skewness(gram: Inexact[Array, "c g g"]) -> Float[Array, ""]:
+    sets, g, _ = gram.shape
+    # (tr A^3)^2 <= (tr A^2)^3, and a circular complex probe is half as skewed.
+    most = 4.0 if jnp.iscomplexobj(gram) else 8.0
+    if g < 3:
+        return jnp.full((), most, jnp.finfo(gram.dtype).dtype)
+    triples = sets * g * (g - 1) * (g - 2)
+    gram = jnp.where(jnp.eye(g, dtype=bool)[None], 0, gram)
+
+    def of(hermitian):
+        squared = jnp.matmul(hermitian, hermitian, precision=jax.lax.Precision.HIGHEST)
+        transposed = jnp.swapaxes(hermitian, -1, -2)
+        second = jnp.real(jnp.sum(hermitian * transposed)) / (sets * g * (g - 1))
+        third = jnp.real(jnp.sum(squared * transposed)) / triples
+        # The square of an estimate exceeds that of its mean by its variance, which is
+        # known for samples without skewness. Half of it is subtracted: from four or
+        # five probes rather a wide interval than a short one.
+        noise = 0.375 * most / triples
+        return most * jnp.clip(_ratio(third**2, second**3) - noise, 0, 1)
+
+    adjoint = jnp.swapaxes(gram.conj(), -1, -2)
+    skewness = of((gram + adjoint) / 2)
+    if jnp.iscomplexobj(gram):
+        skewness = jnp.maximum(skewness, of((gram - adjoint) / 2j))
+    return skewness
+
+
+def _ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
+    # Of what is at most about 1 if not rounding; 0 for 0/0.
+    tiny = jnp.finfo(y.dtype).tiny
+    return jnp.where(y > tiny, x / jnp.where(y > tiny, y, 1), 0)
+
+
+def _largest(block: Inexact[Array, "c g g"]) -> Inexact[Array, ""]:
+    return _unit(jnp.max(jnp.abs(block))).astype(block.dtype)
 
 
 def _unit(largest: Float[Array, ""]) -> Float[Array, ""]:

@@ -10,13 +10,13 @@ import lineax as lx
 from jaxtyping import Array, Inexact, Key
 
 from ._base import TraceEstimator, check_budget, init_state
-from ._estimate import RESULTS, Estimate, is_finite, raise_failure
+from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
+from ._failure import explain
 from ._operator import (
     Space,
-    check_operator,
     has_real_trace,
     is_negative_semidefinite,
     is_positive_semidefinite,
@@ -91,8 +91,8 @@ def trace(
     - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
     """
     where = "traceax.trace"
-    space = check_operator(operator, where)
     state = init_state(key, operator, where)
+    space = space_of(operator)
     k = check_budget(k, where)
     if estimator is not None:
         if not isinstance(estimator, TraceEstimator):
@@ -123,13 +123,14 @@ def trace(
         estimate = estimator.estimate(rest_state, budget, throw=False)
     if split.exact is not None or factor is not None:
         real = has_real_trace(operator)
-        estimate = _combine(estimate, factor, split, space, real=real)
+        estimate = _combine(estimate, operator, factor, split, space, real=real)
     estimate = _with_choice(estimate, choice)
     return raise_failure(estimate) if throw else estimate
 
 
 def _combine(
     estimate: Estimate,
+    operator: lx.AbstractLinearOperator,
     factor: Inexact[Array, ""] | None,
     split: "_Split",
     space: Space,
@@ -138,16 +139,26 @@ def _combine(
 ) -> Estimate:
     """`factor * estimate + exact part`."""
     value = estimate.value.astype(space.compute_dtype)
-    error = estimate.standard_error.astype(space.real_dtype)
+    error = estimate._standard_error.astype(space.real_dtype)
     if factor is not None:
         factor = factor.astype(space.compute_dtype)
         value, error = value * factor, error * jnp.abs(factor)
     if split.exact is not None:
+        # The sum is rounded; an error of 0 says that all of it is exact.
+        magnitude = jnp.abs(value) + jnp.abs(split.exact)
+        rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
+        error = jnp.where(error > 0, jnp.maximum(error, rounding), error)
         value = value + split.exact
     dtype = space.dtype
     if real:
         value, dtype = jnp.real(value), jnp.finfo(dtype).dtype
-    result = RESULTS.where(is_finite(value), estimate.result, RESULTS.nonfinite)
+    result = RESULTS.where(
+        estimate.result == RESULTS.successful,
+        explain(
+            RESULTS.successful, value, operator, jnp.abs(estimate.value), solves=False
+        ),
+        estimate.result,
+    )
     used = estimate.stats["num_matvecs"] + split.num_matvecs
     return Estimate(
         value.astype(dtype),
@@ -160,9 +171,7 @@ def _combine(
 
 def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
     stats = {**estimate.stats, "choice": choice}
-    return Estimate(
-        estimate.value, estimate.standard_error, estimate.result, stats, estimate.state
-    )
+    return eqx.tree_at(lambda e: e.stats, estimate, stats)
 
 
 def _is_semidefinite(operator: lx.AbstractLinearOperator) -> bool:

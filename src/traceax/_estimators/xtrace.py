@@ -6,9 +6,14 @@ import jax.numpy as jnp
 from .._base import TraceEstimator, init_state
 from .._leave_one_out import leave_one_out, leave_one_out_traces, stand_in
 from .._operator import apply_block, space_of
-from .._orthogonal import column_dots, column_norms, qr
-from .._samplers import Sampler, SphereSampler, check_resphere
-from .._standard_error import independent_samples, leave_one_out_samples
+from .._orthogonal import (
+    column_dots,
+    column_norms,
+    largest_entry,
+    orthonormalise,
+)
+from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
+from .._standard_error import gram, independent_samples, leave_one_out_samples
 
 
 class XTraceEstimator(TraceEstimator):
@@ -28,7 +33,7 @@ class XTraceEstimator(TraceEstimator):
     |---|---|
     | operator | any, PyTrees, complex |
     | products | 2 (k // 2); all k for k < 4, where it is Hutchinson's estimator |
-    | beyond the products | O(n k^2) time, about four n x k/2 blocks |
+    | beyond the products | O(n k^2) time, four n x k/2 blocks; the derivative holds six |
     | bias | none |
     | standard error | from leaving out pairs of probes, so that correlations count; NaN for k = 1 |
     | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
@@ -48,11 +53,16 @@ class XTraceEstimator(TraceEstimator):
     doi:10.1137/23M1548323, arXiv:2301.07825, section 2.2.
     """
 
-    sampler: Sampler = SphereSampler()
+    sampler: Sampler = NormalSampler()
     resphere: bool = eqx.field(default=True, static=True)
 
     def __check_init__(self):
-        check_resphere(self.resphere, self.sampler, type(self).__name__)
+        check_sampler(
+            self.sampler,
+            type(self).__name__,
+            resphere=self.resphere,
+            independent=True,
+        )
 
     def init(self, key, operator):
         return init_state(key, operator, "XTraceEstimator.init")
@@ -63,28 +73,40 @@ class XTraceEstimator(TraceEstimator):
         operator = state.operator
         space = space_of(operator)
         m = k // 2
-        Omega = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
+        Omega = laid_out(self.sampler, space).sample(
+            state.key, space.size, m, space.compute_dtype
+        )
         Y = apply_block(operator, Omega)
-        Q, R = qr(Y)
+        Q, R = orthonormalise(Y)
         loo = leave_one_out(Omega, Q, R, resphere=self.resphere)
         AQ = apply_block(operator, loo.Q)
-        samples, pairs = leave_one_out_traces(Omega, Y, AQ, loo, resphere=self.resphere)
-        value, standard_error = leave_one_out_samples(samples, pairs)
-        stats = {"num_matvecs": 2 * m, "degrees_of_freedom": m - 1}
+        traces = leave_one_out_traces(Omega, Y, AQ, loo, resphere=self.resphere)
+        value, standard_error, freedom = leave_one_out_samples(*traces)
+        stats = {
+            "num_matvecs": 2 * m,
+            "degrees_of_freedom": freedom,
+            "largest_product": largest_entry(Y),
+        }
         return value, standard_error, stats, stand_in(Omega, loo)
 
     def _without_projection(self, state, k):
         # Of two probes each leaves the other a single direction to find, and a single
         # probe none: test all, project none.
         space = space_of(state.operator)
-        Omega = self.sampler.sample(state.key, space.size, k, space.compute_dtype)
+        Omega = laid_out(self.sampler, space).sample(
+            state.key, space.size, k, space.compute_dtype
+        )
         a = jnp.ones(k, space.real_dtype)
         if self.resphere:
             a = space.size / jnp.real(column_dots(Omega, Omega))
         weights = a.astype(Omega.dtype)
         Y = apply_block(state.operator, Omega)
-        value, standard_error = independent_samples(
-            weights * column_dots(Omega, Y), column_norms(Y)
+        value, standard_error, freedom = independent_samples(
+            weights * column_dots(Omega, Y), column_norms(Y), gram(Omega, Y)[None]
         )
-        stats = {"num_matvecs": k, "degrees_of_freedom": k - 1}
+        stats = {
+            "num_matvecs": k,
+            "degrees_of_freedom": freedom,
+            "largest_product": largest_entry(Y),
+        }
         return value, standard_error, stats, (Omega, Omega * (weights / k)[None, :])

@@ -1,0 +1,277 @@
+"""Python functions as data: what they close over, apart from the code.
+
+An operator is often made of a new lambda each time. As functions two such lambdas differ,
+and a program compiled for one is of no use to the other. Here a function is its code, which
+is equal for both, and the arrays it closes over, which are ordinary inputs of the program.
+"""
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+
+class PortableFunction(eqx.Module):
+    """A function whose arrays are leaves. Equal code gives equal structure.
+
+    **Attributes:**
+
+    - `arrays`: what the function closes over that can vary.
+    - `code`: the rest; hashable.
+    """
+
+    arrays: list[Any]
+    code: "_Code" = eqx.field(static=True)
+
+    # As functions are, so that transformations which keep a cache by function take it.
+    def __eq__(self, other):
+        return self is other
+
+    def __hash__(self):
+        return id(self)
+
+    def __call__(self, *args, **kwargs):
+        return self.code.build(iter(self.arrays))(*args, **kwargs)
+
+
+class _NotPortableError(Exception):
+    """Something mutable, or opaque, is within reach of the function."""
+
+
+class _Array:
+    """Stands for an array, wherever one is."""
+
+    def __eq__(self, other):
+        return isinstance(other, _Array)
+
+    def __hash__(self):
+        return 0
+
+
+_ARRAY = _Array()
+
+
+class _Same:
+    """An object that is equal to itself alone, kept alive."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self):
+        return id(self.value)
+
+
+class _Code:
+    """A Python function without its arrays.
+
+    - `function`: one of the functions of this code.
+    - `cells`, `defaults`, `keywords`: what it holds, as `(treedef, leaves)` pairs.
+    - `reached`: the globals that it reads, by name. They are compared, not replaced.
+    """
+
+    def __init__(self, function, cells, defaults, keywords, reached):
+        self.function = function
+        self.cells, self.defaults, self.keywords = cells, defaults, keywords
+        self.reached = reached
+        self._hash = hash((function.__code__, cells, defaults, keywords, reached))
+
+    def _key(self):
+        function = self.function.__code__, _Same(self.function.__globals__)
+        return *function, self.cells, self.defaults, self.keywords, self.reached
+
+    def __eq__(self, other):
+        return self is other or (
+            isinstance(other, _Code)
+            and self._hash == other._hash
+            and self._key() == other._key()
+        )
+
+    def __hash__(self):
+        return self._hash
+
+    def build(self, arrays: Iterator[Any]) -> Callable:
+        """The function of these arrays."""
+        like = self.function
+        built = types.FunctionType(
+            like.__code__,
+            like.__globals__,
+            like.__name__,
+            tuple(_restore(x, arrays) for x in self.defaults) or None,
+            tuple(types.CellType(_restore(x, arrays)) for x in self.cells),
+        )
+        if self.keywords:
+            built.__kwdefaults__ = {
+                name: _restore(x, arrays) for name, x in self.keywords
+            }
+        return built
+
+
+def _restore(described, arrays: Iterator[Any]):
+    treedef, leaves = described
+    return jtu.tree_unflatten(treedef, [_restore_leaf(x, arrays) for x in leaves])
+
+
+def _restore_leaf(x, arrays: Iterator[Any]):
+    if isinstance(x, _Array):
+        return next(arrays)
+    if isinstance(x, _Code):
+        return x.build(arrays)
+    return x.value if isinstance(x, _Same) else x[1]
+
+
+def portable(fn: Callable) -> Callable:
+    """A [`PortableFunction`][] that does what `fn` does, or `fn` itself.
+
+    That is so for Python functions that reach nothing they could write to, or that could
+    change unseen: they may close over arrays, PyTrees of arrays, plain constants, modules,
+    classes and functions of this kind, and read such globals.
+    """
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    arrays: list[Any] = []
+    try:
+        code = _describe_function(fn, arrays, ())
+    except _NotPortableError:
+        return fn
+    return PortableFunction(arrays, code)
+
+
+def _describe_function(fn: types.FunctionType, arrays: list, within: tuple) -> _Code:
+    if fn in within or _assigns_outside(fn.__code__):
+        raise _NotPortableError  # recursive, or with an effect
+    within = (*within, fn)
+    cells = []
+    for cell in fn.__closure__ or ():
+        try:
+            cells.append(_describe(cell.cell_contents, arrays, within))
+        except ValueError:  # not assigned yet
+            raise _NotPortableError from None
+    defaults = tuple(_describe(x, arrays, within) for x in fn.__defaults__ or ())
+    keywords = tuple(
+        (name, _describe(x, arrays, within))
+        for name, x in (fn.__kwdefaults__ or {}).items()
+    )
+    return _Code(fn, tuple(cells), defaults, keywords, _reached(fn, within))
+
+
+def _may_decide(x: jax.Array) -> bool:
+    # An integer or a boolean that Python may have to know the value of.
+    known = not isinstance(x, jax.core.Tracer)
+    return known and x.ndim == 0 and not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+@functools.lru_cache(maxsize=4096)
+def _assigns_outside(code: types.CodeType) -> bool:
+    """Whether a function rebinds a variable that isn't its own."""
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    own = any(
+        step.opname == "STORE_GLOBAL"
+        or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars)
+        for step in dis.get_instructions(code)
+    )
+    return own or any(map(_assigns_outside, inner))
+
+
+def _is_record(x) -> bool:
+    # A list or dictionary of anything but arrays may be what the function writes to.
+    return isinstance(x, list | dict) and not (
+        x and all(eqx.is_array(leaf) for leaf in jtu.tree_leaves(x))
+    )
+
+
+def _describe(x, arrays: list | None, within: tuple):
+    if any(_is_record(part) for part in jtu.tree_leaves(x, is_leaf=_is_record)):
+        raise _NotPortableError
+    leaves, treedef = jtu.tree_flatten(x)
+    try:
+        hash(treedef)
+    except TypeError:
+        raise _NotPortableError from None
+    return treedef, tuple(_describe_leaf(leaf, arrays, within) for leaf in leaves)
+
+
+def _describe_leaf(x, arrays: list | None, within: tuple):
+    if isinstance(x, _CONSTANTS):
+        # 0.0 and -0.0 are equal, and print differently.
+        return type(x), x, repr(x)
+    if isinstance(x, np.ndarray):
+        # May be a shape, or indices that must be known.
+        return _Same(x)
+    if eqx.is_array(x):
+        if arrays is None or _may_decide(x):
+            return _Same(x)
+        arrays.append(x)
+        return _ARRAY
+    if isinstance(x, types.FunctionType):
+        # Of a global, arrays are compared: they can't be replaced.
+        inner: list[Any] = []
+        code = _describe_function(x, inner if arrays is None else arrays, within)
+        return (
+            (code, tuple(_Same(array) for array in inner)) if arrays is None else code
+        )
+    if isinstance(x, _IMMUTABLE) or type(x) in _TRANSFORMED:
+        return _Same(x)
+    raise _NotPortableError
+
+
+_CONSTANTS = (np.generic, bool, int, float, complex, str, bytes, type(None))
+_IMMUTABLE = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    np.ufunc,
+    np.dtype,
+    jax.custom_jvp,
+    jax.custom_vjp,
+    jax.numpy.ufunc,
+)
+# What `jax.jit` returns has a cache of its own, under the same assumptions.
+_TRANSFORMED = (type(jax.jit(lambda: None)),)
+
+
+def _reached(fn: types.FunctionType, within: tuple):
+    reached = []
+    for name in sorted(_names(fn.__code__)):
+        if name in fn.__globals__:
+            reached.append((name, *_describe(fn.__globals__[name], None, within)))
+    return tuple(reached)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return set(code.co_names).union(*(_names(x) for x in inner))
+
+
+def closes_over_tracer(x: Any, seen: set[int]) -> bool:
+    """Whether a function holds a traced value, itself or through other functions."""
+    if isinstance(x, jax.core.Tracer):
+        return True
+    if id(x) in seen:
+        return False
+    seen.add(id(x))
+    held: list[Any] = []
+    if isinstance(x, functools.partial):
+        held = [x.func, *x.args, *x.keywords.values()]
+    elif callable(x):
+        x = inspect.unwrap(x)
+        held = [getattr(x, "__self__", None)]
+        for cell in getattr(x, "__closure__", None) or ():
+            try:
+                held.append(cell.cell_contents)
+            except ValueError:  # not assigned yet
+                continue
+    # The leaves of a function are the function itself.
+    leaves = [leaf for value in held for leaf in jtu.tree_leaves(value)]
+    return any(closes_over_tracer(leaf, seen) for leaf in leaves)

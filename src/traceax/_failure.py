@@ -1,0 +1,74 @@
+"""Why an estimate is not finite."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, Bool, Float, Inexact, PyTree
+
+from ._estimate import RESULTS
+from ._orthogonal import largest_entry
+
+
+def explain(
+    result: RESULTS,
+    value: Inexact[Array, ""],
+    parameters: PyTree,
+    largest_product: Float[Array, ""],
+    *,
+    solves: bool,
+) -> RESULTS:
+    """`result` for a finite value, else what made it infinite or NaN.
+
+    - `parameters`: of the operator. Looked at only if the value isn't finite.
+    - `largest_product`: the largest modulus of an entry of the first products, NaN if
+        one is NaN (or if it isn't known).
+    - `solves`: whether the operator solves linear systems.
+    """
+    leaves = [x for x in jtu.tree_leaves(parameters) if eqx.is_inexact_array(x)]
+
+    def cause() -> RESULTS:
+        if leaves:
+            largest = jnp.stack(
+                [largest_entry(x).astype(value.real.dtype) for x in leaves]
+            )
+            largest = jnp.max(largest)
+        else:
+            largest = jnp.zeros((), value.real.dtype)
+        size = sum(x.size for x in leaves)
+        # Overflow inside an operator can come out as NaN, from infinity less infinity;
+        # infinite products of small parameters are a division by zero or the like.
+        wide = ~jnp.isfinite(largest * largest * math.sqrt(size))
+        overflow = wide | jnp.isfinite(largest_product)
+        fault = RESULTS.solver_failed if solves else RESULTS.nonfinite
+        found = RESULTS.where(overflow, RESULTS.overflow, fault)
+        return RESULTS.where(jnp.isfinite(largest), found, RESULTS.nonfinite)
+
+    finite: Bool[Array, ""] = jnp.isfinite(value)
+    return jax.lax.cond(finite, lambda: result, cause)
+
+
+def solves_systems(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a function in an operator solves linear systems with lineax."""
+
+    # A function of its own: equal methods are compared, and traced values can't be.
+    def product(vector):
+        return operator.mv(vector)
+
+    program = jax.make_jaxpr(product)(operator.in_structure())
+    return any(e.primitive.name == "linear_solve" for e in _equations(program))
+
+
+def _equations(program: Any) -> Iterator[Any]:
+    program = getattr(program, "jaxpr", program)  # of a closed program
+    for equation in getattr(program, "eqns", ()):
+        yield equation
+        for parameter in jtu.tree_leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            yield from _equations(parameter)

@@ -1,0 +1,173 @@
+"""Estimates on four simulated devices against those on one. Run by test_sharding.py.
+
+The number of devices is fixed when JAX starts, so this is a process of its own. It prints
+the name of every case that passed.
+"""
+
+import contextlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from helpers import PSD
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import traceax as tx
+
+jax.config.update("jax_disable_most_optimizations", False)
+jax.config.update("jax_enable_x64", True)
+
+N, RANK, K = 1024, 8, 24
+AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+ESTIMATORS = {
+    "hutchinson": tx.HutchinsonEstimator(),
+    "hutchinson-chunks": tx.HutchinsonEstimator(chunk_size=7),
+    "hutch++": tx.HutchPlusPlusEstimator(),
+    "xtrace": tx.XTraceEstimator(),
+    "xnystrace": tx.XNysTraceEstimator(),
+}
+rng = np.random.default_rng(0)
+DIAGONAL, FACTOR = rng.uniform(1, 2, N), rng.normal(size=(N, RANK)) / 3
+KEY = jax.random.key(0)
+
+
+def low_rank(diagonal, factor):
+    """`diag(d) + U U^T`, whose product needs a sum over devices of RANK numbers."""
+
+    def mv(vector):
+        sharding = jax.typeof(factor).sharding
+        explicit = AxisType.Explicit in sharding.mesh.axis_types
+        sums = jnp.matmul(
+            factor.T,
+            vector,
+            out_sharding=NamedSharding(sharding.mesh, P(None)) if explicit else None,
+        )
+        return diagonal * vector + factor @ sums
+
+    return lx.FunctionLinearOperator(mv, jax.eval_shape(lambda: diagonal), PSD)
+
+
+def estimate(estimator, operator):
+    return tx.trace(KEY, operator, K, estimator)
+
+
+def within(mesh):
+    """The context that types with an explicit layout ask for outside of `jit`."""
+    explicit = AxisType.Explicit in mesh.axis_types
+    return jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
+
+
+def agree(x, y, rtol=1e-9):
+    scale = max(np.max(np.abs(leaf)) for leaf in jax.tree.leaves(y))
+    for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a), np.asarray(b), rtol=rtol, atol=rtol * scale
+        )
+
+
+def rows_on_devices(estimator, mesh):
+    def value(diagonal, factor):
+        result = estimate(estimator, low_rank(diagonal, factor))
+        return result.value, result.standard_error
+
+    differentiate = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
+    alone = differentiate(jnp.asarray(DIAGONAL), jnp.asarray(FACTOR))
+    rows = NamedSharding(mesh, P("x"))
+    spread = jax.device_put(DIAGONAL, rows), jax.device_put(FACTOR, rows)
+    with within(mesh):
+        agree(differentiate(*spread), alone)
+
+    # Nothing but sums of small matrices passes between the devices.
+    with within(mesh):
+        program = jax.jit(value).lower(*spread).compile().as_text()
+    passed = re.findall(
+        r"= (\S+) (all-gather|all-to-all|collective-permute|all-reduce)[.(-]", program
+    )
+    assert passed
+    for shape, kind in passed:
+        assert kind == "all-reduce", (shape, kind)
+        sizes = [int(size) for size in re.findall(r"\d+", shape.split("{")[0])[1:]]
+        assert all(size <= K for size in sizes), shape
+
+
+def probes_on_devices(estimator, mesh):
+    matrix = jnp.asarray(FACTOR @ FACTOR.T + np.diag(DIAGONAL))
+    layout = NamedSharding(mesh, P(None, "x"))
+    sharded = type(estimator)(tx.ShardedSampler(estimator.sampler, sharding=layout))
+
+    def value(matrix, estimator):
+        return estimate(estimator, lx.MatrixLinearOperator(matrix, PSD)).value
+
+    differentiate = jax.jit(jax.value_and_grad(value), static_argnums=1)
+    alone = differentiate(matrix, estimator)
+    agree(
+        differentiate(jax.device_put(matrix, NamedSharding(mesh, P())), sharded), alone
+    )
+
+
+def a_matrix_by_rows(estimator, mesh):
+    matrix = FACTOR @ FACTOR.T + np.diag(DIAGONAL)
+
+    def value(matrix):
+        return estimate(estimator, lx.MatrixLinearOperator(matrix, PSD)).value
+
+    alone = jax.value_and_grad(value)(jnp.asarray(matrix))
+    rows = jax.device_put(matrix, NamedSharding(mesh, P("x")))
+    # Eager calls, too.
+    with within(mesh):
+        agree(jax.value_and_grad(value)(rows), alone)
+
+
+def parameters_on_devices(estimator, mesh):
+    layers = {"w": rng.normal(size=(24, 16)) / 5, "v": rng.normal(size=16)}
+    inputs = rng.normal(size=(40, 24))
+
+    def value(layers, inputs):
+        def loss(layers):
+            hidden = jax.nn.softplus(inputs @ layers["w"])
+            return jnp.mean(jnp.logaddexp(0, hidden @ layers["v"]) ** 2)
+
+        operator = lx.JacobianLinearOperator(
+            lambda x, _: jax.grad(loss)(x), layers, tags=PSD
+        )
+        return tx.trace(KEY, operator, K, estimator, throw=False).value
+
+    differentiate = jax.jit(jax.value_and_grad(value))
+    alone = differentiate(layers, inputs)
+    for specs in (
+        (P(None, "x"), P("x"), P()),  # parameters
+        (P(), P(), P("x")),  # data
+    ):
+        w, v, x = (NamedSharding(mesh, spec) for spec in specs)
+        spread = {
+            "w": jax.device_put(layers["w"], w),
+            "v": jax.device_put(layers["v"], v),
+        }
+        agree(differentiate(spread, jax.device_put(inputs, x)), alone, 1e-7)
+
+
+def cases():
+    for estimator in ESTIMATORS:
+        yield rows_on_devices, "auto", estimator
+    for estimator in ("hutchinson-chunks", "xtrace", "xnystrace"):
+        yield rows_on_devices, "explicit", estimator
+    for case in (probes_on_devices, a_matrix_by_rows):
+        yield case, "auto", "hutchinson"
+        yield case, "explicit", "xtrace"
+    yield parameters_on_devices, "auto", "xtrace"
+
+
+def main(part, parts):
+    for i, (case, axes, estimator) in enumerate(cases()):
+        if i % parts == part:
+            mesh = jax.make_mesh((4,), ("x",), axis_types=(AXES[axes],))
+            case(ESTIMATORS[estimator], mesh)
+            print(case.__name__, axes, estimator, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,256 @@
+"""Operators made of new functions each time: right numbers, one compilation."""
+
+import functools
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import assert_close, float_dtype, matrix
+from jax.extend.core import Jaxpr
+
+import traceax as tx
+from traceax._closures import PortableFunction, portable
+from traceax._programs import interned
+
+N, K = 12, 8
+
+
+class Counting(tx.TraceEstimator):
+    """The exact trace of what `mv` says, counting how often it is traced."""
+
+    def init(self, key, operator):
+        return tx.init_state(key, operator)
+
+    def compute(self, state, k):
+        runs.append(k)
+        n = state.operator.in_size()
+        identity = jnp.eye(n, dtype=float_dtype())
+        value = jnp.trace(jax.vmap(state.operator.mv)(identity))
+        return value, jnp.zeros(()), {"num_matvecs": n}, (identity, identity)
+
+
+runs = []
+STRUCTURE = jax.ShapeDtypeStruct((N,), jnp.float32)
+
+
+def _estimate(fn, closure_convert):
+    structure = jax.ShapeDtypeStruct((N,), float_dtype())
+    operator = lx.FunctionLinearOperator(fn, structure, closure_convert=closure_convert)
+    return tx.trace(jr.key(0), operator, K, Counting()).value
+
+
+def _matrices(number=3):
+    return [
+        jnp.asarray(matrix("flat", N, seed=i) * (i + 1), float_dtype())
+        for i in range(number)
+    ]
+
+
+@pytest.mark.parametrize("closure_convert", [True, False])
+def test_fresh_closures_compile_once(closure_convert):
+    def make(a, scale):
+        def product(vector):
+            return scale * (a @ vector)
+
+        return lambda vector: product(vector) + vector * a[0, 0]
+
+    before = len(runs)
+    for i, a in enumerate(_matrices()):
+        scale = jnp.asarray(1.0 + i, a.dtype)
+        value = _estimate(make(a, scale), closure_convert)
+        assert_close(value, scale * jnp.trace(a) + N * a[0, 0], rtol=1e-4)
+    assert len(runs) - before <= 1
+
+
+def test_other_code_or_constants_are_another_program():
+    (a,) = _matrices(1)
+    trace = jnp.trace(a)
+    for closure_convert in (True, False):
+        for factor in (2.0, 3.0, -0.0):
+            value = _estimate(lambda v, c=factor: c * (a @ v), closure_convert)
+            assert_close(value, factor * trace, rtol=1e-4, atol=1e-6)
+        assert_close(_estimate(lambda v: a @ v, closure_convert), trace, rtol=1e-4)
+        assert_close(
+            _estimate(lambda v: a @ v + v, closure_convert), trace + N, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("closure_convert", [True, False])
+def test_the_sign_of_zero_counts(closure_convert):
+    def make(zero):
+        return lambda v: v * jnp.copysign(1, jnp.asarray(zero, v.dtype))
+
+    for zero in (0.0, -0.0, np.float32(0), np.float32(-0.0)):
+        value = _estimate(make(zero), closure_convert)
+        assert_close(value, np.copysign(N, zero), rtol=1e-5)
+
+
+GLOBAL = jnp.ones(())
+
+
+def _helper(vector):
+    return GLOBAL.astype(vector.dtype) * vector
+
+
+def test_changed_globals_count(monkeypatch):
+    module = globals()
+
+    def check(factor):
+        for closure_convert in (True, False):
+            for fn in (
+                lambda v: GLOBAL.astype(v.dtype) * v,
+                lambda v: _helper(v) + 0 * v,
+            ):
+                assert_close(_estimate(fn, closure_convert), factor * N)
+
+    check(1.0)
+    for factor in (2.0, 5.0):
+        monkeypatch.setitem(module, "GLOBAL", jnp.asarray(factor))
+        check(factor)
+
+
+def test_objects_that_can_change_are_read_anew():
+    class Holder:
+        factor = 2.0
+
+    holder = Holder()
+    for factor in (2.0, 3.0):
+        holder.factor = factor
+        assert_close(_estimate(lambda v: holder.factor * v, False), factor * N)
+    simple = types.SimpleNamespace(factor=4.0)
+    assert not isinstance(portable(lambda v: simple.factor * v), PortableFunction)
+    # Containers of arrays are taken apart.
+    table = {"factor": jnp.asarray(2.0, float_dtype())}
+    assert isinstance(portable(lambda v: table["factor"] * v), PortableFunction)
+    for factor in (2.0, 3.0):
+        table["factor"] = jnp.asarray(factor, float_dtype())
+        assert_close(_estimate(lambda v: table["factor"] * v, False), factor * N)
+
+
+def test_numbers_that_python_must_know_stay_known():
+    shape, width = np.array([3, 4]), np.int64(2)
+    flag, number = jnp.asarray(True), jnp.asarray(3)
+
+    def product(vector):
+        parts = vector.reshape(shape).reshape(-1, width)
+        return int(number) * parts.reshape(-1) if flag else vector
+
+    for closure_convert in (True, False):
+        assert_close(_estimate(product, closure_convert), 3 * N)
+
+
+@pytest.mark.parametrize("closure_convert", [True, False])
+def test_functions_with_effects_have_them(closure_convert):
+    calls, traces = [], 0
+
+    def make():
+        def product(vector):
+            nonlocal traces
+            traces += 1
+            jax.debug.callback(lambda _: calls.append(None), vector[0])
+            return 2 * vector
+
+        return product
+
+    for number in (1, 2):
+        before = traces
+        assert_close(_estimate(make(), closure_convert), 2 * N)
+        jax.effects_barrier()
+        assert len(calls) == number * N
+        assert traces > before
+    table = {"calls": 0}
+
+    def counting(vector):
+        table["calls"] += 1
+        return vector
+
+    _estimate(counting, False)
+    assert table["calls"] > 0
+
+
+def test_rules_of_custom_derivatives_count():
+    def make(factor):
+        @jax.custom_jvp
+        def fn(x):
+            return jnp.sum(x**2)
+
+        @fn.defjvp
+        def _(primals, tangents):
+            (x,), (t,) = primals, tangents
+            return fn(x), factor * jnp.vdot(x, t)
+
+        return jax.grad(fn)
+
+    x = jnp.ones(N, float_dtype())
+    for factor in (2.0, 3.0):
+        operator = lx.JacobianLinearOperator(lambda y, _, f=factor: make(f)(y), x)
+        value = tx.trace(jr.key(0), operator, K, Counting()).value
+        assert_close(value, factor * N, rtol=1e-4)
+
+
+def test_portable_functions_do_the_same():
+    (a,) = _matrices(1)
+    flag = True
+
+    def make(b, depth):
+        def inner(v, *, power=2):
+            return (b @ v) * power if flag else v
+
+        return lambda v, c=b: inner(v, power=depth) + jnp.sin(c @ v) + np.float64(1.0)
+
+    fn = make(a, 3)
+    moved = portable(fn)
+    assert isinstance(moved, PortableFunction)
+    v = a[0]
+    assert_close(moved(v), fn(v))
+    twin = portable(make(2 * a, 3))
+    assert jax.tree.structure(moved) == jax.tree.structure(twin)
+    other = portable(make(a, 4))
+    assert jax.tree.structure(moved) != jax.tree.structure(other)
+    for transform in (jax.jit, jax.checkpoint, eqx.filter_jit):
+        assert_close(transform(moved)(v), fn(v))
+    gradient = jax.grad(lambda f: jnp.sum(f(v)))(
+        eqx.filter(moved, eqx.is_inexact_array)
+    )
+    assert max(float(jnp.max(jnp.abs(x))) for x in jax.tree.leaves(gradient)) > 0
+
+    def recursive(v):
+        return recursive(v) if v is None else v
+
+    assert portable(recursive) is recursive
+    assert portable(jnp.sin) is jnp.sin
+    partial = functools.partial(fn, c=a)
+    assert portable(partial) is partial
+
+
+def test_equal_programs_are_one_object():
+    def program(fn):
+        return jax.make_jaxpr(fn)(jnp.ones(3)).jaxpr
+
+    def looped(n):
+        return lambda x: jax.lax.fori_loop(0, n, lambda i, y: y * 2 + i, x)
+
+    kinds = [
+        lambda x: x + 1,
+        lambda x: x + 2,
+        lambda x: x * 0.0,
+        lambda x: x * -0.0,
+        lambda x: jnp.sum(x) - x,
+        lambda x: x - jnp.sum(x),
+        looped(3),
+        looped(4),
+        lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+        lambda x: jax.lax.cond(x[0] > 0, jnp.cos, jnp.sin, x),
+    ]
+    first = [interned(program(fn)) for fn in kinds]
+    assert len({id(x) for x in first}) == len(kinds)
+    for fn, known in zip(kinds, first, strict=True):
+        again = program(fn)
+        assert isinstance(again, Jaxpr)
+        assert interned(again) is known
+    assert interned(3) == 3

@@ -1,0 +1,213 @@
+"""What goes wrong at run time: which result, which message, and in which lane."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import ESTIMATORS, FAMILIES, PSD, as_operator, float_dtype, matrix
+from jax.experimental import checkify
+
+import traceax as tx
+
+N = 12
+LARGEST = {"float32": 3e38, "float64": 1e308}
+
+
+def _nan_parameters():
+    a = matrix("flat", N)
+    a[2, 5] = np.nan
+    return as_operator(a, psd=True)
+
+
+def _infinite_parameters():
+    a = matrix("flat", N)
+    a[1, 1] = np.inf
+    return as_operator(a, psd=True)
+
+
+def _nan_products():
+    a = as_operator(matrix("flat", N)).matrix
+    struct = jax.ShapeDtypeStruct((N,), a.dtype)
+    return lx.FunctionLinearOperator(lambda v: a @ v * jnp.log(-1.0), struct, PSD)
+
+
+def _division_by_zero():
+    struct = jax.ShapeDtypeStruct((N,), float_dtype())
+    return lx.FunctionLinearOperator(lambda v: v / jnp.zeros_like(v), struct, PSD)
+
+
+def _infinite_products():
+    huge = LARGEST[float_dtype().__name__]
+    return as_operator(matrix("flat", N) * (huge / 8), psd=True)
+
+
+def _overflow_inside():
+    # The first product is infinite, the second NaN.
+    huge = LARGEST[float_dtype().__name__] ** 0.75
+    a = as_operator(matrix("flat", N) * huge)
+    return lx.TaggedLinearOperator(a @ a, PSD)
+
+
+def _solve(a, **options):
+    operator = as_operator(a, psd=True)
+    struct = operator.in_structure()
+    # A solver that fails returns NaN, infinite or unconverged numbers.
+    return lx.FunctionLinearOperator(
+        lambda v: lx.linear_solve(operator, v, throw=False, **options).value,
+        struct,
+        PSD,
+    )
+
+
+def _singular_solve():
+    return _solve(np.diag([0.0] + [1.0] * (N - 1)), solver=lx.LU())
+
+
+FAULTS = {
+    "NaN parameters": (_nan_parameters, "nonfinite", "parameters hold NaN"),
+    "infinite parameters": (_infinite_parameters, "nonfinite", "infinite"),
+    "NaN products": (_nan_products, "nonfinite", "what the operator computes"),
+    "division by zero": (_division_by_zero, "nonfinite", "a division by zero"),
+    "infinite products": (_infinite_products, "overflow", "Scale the operator down"),
+    "overflow inside": (_overflow_inside, "overflow", "Scale the operator down"),
+    "singular solve": (_singular_solve, "solver_failed", "linear solve inside"),
+}
+
+
+@pytest.mark.parametrize("estimator", FAMILIES)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("k", [5, N])
+def test_the_result_says_what_failed(estimator, fault, k):
+    make, result, message = FAULTS[fault]
+    operator, est = make(), ESTIMATORS[estimator]
+    estimate = tx.trace(jr.key(0), operator, k, est, throw=False)
+    assert estimate.result == getattr(tx.RESULTS, result)
+    assert not np.isfinite(estimate.value)
+    assert np.isnan(estimate.standard_error)
+    with pytest.raises(Exception, match=message):
+        tx.trace(jr.key(0), operator, k, est).value.block_until_ready()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_front_door_says_what_failed(fault):
+    make, result, _ = FAULTS[fault]
+    diagonal = lx.DiagonalLinearOperator(jnp.ones(N, float_dtype()))
+    operator = 2.0 * make() + diagonal
+    estimate = tx.trace(jr.key(0), operator, 6, throw=False)
+    assert estimate.result == getattr(tx.RESULTS, result)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_an_exact_part_that_fails(bad):
+    diagonal = jnp.asarray([1.0, bad, 2.0], float_dtype())
+    operator = lx.DiagonalLinearOperator(diagonal) + as_operator(np.ones((3, 3)))
+    estimate = tx.trace(jr.key(0), operator, 2, throw=False)
+    assert estimate.result == tx.RESULTS.nonfinite
+    huge = jnp.full(3, LARGEST[float_dtype().__name__], float_dtype())
+    estimate = tx.trace(jr.key(0), lx.DiagonalLinearOperator(huge), 2, throw=False)
+    assert estimate.result == tx.RESULTS.overflow
+
+
+@pytest.mark.parametrize("transform", ["grad", "jit grad", "jvp", "jit vmap grad"])
+@pytest.mark.parametrize("estimator", FAMILIES)
+def test_derivatives_raise_the_same_message(estimator, transform):
+    operator = _nan_parameters()
+
+    def value(a):
+        operator = lx.MatrixLinearOperator(a, PSD)
+        return tx.trace(jr.key(0), operator, 5, ESTIMATORS[estimator]).value
+
+    a = operator.matrix
+    run = {
+        "grad": lambda: jax.grad(value)(a),
+        "jit grad": lambda: jax.jit(jax.grad(value))(a),
+        "jvp": lambda: jax.jvp(value, (a,), (a,))[1],
+        "jit vmap grad": lambda: jax.jit(jax.vmap(jax.grad(value)))(jnp.stack([a, a])),
+    }[transform]
+    with pytest.raises(Exception, match="parameters hold NaN"):
+        run().block_until_ready()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_lanes_fail_alone(estimator):
+    good = as_operator(matrix("flat", N)).matrix
+    huge = LARGEST[float_dtype().__name__]
+    lanes = jnp.stack([good, good.at[0, 0].set(jnp.nan), good * (huge / 8), 2 * good])
+
+    @jax.jit
+    @jax.vmap
+    def run(a):
+        operator = lx.MatrixLinearOperator(a, PSD)
+        return tx.trace(jr.key(0), operator, 6, ESTIMATORS[estimator], throw=False)
+
+    estimates = run(lanes)
+    R = tx.RESULTS
+    expected = [R.successful, R.nonfinite, R.overflow, R.successful]
+    for i, result in enumerate(expected):
+        one = jax.tree.map(lambda x, i=i: x[i], estimates.result)
+        assert one == result
+    alone = run(lanes[:1])
+    np.testing.assert_allclose(estimates.value[0], alone.value[0], rtol=1e-5)
+    np.testing.assert_allclose(estimates.value[3], 2 * estimates.value[0], rtol=1e-5)
+    assert np.all(np.isfinite(np.asarray(estimates.standard_error)[[0, 3]]))
+
+
+def test_a_solver_that_raises_keeps_its_own_message():
+    operator = as_operator(matrix("exp", N) + 1e-3 * np.eye(N), psd=True)
+    solve = lx.CG(rtol=1e-12, atol=1e-12, max_steps=1)
+    inverse = lx.FunctionLinearOperator(
+        lambda v: lx.linear_solve(operator, v, solve).value,
+        operator.in_structure(),
+        PSD,
+    )
+    with pytest.raises(Exception, match="maximum number of solver steps"):
+        tx.trace(jr.key(0), inverse, 4).value.block_until_ready()
+
+
+def _matrices(n=9):
+    yield as_operator(matrix("flat", n)).matrix
+    yield as_operator(np.zeros((n, n))).matrix
+    yield as_operator(np.ones((n, n))).matrix
+    yield as_operator(matrix("exp", n) * 1e-30).matrix
+    yield as_operator(matrix("flat", n, complex=True)).matrix
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("estimator", "k"),
+    [(e, 6) for e in FAMILIES] + [("hutchinson", 1), ("xtrace", 3), ("xnystrace", 9)],
+)
+def test_no_false_alarms(estimator, k):
+    def run(a):
+        operator = lx.MatrixLinearOperator(a, PSD)
+        return tx.trace(jr.key(0), operator, k, ESTIMATORS[estimator], throw=False)
+
+    checked = checkify.checkify(lambda a: run(a).value, errors=checkify.all_checks)
+    for a in _matrices():
+        with jax.debug_nans(True):
+            for estimate in (run(a), eqx.filter_jit(run)(a)):
+                estimate.value.block_until_ready()
+                assert np.isnan(estimate.standard_error) == (k == 1)
+            jax.grad(lambda a: run(a).value.real, holomorphic=False)(a)
+        error, _ = checked(a)
+        assert error.get() is None
+
+
+def test_an_interval_under_debug_nans():
+    operator = as_operator(matrix("flat", 9), psd=True)
+    with jax.debug_nans(True):
+        low, high = tx.trace(jr.key(0), operator, 1).confidence_interval()
+        assert low == -np.inf
+        assert high == np.inf
+        low, high = tx.trace(jr.key(0), operator, 3).confidence_interval()
+        assert low < high
+
+
+def test_an_interval_of_a_level_next_to_one():
+    estimate = tx.trace(jr.key(0), as_operator(matrix("flat", 9), psd=True), 5)
+    low, high = estimate.confidence_interval(1 - 1e-9)
+    assert low < high
+    assert np.isfinite([low, high]).all()

@@ -1,0 +1,68 @@
+"""Many devices: the same numbers, and nothing gathered."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import traceax as tx
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("part", range(2))
+def test_four_devices_agree_with_one(part):
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "sharded.py"), str(part), "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) >= 6
+
+
+def test_a_wrong_layout_is_refused():
+    with pytest.raises(TypeError, match=r"NamedSharding, got .*make one of a mesh"):
+        tx.ShardedSampler(sharding="probes")  # pyright: ignore
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    layout = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
+    with pytest.raises(TypeError, match=r"sampler must be a traceax\.Sampler, got str"):
+        tx.ShardedSampler("signs", sharding=layout)  # pyright: ignore
+    sampler = tx.ShardedSampler(sharding=layout)
+    assert not sampler.rotation_invariant
+    with pytest.raises(ValueError, match="rotation-invariant"):
+        tx.XTraceEstimator(sampler)
+    assert hash(sampler) == hash(tx.ShardedSampler(sharding=layout))
+
+
+@pytest.mark.x64
+def test_the_example_of_many_devices_and_processes():
+    pytest.importorskip("sklearn")
+    done = subprocess.run(
+        [sys.executable, str(HERE.parent / "examples" / "many_devices.py")],
+        env={
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("JAX_ENABLE_X64", "XLA_FLAGS")
+        },
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "d tr K^2 / d length" in done.stdout
+    assert done.stdout.endswith("The results agree.\n")

@@ -1,0 +1,163 @@
+"""The conformance suite: ours pass it, and it has teeth."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import pytest
+from helpers import ESTIMATORS, is_x64
+
+import traceax as tx
+from traceax._conformance import CHECKS, Subject
+from traceax._conformance_statistics import STATISTICAL_CHECKS
+from traceax.testing import check_trace_estimator
+
+# It takes long: half of the estimators in either mode.
+IN_64_BIT = ["hutch++", "xtrace"]
+IN_32_BIT = ["hutchinson", "xnystrace"]
+
+
+@pytest.mark.parametrize("name", IN_64_BIT if is_x64() else IN_32_BIT)
+def test_estimators_conform(name):
+    check_trace_estimator(ESTIMATORS[name])
+
+
+class Faulty(tx.TraceEstimator):
+    """Hutchinson's estimator, with a fault."""
+
+    fault: str = eqx.field(static=True)
+    honest: tx.TraceEstimator = tx.HutchinsonEstimator()
+
+    def init(self, key, operator):
+        if self.fault == "early":
+            operator.mv(jnp.ones_like(operator.in_structure()))
+        return self.honest.init(key, operator)
+
+    def compute(self, state, k):
+        value, error, stats, blocks = self.honest.compute(state, k)
+        match self.fault:
+            case "bias":
+                value = 1.02 * value
+            case "error":
+                error = error / 2
+            case "imaginary":
+                value = jnp.real(value).astype(value.dtype)
+            case "greedy":
+                value, error, stats, blocks = self.honest.compute(state, k + 1)
+            case "transposed":
+                state.operator.transpose().mv(blocks[0][:, 0])
+            case "conjugate":
+                blocks = (blocks[0], blocks[1].conj())
+            case "skew":
+                skew = jnp.triu(jnp.ones((len(blocks[0]),) * 2, blocks[0].dtype), 1)
+                blocks = (blocks[0], blocks[1] + (skew - skew.T) @ blocks[1])
+            case "complex error" if jnp.iscomplexobj(value):
+                error = error / 2
+            case "vague":
+                stats = {**stats, "degrees_of_freedom": jnp.ones(())}
+            case "wasteful":
+                state.operator.mv(blocks[0][:, 0])  # used by nothing
+            case "lazy":
+                value, error, stats, blocks = self.honest.compute(state, max(1, k - 3))
+            case "gradient":
+                blocks = (blocks[0], 1.02 * blocks[1])
+            case "scale":
+                value = value + 1e-3
+            case "certain":
+                error = jnp.nan_to_num(error)
+        return value, error, stats, blocks
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("fault", ["bias"])
+def test_faulty_estimators_are_rejected(fault):
+    with pytest.raises(AssertionError, match="Faulty fails"):
+        check_trace_estimator(Faulty(fault))
+
+
+# One check by name: the suite takes long where nearly all of it passes.
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        ("greedy", "budget"),
+        ("error", "error_bar"),
+        ("imaginary", "unbiasedness"),
+        ("wasteful", "budget"),
+        ("early", "budget"),
+        ("transposed", "budget"),
+        ("lazy", "budget"),
+        ("gradient", "derivative"),
+        ("conjugate", "derivative"),
+        ("skew", "derivative"),
+        ("complex error", "error_bar"),
+        ("vague", "error_bar"),
+        ("scale", "scale"),
+        ("certain", "one_product"),
+    ],
+)
+def test_checks_find_their_faults(fault, check):
+    checks = {c.__name__: c for c in STATISTICAL_CHECKS + CHECKS}
+    assert list(checks[f"_check_{check}"](Subject(Faulty(fault), 0)))
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [("bias", "unbiasedness"), ("error", "error_bar"), ("wasteful", "budget")],
+)
+def test_checks_find_faults_of_semidefinite_estimators(fault, check):
+    checks = {c.__name__: c for c in STATISTICAL_CHECKS + CHECKS}
+    subject = Subject(Faulty(fault, tx.XNysTraceEstimator()), 0)
+    assert list(checks[f"_check_{check}"](subject))
+
+
+@pytest.mark.x64
+def test_what_raises_is_listed_with_the_rest():
+    class Broken(tx.TraceEstimator):
+        def init(self, key, operator):
+            return tx.init_state(key, operator)
+
+        def compute(self, state, k):
+            raise RuntimeError("not written yet")
+
+    with pytest.raises(AssertionError) as info:
+        check_trace_estimator(Broken())
+    message = str(info.value)
+    assert "Broken fails" in message
+    assert message.count("RuntimeError: not written yet") >= 8
+    assert "exact:" not in message  # the primitive answers those
+
+
+def test_only_estimators_are_checked():
+    with pytest.raises(TypeError, match="pass an instance"):
+        check_trace_estimator(tx.XTraceEstimator)  # pyright: ignore
+
+
+class Minimal(tx.TraceEstimator):
+    """Hutchinson's estimator as a newcomer would write it, without extras."""
+
+    def init(self, key, operator):
+        return tx.init_state(key, operator)
+
+    def compute(self, state, k):
+        structure = state.operator.in_structure()
+        n = sum(x.size for x in jax.tree.leaves(structure))
+        dtype = jax.tree.leaves(structure)[0].dtype
+        W = jr.normal(state.key, (n, k), dtype)
+        AW = jax.vmap(lambda w: self.flat(state.operator, w), -1, -1)(W)
+        samples = jnp.sum(W.conj() * AW, axis=0)
+        deviation = jnp.std(samples, ddof=1) if k > 1 else jnp.nan
+        error = deviation / jnp.sqrt(float(k))
+        return jnp.mean(samples), error, {"num_matvecs": k}, (W, W / k)
+
+    def flat(self, operator, w):
+        leaves, treedef = jax.tree.flatten(operator.in_structure())
+        parts = jnp.split(w, [x.size for x in leaves[:-1]])
+        out = operator.mv(jax.tree.unflatten(treedef, parts))
+        return jnp.concatenate(jax.tree.leaves(out))
+
+
+@pytest.mark.x64
+def test_a_right_estimator_without_extras_passes():
+    check_trace_estimator(Minimal())
