@@ -1,0 +1,328 @@
+"""Side by side with other libraries: time over that of the products, memory, accuracy.
+
+    python benchmarks/peers.py              # the table of docs/performance.md
+    python benchmarks/peers.py --peers no   # without other libraries, nothing is installed
+
+Compared with traceax 1.0.2 of mancusolab, which has the same import name, and with matfree,
+each in a virtual environment of its own under `.benchmarks/`; and with Hutchinson's estimator
+written by hand in JAX. Every library runs in a process of its own. Repetitions are
+interleaved: each process in turn does one, while the others wait. Times are medians, given
+as multiples of the time of the products alone, in the faster layout of a block, (n, k) or
+(k, n), measured between them.
+"""
+
+# ruff: noqa: PLC0415
+# Every process imports its own libraries.
+
+import argparse
+import importlib
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+import venv
+from functools import partial
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PEERS = {"mancusolab": "traceax==1.0.2", "matfree": "matfree==0.6.3"}
+ESTIMATORS = ("Hutchinson", "Hutch++", "XTrace", "XNysTrace")
+# Name: n, k, repetitions.
+CASES = {
+    "stencil": (10**6, 60, 7),
+    "dense": (4000, 60, 15),
+    "small": (100, 30, 300),
+    "middle": (1000, 60, 30),
+}
+
+
+#
+# A process of one library: `build` gives its programs.
+#
+
+
+def product(case, data):
+    """`v -> A v`, for every library the same."""
+    import jax.numpy as jnp
+
+    if case != "stencil":
+        return lambda v: data @ v
+    side = 1000
+
+    def stencil(v):
+        u = v.reshape(side, side)
+        neighbours = sum(
+            jnp.roll(u, shift, axis) for shift in (1, -1) for axis in (0, 1)
+        )
+        return (data * u - neighbours).reshape(-1)
+
+    return stencil
+
+
+def matrix(case):
+    import jax.numpy as jnp
+    import numpy as np
+
+    n, _, _ = CASES[case]
+    if case == "stencil":
+        return jnp.float32(4.1)
+    rng = np.random.default_rng(0)
+    if case == "middle":  # of known accuracy: eigenvalues i^-2
+        u, _ = np.linalg.qr(rng.normal(size=(n, n)))
+        return jnp.asarray((u * np.arange(1, n + 1) ** -2.0) @ u.T, jnp.float32)
+    a = rng.normal(size=(n, n)).astype(np.float32)
+    return jnp.asarray(a @ a.T / n)
+
+
+def operator(case, data):
+    import jax
+    import lineax as lx
+
+    if case != "stencil":
+        return lx.MatrixLinearOperator(data, lx.positive_semidefinite_tag)
+    structure = jax.ShapeDtypeStruct((CASES[case][0],), data.dtype)
+    return lx.FunctionLinearOperator(
+        product(case, data),
+        structure,
+        lx.positive_semidefinite_tag,
+        # Closure-converted, it would refuse the integer signs of mancusolab's sampler.
+        closure_convert=False,
+    )
+
+
+def ours(case, estimator, data, key):
+    import traceax as tx
+
+    kind = {
+        "Hutchinson": tx.HutchinsonEstimator,
+        "Hutch++": tx.HutchPlusPlusEstimator,
+        "XTrace": tx.XTraceEstimator,
+        "XNysTrace": tx.XNysTraceEstimator,
+    }[estimator]
+    estimate = tx.trace(key, operator(case, data), CASES[case][1], kind(), throw=False)
+    return estimate.value, estimate.standard_error
+
+
+def mancusolab(case, estimator, data, key):
+    import traceax
+
+    kind = {
+        "Hutchinson": traceax.HutchinsonEstimator,
+        "Hutch++": traceax.HutchPlusPlusEstimator,
+        "XTrace": traceax.XTraceEstimator,
+        "XNysTrace": traceax.XNysTraceEstimator,
+    }[estimator]
+    return kind().estimate(key, operator(case, data), CASES[case][1])[0]
+
+
+def matfree(case, estimator, data, key):
+    import jax.numpy as jnp
+    from matfree import stochtrace
+
+    n, k, _ = CASES[case]
+    like = jnp.zeros(n, jnp.float32)
+    if estimator == "Hutchinson":
+        sampler = stochtrace.sampler_signs(like, num=k)
+        integrand = stochtrace.monte_carlo_trace()
+        return stochtrace.estimator_monte_carlo(integrand, sampler)(
+            product(case, data), key
+        )
+    # XTrace takes two products with each of its samples.
+    number, integrand = {
+        "XTrace": (k // 2, stochtrace.leave_one_out_xtrace),
+        "XNysTrace": (k, stochtrace.leave_one_out_xnystrace),
+    }[estimator]
+    sampler = stochtrace.sampler_sphere(like, num=number)
+    return stochtrace.estimator_leave_one_out(integrand(), sampler)(
+        product(case, data), key
+    )
+
+
+def by_hand(case, estimator, data, key):
+    import jax
+    import jax.numpy as jnp
+
+    if estimator != "Hutchinson":
+        raise KeyError(estimator)
+    n, k, _ = CASES[case]
+    probes = jax.random.rademacher(key, (k, n), jnp.float32)
+    return jnp.mean(jax.vmap(lambda w: w @ product(case, data)(w))(probes))
+
+
+LIBRARIES = {
+    "ours": ours,
+    "by hand": by_hand,
+    "mancusolab": mancusolab,
+    "matfree": matfree,
+}
+
+
+def build(library, case, estimator, data):
+    """A compiled program of a key, the seconds it took to compile, its memory in bytes."""
+    import jax
+
+    key = jax.random.PRNGKey(0)
+    if library == "products":
+        axis = int(estimator)
+        n, k, _ = CASES[case]
+        shape = (n, k) if axis else (k, n)
+        key = jax.random.normal(jax.random.key(0), shape, data.dtype)
+
+        def program(data, block):
+            return jax.vmap(product(case, data), axis, axis)(block)
+    else:
+        program = partial(LIBRARIES[library], case, estimator)
+    start = time.perf_counter()
+    compiled = jax.jit(program).lower(data, key).compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    return partial(compiled, data), key, seconds, memory
+
+
+def serve():
+    """Answers a request a line, until there are none."""
+    import jax
+
+    data, programs = {}, {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        library, case, estimator = request["program"]
+        if case not in data:
+            data = {case: matrix(case)}
+            programs = {}
+        name = library, estimator
+        try:
+            if name not in programs:
+                programs[name] = build(library, case, estimator, data[case])
+        except (KeyError, ValueError) as error:
+            print(json.dumps({"error": repr(error)}), flush=True)
+            continue
+        program, key, seconds, memory = programs[name]
+        answer = {"compile": seconds, "memory": memory}
+        if request["do"] == "time":
+            start = time.perf_counter()
+            jax.block_until_ready(program(key))
+            answer["time"] = time.perf_counter() - start
+        elif request["do"] == "eager":
+            run = partial(LIBRARIES[library], case, estimator, data[case])
+            jax.block_until_ready(run(key))
+            times = []
+            for _ in range(5):
+                start = time.perf_counter()
+                jax.block_until_ready(run(key))
+                times.append(time.perf_counter() - start)
+            answer["time"] = statistics.median(times)
+        elif request["do"] == "accuracy":
+            import numpy as np
+
+            truth = float(np.trace(np.asarray(data[case], np.float64)))
+            errors = []
+            for seed in range(100):
+                out = jax.tree.leaves(program(jax.random.PRNGKey(seed)))[0]
+                errors.append(abs(float(out) - truth) / truth)
+            answer["error"] = float(np.mean(errors))
+        print(json.dumps(answer), flush=True)
+
+
+#
+# The process that asks.
+#
+
+
+class Library:
+    """A process in which one library answers."""
+
+    def __init__(self, python):
+        self.process = subprocess.Popen(
+            [python, __file__, "--serve"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, do, *program):
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps({"do": do, "program": program}) + "\n")
+        stdin.flush()
+        return json.loads(stdout.readline())
+
+
+def environment(name):
+    """The Python of a peer's virtual environment, made at the first call."""
+    home = ROOT / ".benchmarks" / name
+    python = home / "bin" / "python"
+    if not python.exists():
+        venv.create(home, with_pip=True)
+        version = importlib.import_module("jax").__version__
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", PEERS[name], f"jax=={version}"],
+            check=True,
+        )
+    return str(python)
+
+
+def measure(case, libraries):
+    """Rows `(estimator, library, ratio, compile, memory, eager, error)` of a case."""
+    _, _, repetitions = CASES[case]
+    here = libraries["ours"]
+    programs = [
+        (name, estimator)
+        for estimator in ESTIMATORS
+        for name in ("ours", "by hand", "mancusolab", "matfree")
+        if (name if name in PEERS else "ours") in libraries
+    ]
+    host = {name: libraries.get(name, here) for name, _ in programs}
+    first = {p: host[p[0]].ask("time", p[0], case, p[1]) for p in programs}
+    programs = [p for p in programs if "error" not in first[p]]
+    times = {p: [] for p in programs}
+    layouts = {axis: [] for axis in (0, 1)}
+    for _ in range(repetitions):
+        for axis, taken in layouts.items():
+            taken.append(here.ask("time", "products", case, axis)["time"])
+        for name, estimator in programs:
+            answer = host[name].ask("time", name, case, estimator)
+            times[name, estimator].append(answer["time"])
+    own = min(statistics.median(taken[1:]) for taken in layouts.values())
+    print(
+        f"\n{case}: n = {CASES[case][0]:,}, k = {CASES[case][1]}, products {own * 1e3:.3g} ms"
+    )
+    print(
+        "| estimator | library | time / products | compile, s | memory, MB | eager, ms | error |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, estimator in programs:
+        ratio = statistics.median(times[name, estimator]) / own
+        cells = [estimator, name, f"{ratio:.2f}"]
+        cells += [f"{first[name, estimator]['compile']:.2f}"]
+        cells += [f"{first[name, estimator]['memory'] / 1e6:.3g}"]
+        eager = error = ""
+        if case == "small":
+            eager = (
+                f"{1e3 * host[name].ask('eager', name, case, estimator)['time']:.2f}"
+            )
+        if case == "middle":
+            error = f"{host[name].ask('accuracy', name, case, estimator)['error']:.2e}"
+        print("| " + " | ".join([*cells, eager, error]) + " |", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--peers", default="yes", choices=["yes", "no"])
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve()
+        return
+    libraries = {"ours": Library(sys.executable)}
+    if arguments.peers == "yes":
+        libraries |= {name: Library(environment(name)) for name in PEERS}
+    for case in arguments.cases:
+        measure(case, libraries)
+
+
+if __name__ == "__main__":
+    main()
