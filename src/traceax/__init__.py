@@ -11,8 +11,16 @@ from ._estimators.hutch_plus_plus import (
     HutchPlusPlusEstimator as HutchPlusPlusEstimator,
 )
 from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
+from ._estimators.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
+from ._estimators.lanczos_quadrature import (
+    LanczosQuadratureEstimator as LanczosQuadratureEstimator,
+)
 from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
+from ._function_operators import InverseLinearOperator as InverseLinearOperator
+from ._function_operators import (
+    MatrixFunctionLinearOperator as MatrixFunctionLinearOperator,
+)
 from ._samplers import IndexedSampler as IndexedSampler
 from ._samplers import NormalSampler as NormalSampler
 from ._samplers import OrthogonalSampler as OrthogonalSampler
@@ -20,6 +28,17 @@ from ._samplers import RademacherSampler as RademacherSampler
 from ._samplers import Sampler as Sampler
 from ._samplers import ShardedSampler as ShardedSampler
 from ._samplers import SphereSampler as SphereSampler
+from ._spectral import SpectralDensity as SpectralDensity
+from ._spectral import estrada_index as estrada_index
+from ._spectral import logdet as logdet
+from ._spectral import schatten_norm as schatten_norm
+from ._spectral import spectral_density as spectral_density
+from ._spectral import trace_function as trace_function
+from ._spectral import trace_inverse as trace_inverse
+from ._spectral import von_neumann_entropy as von_neumann_entropy
+from ._spectral_base import SpectralEstimator as SpectralEstimator
+from ._spectral_base import SpectralOutcome as SpectralOutcome
+from ._spectral_base import SpectralState as SpectralState
 from ._stream import ProbeStream as ProbeStream
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace

@@ -42,6 +42,17 @@ class RESULTS(eqx.Enumeration):
         "show that it is not. Remove the tag, or use an estimator that does not need "
         "it, such as traceax.XTraceEstimator."
     )
+    not_hermitian = (
+        "A function of the operator's eigenvalues was asked for, but its products show "
+        "that it is not symmetric (complex: Hermitian). Check what it computes; "
+        "functions of other operators are not estimated."
+    )
+    outside_domain = (
+        "The function is not finite at an eigenvalue of the operator, such as a "
+        "logarithm at 0 or of a negative number. Shift the operator (traceax.logdet "
+        "takes shift=), check that it is positive definite, or give a function that is "
+        "finite on its spectrum."
+    )
 
 
 class _Box(eqx.Module):
@@ -76,6 +87,8 @@ class Estimate(eqx.Module):
 
     - `value`: the estimate, a scalar. Real where the quantity is known to be real (a
         real operator, or one known to be semidefinite), else of the operator's dtype.
+        Of a function that returns a PyTree a PyTree of scalars, as are the standard
+        error and the ends of the interval.
     - `standard_error`: an estimate of the root mean square error, a real scalar in the
         unit of `value`. 0 for an exact answer, NaN where it cannot be known (from one
         probe).
@@ -95,39 +108,44 @@ class Estimate(eqx.Module):
         copied once per key.
     """
 
-    value: Inexact[Array, ""]
-    _standard_error: Float[Array, ""]  # `UNKNOWN` for NaN
+    value: PyTree[Inexact[Array, ""]]
+    _standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
     result: RESULTS
     stats: dict[str, PyTree[Array]]
     _state: _Box = eqx.field(repr=False)
 
     def __init__(
         self,
-        value: Inexact[Array, ""],
-        standard_error: Float[Array, ""],
+        value: PyTree[Inexact[Array, ""]],
+        standard_error: PyTree[Float[Array, ""]],
         result: RESULTS,
         stats: dict[str, PyTree[Array]],
         state: PyTree,
     ):
         self.value = value
-        self._standard_error = known_or(standard_error, UNKNOWN)
+        self._standard_error = jtu.tree_map(
+            lambda x: known_or(x, UNKNOWN), standard_error
+        )
         self.result = result
         self.stats = stats
         self._state = _Box(state)
 
     @property
-    def standard_error(self) -> Float[Array, ""]:
+    def standard_error(self) -> Any:
         """An estimate of the root mean square error; NaN where it cannot be known."""
-        error = self._standard_error
-        with jax.debug_nans(False):
+
+        def known(error):
             return jnp.where(error < 0, jnp.full_like(error, jnp.nan), error)
+
+        with jax.debug_nans(False):
+            return jtu.tree_map(known, self._standard_error)
 
     @property
     def state(self) -> PyTree:
         """The state that the estimator's `estimate` takes."""
         return self._state.unbox()
 
-    def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Array, Array]:
+    def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.
 
         A Student t interval about `value` with `stats["degrees_of_freedom"]`.
@@ -152,8 +170,18 @@ class Estimate(eqx.Module):
                 "traceax.Estimate.confidence_interval: level must lie strictly between "
                 f"0 and 1, got {level}; write 0.95 for an interval of 95 %."
             )
-        freedom = self.stats.get("degrees_of_freedom", jnp.asarray(jnp.inf))
-        return _interval(self.value, self._standard_error, freedom, level)
+        values, treedef = jtu.tree_flatten(self.value)
+        errors = treedef.flatten_up_to(self._standard_error)
+        infinite = treedef.unflatten([jnp.asarray(jnp.inf)] * len(values))
+        freedoms = self.stats.get("degrees_of_freedom", infinite)
+        intervals = [
+            _interval(*parts, level)
+            for parts in zip(
+                values, errors, treedef.flatten_up_to(freedoms), strict=True
+            )
+        ]
+        low, high = zip(*intervals, strict=True)
+        return treedef.unflatten(low), treedef.unflatten(high)
 
 
 @jax.jit
@@ -184,12 +212,12 @@ def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, "
 def raise_failure(estimate: Estimate) -> Estimate:
     """The estimate; using it, or a derivative of it, raises unless it is successful."""
     failed = estimate.result != RESULTS.successful
-    real = jnp.finfo(estimate.value.dtype).dtype
+    real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype
     # A factor rather than the value itself: a derivative is multiplied by it too, and
     # so raises where the value is not asked for.
     one = estimate.result.error_if(jnp.ones((), real), failed)
     return eqx.tree_at(
-        lambda e: (e.value, e._standard_error),
+        lambda e: jtu.tree_leaves((e.value, e._standard_error)),
         estimate,
         replace_fn=lambda x: x * one.astype(x.dtype),
     )

@@ -17,13 +17,13 @@ from ._orthogonal import largest_entry
 
 def explain(
     result: RESULTS,
-    value: Inexact[Array, ""],
+    value: Inexact[Array, "..."],
     parameters: PyTree,
     largest_product: Float[Array, ""],
     *,
     solves: bool,
 ) -> RESULTS:
-    """`result` for a finite value, else what made it infinite or NaN.
+    """`result` for finite values and for known failures, else what went wrong.
 
     - `parameters`: of the operator. Looked at only if the value isn't finite.
     - `largest_product`: the largest modulus of an entry of the first products, NaN if
@@ -49,8 +49,9 @@ def explain(
         found = RESULTS.where(overflow, RESULTS.overflow, fault)
         return RESULTS.where(jnp.isfinite(largest), found, RESULTS.nonfinite)
 
-    finite: Bool[Array, ""] = jnp.isfinite(value)
-    return jax.lax.cond(finite, lambda: result, cause)
+    finite: Bool[Array, ""] = jnp.isfinite(value).all()
+    known = finite | (result != RESULTS.successful)
+    return jax.lax.cond(known, lambda: result, cause)
 
 
 def solves_systems(operator: lx.AbstractLinearOperator) -> bool:

@@ -29,70 +29,73 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._estimate import RESULTS, UNKNOWN, known_or
 from ._failure import explain, solves_systems
+from ._frechet import SpectralBlocks
 from ._operator import apply_block, space_of, with_array_leaves
-from ._orthogonal import column_dots, largest_entry
+from ._orthogonal import column_dots
 from ._stream import ProbeStream
 
 
 class Outcome(NamedTuple):
-    """What the primitive returns."""
+    """What the primitive returns; of a function with several results, lists."""
 
-    value: Inexact[Array, ""]
-    standard_error: Float[Array, ""]  # `UNKNOWN` for NaN
+    value: PyTree[Inexact[Array, ""]]
+    standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
     result: RESULTS
     stats: dict[str, PyTree[Array]]
 
 
 class Problem(NamedTuple):
-    """What the primitive is bound on. Only `operator` is differentiable."""
+    """What the primitive is bound on. Differentiable are `operator` and `function`."""
 
     operator: PyTree
+    function: PyTree  # of eigenvalues; `None` for a trace
     estimator: Any
     rest: PyTree  # the state but for its operator
     k: int
     real: bool  # whether the value is known to be real
 
 
-def _exact(operator):
-    # n products with the coordinate vectors.
-    space = space_of(operator)
-    identity = jnp.eye(space.size, dtype=space.compute_dtype)
-    products = apply_block(operator, identity)
-    value = jnp.trace(products)
-    stats = {"num_matvecs": space.size, "largest_product": largest_entry(products)}
-    return value, jnp.zeros((), space.real_dtype), stats, (identity, identity)
+def _differentiable(state: PyTree) -> list[PyTree]:
+    return [state.operator] + ([state.function] if hasattr(state, "function") else [])
 
 
 def _evaluate(problem: Problem):
-    operator, estimator, rest, k, real = problem
+    operator, function, estimator, rest, k, real = problem
     space = space_of(operator)
-    if k >= space.size:
-        value, standard_error, stats, blocks = _exact(operator)
-    else:
-        state = eqx.tree_at(
-            lambda s: s.operator, rest, operator, is_leaf=lambda x: x is None
-        )
-        value, standard_error, stats, blocks = estimator.compute(state, k)
+    parts = [operator] + ([] if function is None else [function])
+    state = eqx.tree_at(_differentiable, rest, parts, is_leaf=lambda x: x is None)
+    value, standard_error, stats, blocks = estimator.evaluate(state, k)
     # A new dictionary: `stats` may belong to the estimator.
     defaults = {"degrees_of_freedom": jnp.inf, "largest_product": jnp.nan}
     stats = {**defaults, **stats}
-    value, standard_error = jnp.asarray(value), jnp.asarray(standard_error)
+    value, standard_error = jtu.tree_map(jnp.asarray, (value, standard_error))
     result = explain(
         stats.pop("result", RESULTS.successful),
-        value,
+        jnp.stack(jtu.tree_leaves(value)),
         operator,
         jnp.asarray(stats.pop("largest_product")),
         solves=solves_systems(operator),
     )
-    dtype = space.dtype
-    if real:
-        value, dtype = jnp.real(value), jnp.finfo(dtype).dtype
+    real_dtype = jnp.finfo(space.dtype).dtype
+
+    def finished(value):
+        if real or (function is not None and not jnp.iscomplexobj(value)):
+            return jnp.real(value).astype(real_dtype)
+        return value.astype(
+            jnp.promote_types(space.dtype, value.dtype)
+            if function is not None
+            else space.dtype
+        )
+
+    def error_bar(value, standard_error):
+        standard_error = jnp.real(standard_error).astype(real_dtype)
+        standard_error = known_or(standard_error, UNKNOWN)
+        return jnp.where(jnp.isfinite(value), standard_error, UNKNOWN)
+
+    standard_error = jtu.tree_map(error_bar, value, standard_error)
+    value = jtu.tree_map(finished, value)
     stats = jtu.tree_map(_as_array, stats)
-    standard_error = jnp.real(standard_error).astype(jnp.finfo(dtype).dtype)
-    standard_error = jnp.where(
-        jnp.isfinite(value), known_or(standard_error, UNKNOWN), UNKNOWN
-    )
-    return Outcome(value.astype(dtype), standard_error, result, stats), blocks
+    return Outcome(value, standard_error, result, stats), blocks
 
 
 def _as_array(x):
@@ -157,17 +160,33 @@ def _abstract_eval(problem, blocks):
 @eqxi.filter_primitive_jvp
 def _jvp(primals, tangents):
     problem, blocks = primals
-    t_operator = tangents[0].operator
+    t_problem = tangents[0]
     outcome, frozen = eqxi.filter_primitive_bind(estimate_trace_p, problem, True)
-    t_value = _pair(problem.operator, t_operator, frozen)
-    if t_value is not None:
-        if not jnp.iscomplexobj(outcome.value):
-            t_value = jnp.real(t_value)
-        t_value = t_value.astype(outcome.value.dtype)
+    if isinstance(frozen, SpectralBlocks):
+        t_value = frozen.tangents(
+            problem.function,
+            problem.operator,
+            t_problem.function,
+            t_problem.operator,
+        )
+    else:
+        t_value = _pair(problem.operator, t_problem.operator, frozen)
+    t_value = _like(outcome.value, t_value)
     t_outcome = jtu.tree_map(lambda _: None, outcome)._replace(value=t_value)
     if not blocks:
         return outcome, t_outcome
     return (outcome, frozen), (t_outcome, jtu.tree_map(lambda _: None, frozen))
+
+
+def _like(value, t_value):
+    """The tangent, of the value's structure and dtype; `None`s if there is none."""
+    if t_value is None:
+        return jtu.tree_map(lambda _: None, value)
+
+    def cast(x, t_x):
+        return (t_x if jnp.iscomplexobj(x) else jnp.real(t_x)).astype(x.dtype)
+
+    return jtu.tree_map(cast, value, t_value)
 
 
 def _pair(operator, t_operator, blocks):
@@ -201,11 +220,13 @@ eqxi.register_impl_finalisation(estimate_trace_p)
 def estimate_trace(estimator, state: PyTree, k: int, *, real: bool) -> Outcome:
     """Binds the primitive on an estimator and its state.
 
-    The operator is the only differentiable part; every other leaf is stopped.
+    The operator, and the function of its eigenvalues if the state has one, are
+    differentiable; every other leaf is stopped.
     """
     operator = with_array_leaves(state.operator)
-    rest = eqx.tree_at(lambda s: s.operator, state, None)
+    function = getattr(state, "function", None)
+    rest = eqx.tree_at(_differentiable, state, replace_fn=lambda _: None)
     arrays, static = eqx.partition((estimator, rest), eqx.is_array)
     estimator, rest = eqx.combine(jax.lax.stop_gradient(arrays), static)
-    problem = Problem(operator, estimator, rest, k, real)
+    problem = Problem(operator, function, estimator, rest, k, real)
     return eqxi.filter_primitive_bind(estimate_trace_p, problem, False)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
 from ._orthogonal import inner
 
@@ -81,6 +81,8 @@ def leave_one_out_samples(
     pairs: Inexact[Array, "m m"],
     magnitude: Float[Array, ""],
     orthogonal_dimension: int | None = None,
+    *,
+    known: Bool[Array, "m m"] | None = None,
 ) -> ErrorBar:
     r"""The error bar of the mean of leave-one-out samples.
 
@@ -88,7 +90,8 @@ def leave_one_out_samples(
     probes, are correlated, and their sample variance understates the error of their
     mean up to tenfold. `pairs[i, j]`, `t_ij`, is sample i with probe j left out of
     everything. The diagonal of `pairs` is not used. `magnitude` bounds what was added
-    up to a sample, for the error of rounding.
+    up to a sample, for the error of rounding. `known` says which pairs are given, all
+    by default: the mean over these stands for the mean over all.
 
     *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not
     depend on probe j. So `t_j - t` has mean 0 against `t_ij - t`, `t_i - t` against
@@ -126,7 +129,7 @@ def leave_one_out_samples(
     mean = jnp.mean(samples)
     if m == 1:
         return _unknown(mean)
-    off_diagonal = ~jnp.eye(m, dtype=bool)
+    off_diagonal = ~jnp.eye(m, dtype=bool) if known is None else known
     deviations = samples - mean
     differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
     largest = jnp.maximum(jnp.max(jnp.abs(deviations)), jnp.max(jnp.abs(differences)))
@@ -135,6 +138,8 @@ def leave_one_out_samples(
     differences = differences / unit.astype(samples.dtype)
     alone = jnp.abs(deviations) ** 2 / (m * (m - 1))
     shared = jnp.real(differences * differences.conj().T)
+    if known is not None:
+        shared = shared * (m * (m - 1) / jnp.sum(known))
     if orthogonal_dimension is not None:
         about = (pairs - mean) / unit.astype(pairs.dtype)
         of_a_pair = jnp.where(off_diagonal, jnp.abs(about) ** 2, 0)
@@ -148,6 +153,24 @@ def leave_one_out_samples(
     skewness = _squared_skewness(deviations)
     inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
     return _error_bar(mean, unit, variance, inverse, magnitude)
+
+
+def cyclic_pairs(
+    first: Inexact[Array, " m"], second: Inexact[Array, " m"]
+) -> tuple[Inexact[Array, "m m"], Bool[Array, "m m"]]:
+    """`pairs` and `known` of neighbours, the last and the first sample being such.
+
+    `first[i]` is sample i with probe i + 1 left out as well, `second[i]` sample i + 1
+    with probe i left out.
+    """
+    (m,) = first.shape
+    here = jnp.arange(m)
+    there = (here + 1) % m
+    pairs = jnp.zeros((m, m), first.dtype)
+    pairs = pairs.at[here, there].set(first).at[there, here].set(second)
+    known = jnp.zeros((m, m), bool).at[here, there].set(True)
+    known = (known | known.T) & ~jnp.eye(m, dtype=bool)
+    return pairs, known
 
 
 def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:

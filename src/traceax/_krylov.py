@@ -1,0 +1,201 @@
+r"""Krylov spaces: block Lanczos, Lanczos of many vectors at once, Arnoldi.
+
+Pure kernels. `product` maps an (n, m) block to the products of its columns. Every new
+block is orthogonalised against all before it, twice, so that a basis is orthonormal to
+rounding in any precision, and a projected matrix is what it says: `T = K^* A K`.
+
+Breakdown is a success. Where a Krylov space stops growing, the residual is rounding;
+`orthonormalise` makes a direction of it, or fills one in, that is orthogonal to the
+space. The projected matrix stays a projection of A, and does not couple the space to
+that direction. Nothing is divided by the residual.
+
+| name | shape | |
+|---|---|---|
+| K | (n, k), k = m s | basis, the block of step j in columns `j m, ..., (j + 1) m - 1` |
+| T | (k, k) | projected matrix, block tridiagonal up to rounding |
+| start | (k, m) | coordinates of the m starting vectors |
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact
+
+from ._orthogonal import (
+    column_norms,
+    combine,
+    inner,
+    largest_entry,
+    orthonormalise,
+)
+
+Product = Callable[[Inexact[Array, "n m"]], Inexact[Array, "n m"]]
+
+
+class KrylovSpace(NamedTuple):
+    """An orthonormal basis of a block Krylov space, and the operator projected to it.
+
+    - `asymmetry`: the part of the projected matrix that a Hermitian operator would not
+        have, relative to the matrix.
+    - `largest_product`: the largest modulus of an entry of a product.
+    """
+
+    basis: Inexact[Array, "n k"]
+    projected: Inexact[Array, "k k"]
+    start: Inexact[Array, "k m"]
+    asymmetry: Float[Array, ""]
+    largest_product: Float[Array, ""]
+
+
+def arnoldi(
+    product: Product, start: Inexact[Array, "n m"], steps: int
+) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"], Float[Array, ""]]:
+    """`K`, the block Hessenberg matrix `K^* A K`, and the largest entry of a product.
+
+    `m * steps <= n`. Takes `m * steps` products, O(n k^2) time, and the memory of K
+    and a few blocks (n, m).
+    """
+    n, m = start.shape
+    k = m * steps
+
+    eps = jnp.finfo(start.dtype).eps
+
+    def without(rows, Q, inside):
+        return orthonormalise(Q - combine(rows.T, inside))[0]
+
+    # What a loop carries is laid out as it is written: a vector after the other.
+    def step(j, carry):
+        rows, columns, pending, largest = carry
+        Q, _ = orthonormalise(pending.T)
+        inside = inner(rows.T, Q)
+        Q = without(rows, Q, inside)
+        # A residual that was rounding points anywhere, and twice is not enough for it.
+        Q = jax.lax.cond(
+            largest_entry(inside) > eps**0.5,
+            lambda Q: without(rows, Q, inner(rows.T, Q)).T,
+            lambda Q: Q.T,
+            Q,
+        ).T
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, Q.T, j * m, 0)
+        # Below the diagonal. The first step has none: it writes where H will be.
+        columns = jax.lax.dynamic_update_slice(
+            columns, inner(Q, pending.T), (j * m, (j - 1) * m)
+        )
+        W = product(Q)
+        H = inner(rows.T, W)
+        columns = jax.lax.dynamic_update_slice_in_dim(columns, H, j * m, 1)
+        largest = jnp.maximum(largest, largest_entry(W))
+        return rows, columns, (W - combine(rows.T, H)).T, largest
+
+    carry = (
+        jnp.zeros((k, n), start.dtype),
+        jnp.zeros((k, k), start.dtype),
+        start.T,
+        jnp.zeros((), jnp.finfo(start.dtype).dtype),
+    )
+    rows, columns, _, largest = jax.lax.fori_loop(0, steps, step, carry)
+    return rows.T, columns, largest
+
+
+def block_lanczos(
+    product: Product, start: Inexact[Array, "n m"], steps: int
+) -> KrylovSpace:
+    """The block Krylov space of a Hermitian operator, of `steps` blocks.
+
+    Products, time and memory as for `arnoldi`.
+    """
+    _, m = start.shape
+    basis, columns, largest = arnoldi(product, start, steps)
+    k = m * steps
+    block = jnp.arange(k) // m
+    distance = block[None, :] - block[:, None]
+    diagonal = jnp.where(distance == 0, columns, 0)
+    above = jnp.where(distance > 0, columns, 0)
+    projected = (diagonal + diagonal.conj().T) / 2 + above + above.conj().T
+    # A Hermitian operator couples a block to the next one only.
+    foreign = jnp.where(distance > 1, columns, 0) + (diagonal - diagonal.conj().T) / 2
+    unit = largest_entry(projected)
+    unit = jnp.where(unit == 0, 1, unit)
+    norms = [jnp.linalg.norm(x / unit.astype(x.dtype)) for x in (foreign, projected)]
+    asymmetry = norms[0] / jnp.where(norms[1] == 0, 1, norms[1])
+    coordinates = jnp.zeros((k, m), start.dtype)
+    coordinates = coordinates.at[:m].set(inner(basis[:, :m], start))
+    return KrylovSpace(basis, projected, coordinates, asymmetry, largest)
+
+
+class KrylovSpaces(NamedTuple):
+    """A Krylov space for each of m starting vectors.
+
+    - `basis[j, i]`: vector j of the space of starting vector i. Zero where that space
+        has fewer dimensions.
+    - `projected`: tridiagonal matrices.
+    - `norms`: of the starting vectors, which are `norms * basis[0]`.
+    """
+
+    basis: Inexact[Array, "s m n"]
+    projected: Float[Array, "m s s"]
+    norms: Float[Array, " m"]
+    largest_product: Float[Array, ""]
+
+
+def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> KrylovSpaces:
+    """Lanczos from each of m vectors, independently; a product a step for all of them.
+
+    A space that stops growing is continued by zeros, and its matrix by a multiple of
+    the identity within the range of A, decoupled. O(n m s^2) time.
+    """
+    n, m = start.shape
+    dtype = start.dtype
+    real = jnp.finfo(dtype).dtype
+    eps = jnp.finfo(dtype).eps
+    norms = column_norms(start)
+    unit = start.T / jnp.where(norms == 0, 1, norms)[:, None].astype(dtype)
+
+    def without(basis, vectors):
+        # The part of each vector that is orthogonal to its own space.
+        precision = jax.lax.Precision.HIGHEST
+        inside = jnp.einsum("jmn,mn->jm", basis.conj(), vectors, precision=precision)
+        return vectors - jnp.einsum("jmn,jm->mn", basis, inside, precision=precision)
+
+    def step(j, carry):
+        basis, alphas, betas, scale, largest = carry
+        vectors = basis[j]
+        W = product(vectors.T)
+        largest = jnp.maximum(largest, largest_entry(W))
+        W = W.T
+        alpha = jnp.real(jnp.sum(vectors.conj() * W, axis=1))
+        alphas = alphas.at[j].set(alpha)
+        scale = jnp.maximum(scale, column_norms(W.T))
+        residual = without(basis, without(basis, W))
+        beta = column_norms(residual.T)
+        grows = beta > 10 * eps * scale
+        safe = jnp.where(grows, beta, 1)[:, None].astype(dtype)
+        following = without(basis, residual / safe)
+        lengths = column_norms(following.T)
+        following = following / jnp.where(lengths == 0, 1, lengths)[:, None].astype(
+            dtype
+        )
+        following = jnp.where(grows[:, None], following, 0)
+        # The last step writes nothing: there is no vector after it.
+        basis = basis.at[j + 1].set(following, mode="drop")
+        betas = betas.at[j].set(jnp.where(grows, beta, 0))
+        return basis, alphas, betas, scale, largest
+
+    zeros = jnp.zeros((steps, m), real)
+    basis = jnp.zeros((steps, m, n), dtype).at[0].set(unit)
+    carry = (basis, zeros, zeros, jnp.zeros(m, real), jnp.zeros((), real))
+    basis, alphas, betas, _, largest = jax.lax.fori_loop(0, steps, step, carry)
+    alive = jnp.cumprod(
+        jnp.concatenate([jnp.ones((1, m), bool), betas[:-1] > 0]), axis=0
+    )
+    alphas = jnp.where(alive, alphas, alphas[:1])
+    off = betas[:-1].T
+    rows = jnp.arange(steps - 1)
+    projected = jnp.zeros((m, steps, steps), real)
+    projected = projected.at[:, rows, rows + 1].set(off)
+    projected = projected.at[:, rows + 1, rows].set(off)
+    diagonal = jnp.arange(steps)
+    projected = projected.at[:, diagonal, diagonal].set(alphas.T)
+    return KrylovSpaces(basis, projected, norms, largest)

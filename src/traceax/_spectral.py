@@ -1,0 +1,312 @@
+"""Traces of functions of an operator: log-determinants, inverses, norms, densities."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
+
+from ._base import check_budget, init_state
+from ._estimate import Estimate
+from ._estimators.krylov_aware import KrylovAwareEstimator
+from ._operator import is_positive_semidefinite, space_of
+from ._spectral_base import SpectralEstimator
+
+
+def trace_function(
+    key: Key[Array, ""],
+    fn: Callable[[Float[Array, ""]], Any],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `tr f(A)`, the sum of `f` over the eigenvalues, from at most `k` products.
+
+    ```python
+    estimate = traceax.trace_function(key, jnp.sqrt, operator, 120)
+    ```
+
+    Differentiable with respect to `operator`, and to what `fn` closes over: first
+    derivatives of any kind, and second derivatives with respect to the operator. They
+    are estimates of the derivatives of `tr f(A)`, not derivatives of an algorithm.
+
+    **Arguments:**
+
+    - `key`: a single key, typed or legacy.
+    - `fn`: a function of a real scalar, which JAX can differentiate. It may return a
+        PyTree of scalars: all are estimated from the same products.
+    - `operator`: a symmetric lineax operator (complex: Hermitian), over arrays or
+        PyTrees. It need not be tagged so; its products must show it.
+    - `k`: a positive Python int, the budget of products. For `k >= n` the answer is
+        exact.
+    - `estimator`: a [`traceax.SpectralEstimator`][]; by default
+        [`traceax.KrylovAwareEstimator`][].
+    - `throw`: whether a failure raises an error at run time, or is only reported in
+        `result`.
+
+    **Returns:**
+
+    A [`traceax.Estimate`][], whose value is of the structure that `fn` returns. Its
+    error bar holds the error of probes and that of the Krylov space.
+    `stats["ritz_values"]` and `stats["ritz_weights"]` evaluate more functions without
+    another product: `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
+
+    **Raises:**
+
+    - `TypeError` for a wrong key, function, operator, `k` or estimator, `ValueError`
+        for an operator that isn't square, or a function that isn't one of scalars.
+    - A run-time error for an operator that isn't Hermitian, a function that isn't
+        finite on its spectrum, and whatever [`traceax.RESULTS`][] names.
+    """
+    where = "traceax.trace_function"
+    return _estimate(where, key, fn, operator, k, estimator, throw)
+
+
+def _estimate(where, key, fn, operator, k, estimator, throw) -> Estimate:
+    key = init_state(key, operator, where).key
+    k = check_budget(k, where)
+    if estimator is None:
+        estimator = KrylovAwareEstimator()
+    elif not isinstance(estimator, SpectralEstimator):
+        raise TypeError(
+            f"{where}: estimator must be a traceax.SpectralEstimator, got "
+            f"{estimator!r}; pass an instance, such as "
+            "traceax.KrylovAwareEstimator()."
+        )
+    return estimator.estimate(estimator.init(key, operator, fn), k, throw=throw)
+
+
+def logdet(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    shift: ArrayLike = 0.0,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `log det(A + shift I)` from at most `k` products with A.
+
+    The first job of a Gaussian process: `traceax.logdet(key, kernel, 100,
+    shift=noise)`, differentiable with respect to the kernel and to the noise.
+
+    A shift costs nothing and takes nothing of the accuracy: Krylov spaces of A and of
+    `A + shift I` are the same, and eigenvalues that are all but `shift` drop out of
+    the error. `shift=` and a lineax sum with a multiple of the identity are the same.
+
+    **Arguments:** those of [`traceax.trace_function`][], and
+
+    - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite.
+    - `shift`: a real scalar, may be traced and differentiated.
+
+    **Returns:** a [`traceax.Estimate`][].
+    """
+    where = "traceax.logdet"
+    operator = _shifted(operator, shift, where)
+    return _estimate(where, key, jnp.log, operator, k, estimator, throw)
+
+
+def trace_inverse(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    shift: ArrayLike = 0.0,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `tr (A + shift I)^-1` from at most `k` products with A.
+
+    For an operator that isn't Hermitian, or one that has a good solver, use
+    `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)`, whose k
+    counts solves.
+
+    **Arguments:** those of [`traceax.logdet`][].
+
+    **Returns:** a [`traceax.Estimate`][].
+    """
+    where = "traceax.trace_inverse"
+    operator = _shifted(operator, shift, where)
+    return _estimate(where, key, _reciprocal, operator, k, estimator, throw)
+
+
+def schatten_norm(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    p: ArrayLike = 1.0,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `(sum_i |lambda_i|^p)^(1/p)` of a symmetric or Hermitian operator.
+
+    `p=1` is the nuclear norm, `p=2` the Frobenius norm.
+
+    **Arguments:** those of [`traceax.trace_function`][], and
+
+    - `p`: a positive scalar, may be traced.
+
+    **Returns:** a [`traceax.Estimate`][]; its error bar is that of the sum, through the
+    derivative of the root.
+    """
+    where = "traceax.schatten_norm"
+    if isinstance(p, int | float) and p <= 0:
+        raise ValueError(f"{where}: p must be positive, got {p}.")
+    space = init_state(key, operator, where)
+    real = space_of(space.operator).real_dtype
+    power = jnp.asarray(p, real)
+    total = _estimate(where, key, _Power(power), operator, k, estimator, throw)
+    # The root of a sum, and the slope there for its error.
+    positive = total.value > 0
+    safe = jnp.where(positive, total.value, 1)
+    exponent = (1 / power).astype(safe.dtype)
+    value = jnp.where(positive, safe**exponent, 0)
+    slope = jnp.where(positive, value / (safe / exponent), 1)
+    error = total._standard_error
+    error = jnp.where(error < 0, error, error * jax.lax.stop_gradient(slope))
+    return eqx.tree_at(lambda e: (e.value, e._standard_error), total, (value, error))
+
+
+class _Power(eqx.Module):
+    p: Float[Array, ""]
+
+    def __call__(self, x):
+        # The derivative of a power at 0 is not that of its two-argument form.
+        magnitude = jnp.abs(x)
+        positive = magnitude > 0
+        safe = jnp.where(positive, magnitude, 1)
+        return jnp.where(positive, safe ** self.p.astype(x.dtype), 0)
+
+
+def von_neumann_entropy(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `-tr(A log A)` in nats, of a density matrix or a normalised Laplacian.
+
+    `0 log 0 = 0`. The operator isn't normalised: divide it by its trace first.
+
+    **Arguments:** those of [`traceax.trace_function`][]. The operator must be positive
+    semidefinite.
+
+    **Returns:** a [`traceax.Estimate`][].
+    """
+    where = "traceax.von_neumann_entropy"
+    return _estimate(where, key, _entropy, operator, k, estimator, throw)
+
+
+def estrada_index(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `tr exp(A)`, of the adjacency matrix of a graph.
+
+    **Arguments:** those of [`traceax.trace_function`][].
+
+    **Returns:** a [`traceax.Estimate`][].
+
+    **Reference:** Estrada, "Characterization of 3D molecular structure", Chem. Phys.
+    Lett. 319 (2000), doi:10.1016/S0009-2614(00)00158-5.
+    """
+    where = "traceax.estrada_index"
+    return _estimate(where, key, jnp.exp, operator, k, estimator, throw)
+
+
+class SpectralDensity(eqx.Module):
+    """An estimated distribution of eigenvalues: weights at points, n in all.
+
+    **Attributes:**
+
+    - `points`: real, where the weights are.
+    - `weights`: how many eigenvalues each stands for. Leaving probes out can make
+        single ones slightly negative; sums of many are not.
+    """
+
+    points: Float[Array, " p"]
+    weights: Float[Array, " p"]
+
+    def integrate(self, fn: Callable[[Array], Array]) -> Inexact[Array, ""]:
+        """The sum of a function over the eigenvalues, of arrays elementwise."""
+        return jnp.sum(self.weights * fn(self.points))
+
+    def count(self, upper: Real[Array, "..."]) -> Float[Array, "..."]:
+        """How many eigenvalues are at most `upper`."""
+        below = self.points <= jnp.asarray(upper)[..., None]
+        return jnp.sum(jnp.where(below, self.weights, 0), axis=-1)
+
+    def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
+        """Eigenvalues per unit, every point spread to a normal density of `width`."""
+        z = (jnp.asarray(at)[..., None] - self.points) / width
+        bells = jnp.exp(-(z**2) / 2) / (width * jnp.sqrt(2 * jnp.pi))
+        return jnp.sum(self.weights * bells.astype(self.weights.dtype), axis=-1)
+
+
+def spectral_density(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    throw: bool = True,
+) -> SpectralDensity:
+    """Estimates the distribution of eigenvalues of a symmetric or Hermitian operator.
+
+    **Arguments:** those of [`traceax.trace_function`][].
+
+    **Returns:** a [`traceax.SpectralDensity`][]. Not differentiable.
+    """
+    where = "traceax.spectral_density"
+    estimate = _estimate(where, key, _identity, operator, k, estimator, throw)
+    points, weights = jax.lax.stop_gradient(
+        (estimate.stats["ritz_values"], estimate.stats["ritz_weights"])
+    )
+    return SpectralDensity(points, weights)
+
+
+def _reciprocal(x):
+    return 1 / x
+
+
+def _entropy(x):
+    return jax.scipy.special.entr(x)
+
+
+def _identity(x):
+    return x
+
+
+def _shifted(
+    operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str
+) -> lx.AbstractLinearOperator:
+    """`A + shift I`, tagged as A is where the shift is known to keep it so."""
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        return operator  # refused later
+    if isinstance(shift, int | float) and shift == 0:
+        return operator
+    if jnp.shape(shift) != () or jnp.iscomplexobj(shift):
+        raise ValueError(
+            f"{where}: shift must be a real scalar, got one of shape "
+            f"{jnp.shape(shift)} and dtype {jnp.result_type(shift)}."
+        )
+    dtype = space_of(operator).dtype
+    scalar = jnp.asarray(shift).astype(jnp.finfo(dtype).dtype)
+    identity = lx.IdentityLinearOperator(operator.in_structure())
+    total = operator + identity * scalar
+    known = isinstance(shift, int | float) and shift >= 0
+    if known and is_positive_semidefinite(operator):
+        total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
+    return total

@@ -1,0 +1,237 @@
+"""The abstract class of estimators of spectral functions."""
+
+import abc
+import math
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, Key, PyTree
+
+from ._base import check_budget, init_state
+from ._estimate import RESULTS, Estimate, raise_failure
+from ._frechet import SpectralBlocks
+from ._operator import apply_block, is_positive_semidefinite, space_of
+from ._orthogonal import eigh, largest_entry
+from ._primitive import estimate_trace
+from ._spectral_function import SpectralFunction, spectral_function, tree_of
+
+
+class SpectralState(eqx.Module):
+    """The state of an estimator of spectral functions.
+
+    **Attributes:**
+
+    - `key`: a typed key.
+    - `operator`: a symmetric or Hermitian operator.
+    - `function`: of its eigenvalues.
+    """
+
+    key: Key[Array, ""]
+    operator: lx.AbstractLinearOperator
+    function: SpectralFunction
+
+
+class SpectralOutcome(NamedTuple):
+    """What an estimator computes, a list entry for each leaf of the function.
+
+    - `values`, `standard_errors`, `degrees_of_freedom`: scalars.
+    - `stats`: a dictionary with at least `"num_matvecs"`.
+    - `blocks`: what the derivative is made of.
+    """
+
+    values: list[Inexact[Array, ""]]
+    standard_errors: list[Float[Array, ""]]
+    degrees_of_freedom: list[Float[Array, ""]]
+    stats: dict[str, PyTree]
+    blocks: SpectralBlocks
+
+
+class SpectralEstimator(eqx.Module):
+    r"""Abstract base class of estimators of `tr f(A)`, A symmetric or Hermitian.
+
+    A subclass is a frozen module whose fields are configuration. It writes `compute`,
+    in plain JAX, which is never differentiated: derivatives come from the Ritz pairs
+    that it returns.
+    """
+
+    def init(
+        self, key: Key[Array, ""], operator: lx.AbstractLinearOperator, fn: Any
+    ) -> SpectralState:
+        """Checks of key, operator and function.
+
+        **Arguments:**
+
+        - `key`: a single key, typed or legacy.
+        - `operator`: a square lineax operator.
+        - `fn`: from a real scalar to a scalar, or a PyTree of scalars.
+
+        **Raises:** as [`traceax.trace_function`][].
+        """
+        where = f"{type(self).__name__}.init"
+        state = init_state(key, operator, where)
+        real = space_of(operator).real_dtype
+        return SpectralState(state.key, operator, spectral_function(fn, real, where))
+
+    @abc.abstractmethod
+    def compute(self, state: SpectralState, k: int) -> SpectralOutcome:
+        """The algorithm. Called with `1 <= k < n`.
+
+        **Arguments:**
+
+        - `state`: as `init` returned it.
+        - `k`: a Python int, the most products that may be used.
+        """
+
+    def estimate(self, state: SpectralState, k: int, *, throw: bool = True) -> Estimate:
+        """Estimates `tr f(A)` with at most `k` products.
+
+        **Arguments:**
+
+        - `state`: as `init` returned it.
+        - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
+            is exact, from n products and an eigendecomposition.
+        - `throw`: whether a failure raises an error, at run time.
+
+        **Returns:**
+
+        A [`traceax.Estimate`][], whose value is of the structure that `fn` returns.
+        `stats["ritz_values"]` and `stats["ritz_weights"]` are the estimated
+        distribution of eigenvalues: `sum(ritz_weights * g(ritz_values))` is an
+        estimate of `tr g(A)`.
+        """
+        k = check_budget(k, f"{type(self).__name__}.estimate")
+        outcome = estimate_trace(self, state, k, real=False)
+        real = space_of(state.operator).real_dtype
+
+        def structured(leaves):
+            return tree_of(state.function, real, leaves)
+
+        stats = dict(outcome.stats)
+        stats["degrees_of_freedom"] = structured(stats["degrees_of_freedom"])
+        estimate = Estimate(
+            structured(outcome.value),
+            structured(outcome.standard_error),
+            outcome.result,
+            stats,
+            state,
+        )
+        return raise_failure(estimate) if throw else estimate
+
+    def evaluate(self, state: SpectralState, k: int):
+        """`compute`, or the exact answer, as the primitive takes it."""
+        exact = k >= space_of(state.operator).size
+        outcome = _exact(state) if exact else self.compute(state, k)
+        values, errors, freedoms, stats, blocks = outcome
+        finite = jnp.stack(
+            [jnp.isfinite(x) for x in state.function(blocks.values)]
+        ).all()
+        outside = jnp.isfinite(blocks.values).all() & ~finite
+        result = stats.get("result", RESULTS.successful)
+        failed = outside & (result == RESULTS.successful)
+        stats = {
+            **stats,
+            "degrees_of_freedom": freedoms,
+            "ritz_values": blocks.values,
+            "ritz_weights": jnp.real(jnp.diagonal(blocks.coupling)),
+            "result": RESULTS.where(failed, RESULTS.outside_domain, result),
+        }
+        return values, errors, stats, blocks
+
+
+def _exact(state: SpectralState) -> SpectralOutcome:
+    operator = state.operator
+    space = space_of(operator)
+    identity = jnp.eye(space.size, dtype=space.compute_dtype)
+    A = apply_block(operator, identity)
+    hermitian = (A + A.conj().T) / 2
+    norm = jnp.linalg.norm(hermitian)
+    asymmetry = jnp.linalg.norm(A - hermitian) / jnp.where(norm == 0, 1, norm)
+    values, vectors = eigh(hermitian)
+    values, result = ritz_values(values, asymmetry, operator)
+    leaves = [jnp.sum(f) for f in state.function(values)]
+    zeros = [jnp.zeros((), space.real_dtype) for _ in leaves]
+    stats = {
+        "num_matvecs": space.size,
+        "result": result,
+        "largest_product": largest_entry(A),
+    }
+    blocks = SpectralBlocks(vectors, values, identity, identity, identity, space.size)
+    infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]
+    return SpectralOutcome(leaves, zeros, infinite, stats, blocks)
+
+
+def ritz_values(
+    values: Float[Array, " k"],
+    asymmetry: Float[Array, ""] | None,
+    operator: lx.AbstractLinearOperator,
+) -> tuple[Float[Array, " k"], RESULTS]:
+    """Ritz values, and whether they may be those of the operator as it is tagged.
+
+    Negative values of rounding size are 0 exactly: a root, a logarithm or an entropy
+    is real at 0, and not below.
+    """
+    largest = jnp.max(jnp.abs(values))
+    eps = jnp.finfo(values.dtype).eps
+    rounding = 8 * math.sqrt(values.shape[0]) * eps * largest
+    values = jnp.where((values < 0) & (values > -rounding), 0, values)
+    result = RESULTS.successful
+    if is_positive_semidefinite(operator):
+        wrong = jnp.min(values) < -jnp.sqrt(eps) * largest
+        result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
+        values = jnp.where(wrong, values, jnp.maximum(values, 0))
+    if asymmetry is not None:
+        wrong = asymmetry > 100 * jnp.sqrt(eps)
+        result = RESULTS.where(wrong, RESULTS.not_hermitian, result)
+    return values, result
+
+
+def weighted_sums(
+    weights: Inexact[Array, "... k"], f: Inexact[Array, "... k"]
+) -> Inexact[Array, "..."]:
+    """`sum_j weights_j f_j`, where a weight of 0 counts for nothing.
+
+    Also if f is infinite there.
+    """
+    f = jnp.broadcast_to(f, weights.shape)
+    dtype = jnp.promote_types(weights.dtype, f.dtype)
+    terms = weights.astype(dtype) * f.astype(dtype)
+    return jnp.sum(jnp.where(weights == 0, 0, terms), axis=-1)
+
+
+def probes_and_steps(num_probes: int | None, k: int) -> tuple[int, int]:
+    """How many probes, and how many steps from each, with k less at most 2 products.
+
+    As many steps as probes, about: the error of probes falls with their number, that
+    of the Krylov space with the number of steps.
+    """
+    if num_probes is not None:
+        m = min(num_probes, k)
+        return m, k // m
+    target = max(0.9 * math.sqrt(k), 2.0)
+    candidates = [
+        (m, used // m)
+        for used in range(k, max(k - 3, 0), -1)
+        for m in range(1, used + 1)
+        if used % m == 0
+    ]
+
+    def off(candidate):
+        m, steps = candidate
+        return abs(math.log(m / target)) + (k - m * steps) / k
+
+    return min(candidates, key=off)
+
+
+def check_probes(num_probes: Any, where: str) -> None:
+    """Refuses what is neither `None` nor a positive integer."""
+    if num_probes is None:
+        return
+    if isinstance(num_probes, bool) or not isinstance(num_probes, int):
+        raise TypeError(
+            f"{where}: num_probes must be an int or None, got {num_probes!r} of type "
+            f"{type(num_probes).__name__}."
+        )
+    if num_probes < 1:
+        raise ValueError(f"{where}: num_probes must be at least 1, got {num_probes}.")
