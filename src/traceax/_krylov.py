@@ -60,34 +60,18 @@ def arnoldi(
     n, m = start.shape
     k = m * steps
 
-    eps = jnp.finfo(start.dtype).eps
-
-    def without(rows, Q, inside):
-        return orthonormalise(Q - combine(rows.T, inside))[0]
-
     # What a loop carries is laid out as it is written: a vector after the other.
     def step(j, carry):
         rows, columns, pending, largest = carry
-        Q, _ = orthonormalise(pending.T)
-        inside = inner(rows.T, Q)
-        Q = without(rows, Q, inside)
-        # A residual that was rounding points anywhere, and twice is not enough for it.
-        Q = jax.lax.cond(
-            largest_entry(inside) > eps**0.5,
-            lambda Q: without(rows, Q, inner(rows.T, Q)).T,
-            lambda Q: Q.T,
-            Q,
-        ).T
-        rows = jax.lax.dynamic_update_slice_in_dim(rows, Q.T, j * m, 0)
-        # Below the diagonal. The first step has none: it writes where H will be.
-        columns = jax.lax.dynamic_update_slice(
-            columns, inner(Q, pending.T), (j * m, (j - 1) * m)
-        )
-        W = product(Q)
-        H = inner(rows.T, W)
-        columns = jax.lax.dynamic_update_slice_in_dim(columns, H, j * m, 1)
-        largest = jnp.maximum(largest, largest_entry(W))
-        return rows, columns, (W - combine(rows.T, H)).T, largest
+        Q, H = _orthogonalise(rows, pending)
+        # The column of the step before, and below it the coupling to this block. The
+        # first step has none: it writes where the next one will.
+        columns = jax.lax.dynamic_update_slice_in_dim(columns, H, (j - 1) * m, 1)
+        coupling = inner(Q.T, pending.T)
+        columns = jax.lax.dynamic_update_slice(columns, coupling, (j * m, (j - 1) * m))
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, Q, j * m, 0)
+        W = product(Q.T)
+        return rows, columns, W.T, jnp.maximum(largest, largest_entry(W))
 
     carry = (
         jnp.zeros((k, n), start.dtype),
@@ -95,8 +79,32 @@ def arnoldi(
         start.T,
         jnp.zeros((), jnp.finfo(start.dtype).dtype),
     )
-    rows, columns, _, largest = jax.lax.fori_loop(0, steps, step, carry)
+    rows, columns, pending, largest = jax.lax.fori_loop(0, steps, step, carry)
+    columns = columns.at[:, k - m :].set(inner(rows.T, pending.T))
     return rows.T, columns, largest
+
+
+def _orthogonalise(
+    rows: Inexact[Array, "k n"], block: Inexact[Array, "m n"]
+) -> tuple[Inexact[Array, "m n"], Inexact[Array, "k m"]]:
+    """An orthonormal block, orthogonal to rows, and what it had in common with them."""
+
+    def another_pass(state):
+        Q, first, _, i = state
+        inside = inner(rows.T, Q.T)
+        Q, _ = orthonormalise(Q.T - combine(rows.T, inside))
+        return Q.T, jnp.where(i == 0, inside, first), largest_entry(inside), i + 1
+
+    # A residual that was rounding points anywhere, and twice is not enough for it.
+    real = jnp.finfo(block.dtype).dtype
+    limit = jnp.finfo(real).eps ** 0.5
+    k, m = rows.shape[0], block.shape[0]
+    Q, first, _, _ = jax.lax.while_loop(
+        lambda state: (state[3] < 2) | ((state[2] > limit) & (state[3] < 3)),
+        another_pass,
+        (block, jnp.zeros((k, m), block.dtype), jnp.zeros((), real), 0),
+    )
+    return Q, first
 
 
 def block_lanczos(

@@ -8,8 +8,8 @@ m - 1 or m - 2 probes is found by block Lanczos on T, without a product.
 |---|---|---|
 | T | (k, k) | projected matrix |
 | omega | (k, m) | coordinates of the probes |
-| Y | (k, (m - 1) s) | orthonormal basis of a space without one or two probes; zero columns where it has fewer dimensions |
-| g | (k,) | `(I - Y Y^*) omega_i`, of the probe i left out |
+| Y | (k, p), p = (m - 1) s | orthonormal basis of a space without one or two probes; zero columns where it has fewer dimensions |
+| g | (k,) | along `(I - Y Y^*) omega_i`, of a probe i left out |
 """
 
 from typing import NamedTuple
@@ -25,23 +25,24 @@ from ._orthogonal import matmul
 class LeftOut(NamedTuple):
     """Spaces without one probe, or without two, and what they leave of the probes.
 
-    - `spaces`: `Y` of every lane: without probe i, and then without i and i + 1.
-    - `alone[i]`: the unit vector along what space i leaves of probe i.
-    - `first[i]`, `second[i]`: what the space without i and i + 1 leaves of each.
-    - `dimensions`: of the complement, in all n dimensions, a number for each lane.
+    Lane i is without probe i, lane m + i without i and i + 1.
+
+    - `spaces`: of every lane, the columns of Y as rows.
+    - `own`: unit vectors along what a lane's space leaves of probe i.
+    - `following`: and of probe i + 1.
+    - `dimensions`: of the complement of the space, in all n dimensions.
     """
 
-    spaces: Inexact[Array, "l k p"]
-    alone: Inexact[Array, "m k"]
-    first: Inexact[Array, "m k"]
-    second: Inexact[Array, "m k"]
+    spaces: Inexact[Array, "l p k"]
+    own: Inexact[Array, "l k"]
+    following: Inexact[Array, "l k"]
     dimensions: Float[Array, " l"]
 
 
 def leave_probes_out(
     T: Inexact[Array, "k k"], omega: Inexact[Array, "k m"], n: int
 ) -> LeftOut:
-    """`LeftOut` for m >= 2 probes, in O(k^3 m) time and O(k^2 m) memory.
+    """`LeftOut` for m probes, in O(k^3 m) time and O(k^2 m) memory.
 
     Starting vectors are independent, so leaving one out leaves an independent space.
     A direction is kept if it is more than rounding: what depends on the probe left out
@@ -49,79 +50,76 @@ def leave_probes_out(
     """
     k, m = omega.shape
     steps = k // m
-    # The probes that are left out come last, as zeros: the factorisation below takes
-    # columns in turn.
-    rolled = jnp.stack([jnp.roll(omega, -(i + 1), axis=1) for i in range(m)])
-    one_out = rolled[:, :, : m - 1]
-    rolled = jnp.stack([jnp.roll(omega, -(i + 2), axis=1) for i in range(m)])
-    two_out = rolled[:, :, : m - 1] * (jnp.arange(m - 1) < m - 2)
-    starts = jnp.concatenate([one_out, two_out])
-    lanes = 2 * m
-    eps = jnp.finfo(T.dtype).eps
-    tiny = 100 * eps
+    size = jnp.linalg.norm(T)
+    tiny = 30 * jnp.finfo(T.dtype).eps
+    probes = omega.T
 
-    def step(j, carry):
-        Y, W, scale = carry
-        W = _without(Y, _without(Y, W))
-        Q, R = _qr(W)
-        kept = jnp.abs(jnp.diagonal(R, axis1=1, axis2=2)) > tiny * scale
-        Q = _without(Y, jnp.where(kept[:, None, :], Q, 0))
-        lengths = jnp.linalg.norm(Q, axis=1, keepdims=True)
-        Q = Q / jnp.where(lengths == 0, 1, lengths).astype(Q.dtype)
-        Y = jax.lax.dynamic_update_slice_in_dim(Y, Q, j * (m - 1), 2)
-        W = jnp.einsum("kj,ljp->lkp", T, Q, precision=jax.lax.Precision.HIGHEST)
-        # Of the second block on, what is rounding is told by the size of T.
-        return Y, W, jnp.linalg.norm(T)
+    def lane(i, left_out):
+        # Rows. Those left out come last, as zeros: the factorisation takes them in turn.
+        start = jnp.roll(probes, -(i + left_out), axis=0)[: m - 1]
+        start = jnp.where(jnp.arange(m - 1)[:, None] < m - left_out, start, 0)
 
-    Y = jnp.zeros((lanes, k, (m - 1) * steps), T.dtype)
-    carry = (Y, starts, jnp.linalg.norm(omega))
-    Y, _, _ = jax.lax.fori_loop(0, steps, step, carry)
-    ranks = jnp.sum(jnp.abs(Y) ** 2, axis=(1, 2))
+        def step(j, carry):
+            Y, W, scale = carry
+            Q, R = _qr(_without(Y, W).T)
+            kept = jnp.abs(jnp.diagonal(R)) > tiny * scale
+            Q = _unit_rows(_without(Y, jnp.where(kept[None, :], Q, 0).T))
+            Y = jax.lax.dynamic_update_slice_in_dim(Y, Q, j * (m - 1), 0)
+            # Of the second block on, what is rounding is told by the size of T.
+            return Y, matmul(Q, T.T), size
 
-    def left(spaces, probes):
-        g = _without(spaces, _without(spaces, probes.T[:, :, None]))[:, :, 0]
-        lengths = jnp.linalg.norm(g, axis=1, keepdims=True)
-        return g / jnp.where(lengths == 0, 1, lengths).astype(g.dtype)
+        Y = jnp.zeros(((m - 1) * steps, k), T.dtype)
+        carry = (Y, start, jnp.linalg.norm(omega))
+        Y, _, _ = jax.lax.fori_loop(0, steps, step, carry)
+        tested = jnp.stack([probes[i], probes[(i + 1) % m]])
+        tested = _unit_rows(_without(Y, _without(Y, tested)))
+        rank = jnp.sum(jnp.abs(Y) ** 2)
+        return Y, tested[0], tested[1], n - jnp.round(rank)
 
-    following = jnp.roll(omega, -1, axis=1)
-    return LeftOut(
-        Y,
-        left(Y[:m], omega),
-        left(Y[m:], omega),
-        left(Y[m:], following),
-        n - jnp.round(jnp.real(ranks)),
-    )
+    lanes = jnp.tile(jnp.arange(m), 2), jnp.repeat(jnp.array([1, 2]), m)
+    return LeftOut(*jax.lax.map(lambda x: lane(*x), lanes))
 
 
-def _without(
-    Y: Inexact[Array, "l k p"], W: Inexact[Array, "l k q"]
-) -> Inexact[Array, "l k q"]:
-    precision = jax.lax.Precision.HIGHEST
-    inside = jnp.einsum("lkp,lkq->lpq", Y.conj(), W, precision=precision)
-    return W - jnp.einsum("lkp,lpq->lkq", Y, inside, precision=precision)
+def shortened(left_out: LeftOut, omega: Inexact[Array, "k m"], n: int) -> LeftOut:
+    """Of the spaces without one probe, those of one step less."""
+    k, m = omega.shape
+    steps = k // m
+
+    def lane(Y, probe):
+        Y = Y[: (m - 1) * (steps - 1)]
+        tested = _unit_rows(_without(Y, _without(Y, probe[None])))[0]
+        return Y, tested, tested, n - jnp.round(jnp.sum(jnp.abs(Y) ** 2))
+
+    return LeftOut(*jax.vmap(lane)(left_out.spaces[:m], omega.T))
+
+
+def _without(Y: Inexact[Array, "p k"], W: Inexact[Array, "q k"]):
+    return W - matmul(matmul(W, Y.conj().T), Y)
+
+
+def _unit_rows(x: Inexact[Array, "q k"]) -> Inexact[Array, "q k"]:
+    lengths = jnp.linalg.norm(x, axis=1, keepdims=True)
+    return x / jnp.where(lengths == 0, 1, lengths).astype(x.dtype)
 
 
 @sequential_vmap
-def _qr(blocks: Inexact[Array, "l k p"]) -> tuple[Array, Array]:
-    # Of all lanes in one call.
-    q, r = jnp.linalg.qr(blocks)
+def _qr(block: Inexact[Array, "k p"]) -> tuple[Array, Array]:
+    q, r = jnp.linalg.qr(block)
     return q, r
 
 
 def coupling_of(
-    left_out: LeftOut, vectors: Inexact[Array, "k k"]
+    left_out: LeftOut, vectors: Inexact[Array, "k k"], m: int
 ) -> Inexact[Array, "k k"]:
     r"""`S^* C S` with `C = mean_i (Y_i Y_i^* + d_i g_i g_i^*)`, `E[K C K^*] = I`.
 
     With the unit vector `g_i`, uniform in the d_i-dimensional complement of the space
     without probe i, `E[d_i g_i g_i^*]` is the projector to that complement.
     """
-    m = left_out.alone.shape[0]
-    spaces, g = left_out.spaces[:m], left_out.alone
-    weights = left_out.dimensions[:m].astype(g.dtype)
     k = vectors.shape[0]
-    flat = jnp.moveaxis(spaces, 0, 1).reshape(k, -1)
-    C = matmul(flat, flat.conj().T) + matmul(g.T * weights, g.conj())
+    spaces, g = left_out.spaces[:m].reshape(-1, k), left_out.own[:m]
+    weights = left_out.dimensions[:m, None].astype(g.dtype)
+    C = matmul(spaces.T, spaces.conj()) + matmul(g.T, weights * g.conj())
     return matmul(vectors.conj().T, matmul(C / m, vectors))
 
 
@@ -139,18 +137,15 @@ class SampleWeights(NamedTuple):
 
 
 def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k k"]) -> SampleWeights:
-    m = left_out.alone.shape[0]
-    precision = jax.lax.Precision.HIGHEST
-    inside = jnp.einsum(
-        "kj,lkp->ljp", vectors.conj(), left_out.spaces, precision=precision
-    )
-    of_spaces = jnp.sum(jnp.abs(inside) ** 2, axis=2)
+    """The diagonals of `S^* C_i S`, for every lane's own matrix."""
+    lanes, p, k = left_out.spaces.shape
+    m = lanes // 2
+    inside = matmul(left_out.spaces.reshape(-1, k), vectors.conj())
+    of_spaces = jnp.sum(jnp.abs(inside.reshape(lanes, p, k)) ** 2, axis=1)
 
-    def of(g, lanes):
+    def of(g):
         tested = jnp.abs(matmul(g, vectors.conj())) ** 2
-        return of_spaces[lanes] + left_out.dimensions[lanes][:, None] * tested
+        return of_spaces + left_out.dimensions[:, None] * tested
 
-    one, two = slice(None, m), slice(m, None)
-    return SampleWeights(
-        of(left_out.alone, one), of(left_out.first, two), of(left_out.second, two)
-    )
+    own, following = of(left_out.own), of(left_out.following)
+    return SampleWeights(own[:m], own[m:], following[m:])

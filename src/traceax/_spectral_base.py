@@ -200,6 +200,24 @@ def weighted_sums(
     return jnp.sum(jnp.where(weights == 0, 0, terms), axis=-1)
 
 
+def rounding_errors(
+    function: SpectralFunction,
+    values: Float[Array, " k"],
+    weights: Float[Array, " k"],
+) -> list[Float[Array, ""]]:
+    """What errors of rounding in the operator make of each leaf's sum.
+
+    They move every eigenvalue by up to about eps times the largest: nothing to most
+    functions, much to a root or a logarithm of a small one.
+    """
+    moved = values + jnp.finfo(values.dtype).eps * jnp.max(jnp.abs(values))
+    changes = []
+    for f, f_moved in zip(function(values), function(moved), strict=True):
+        change = jnp.abs(f_moved - f)
+        changes.append(weighted_sums(jnp.abs(weights), change))
+    return changes
+
+
 def probes_and_steps(num_probes: int | None, k: int) -> tuple[int, int]:
     """How many probes, and how many steps from each, with k less at most 2 products.
 

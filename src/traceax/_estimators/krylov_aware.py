@@ -3,7 +3,6 @@
 import math
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 
 from .._frechet import SpectralBlocks
@@ -12,6 +11,7 @@ from .._leave_one_out_krylov import (
     coupling_of,
     leave_probes_out,
     sample_weights,
+    shortened,
 )
 from .._operator import apply_block, space_of
 from .._orthogonal import combine, eigh
@@ -22,6 +22,7 @@ from .._spectral_base import (
     check_probes,
     probes_and_steps,
     ritz_values,
+    rounding_errors,
     weighted_sums,
 )
 from .._standard_error import cyclic_pairs, leave_one_out_samples
@@ -95,17 +96,21 @@ class KrylovAwareEstimator(SpectralEstimator):
         values, vectors = eigh(T)
         values, result = ritz_values(values, krylov.asymmetry, operator)
         left_out = leave_probes_out(T, omega, n)
-        coupling = coupling_of(left_out, vectors)
+        coupling = coupling_of(left_out, vectors, m)
         weights = sample_weights(left_out, vectors)
+        weights_of_all = jnp.real(jnp.diagonal(coupling))
+        rounding = rounding_errors(function, values, weights_of_all)
         earlier = _quadrature_errors(function, krylov, left_out, values, vectors, n, m)
         leaves, errors, freedoms = [], [], []
-        for f, quadrature in zip(function(values), earlier, strict=True):
+        others = zip(earlier, rounding, strict=True)
+        for f, (quadrature, rounded) in zip(function(values), others, strict=True):
             samples, first, second = (weighted_sums(w, f) for w in weights)
             pairs, known = cyclic_pairs(first, second)
             magnitude = weighted_sums(weights.samples, jnp.abs(f)).mean()
             bar = leave_one_out_samples(samples, pairs, magnitude, known=known)
             leaves.append(bar.mean)
-            errors.append(jnp.hypot(bar.standard_error, quadrature))
+            error = jnp.hypot(bar.standard_error, quadrature)
+            errors.append(jnp.hypot(error, rounded))
             freedoms.append(bar.degrees_of_freedom)
         stats = {
             "num_matvecs": m * steps,
@@ -137,27 +142,16 @@ def _quadrature_errors(function, krylov, left_out, values, vectors, n, m):
     is the same: only the space that f(A) is taken in differs.
     """
     k = krylov.projected.shape[0]
-    steps = k // m
-    if m == 1 or steps == 1:
+    if m == 1 or k == m:
         return [jnp.full((), jnp.nan) for _ in function(values)]
-    shorter = jax.tree.map(lambda x: x, left_out)._replace(
-        spaces=left_out.spaces[:m, :, : (m - 1) * (steps - 1)]
-    )
-    omega = krylov.start.T
-    inside = jnp.einsum("lkp,lk->lp", shorter.spaces.conj(), omega)
-    g = omega - jnp.einsum("lkp,lp->lk", shorter.spaces, inside)
-    lengths = jnp.linalg.norm(g, axis=1, keepdims=True)
-    g = g / jnp.where(lengths == 0, 1, lengths).astype(g.dtype)
-    ranks = jnp.real(jnp.sum(jnp.abs(shorter.spaces) ** 2, axis=(1, 2)))
-    shorter = shorter._replace(alone=g, dimensions=n - jnp.round(ranks))
-    fewer = eigh(krylov.projected[: k - m, : k - m])
-    padded = jnp.zeros((k, k - m), vectors.dtype).at[: k - m].set(fewer[1])
-    differences = []
-    weights = jnp.real(jnp.diagonal(coupling_of(shorter, vectors)))
-    fewer_weights = jnp.real(jnp.diagonal(coupling_of(shorter, padded)))
-    low = jnp.min(values)
-    fewer_values = jnp.clip(fewer[0], low, jnp.max(values))
-    for f, f_fewer in zip(function(values), function(fewer_values), strict=True):
-        change = weighted_sums(weights, f) - weighted_sums(fewer_weights, f_fewer)
-        differences.append(jnp.abs(change))
-    return differences
+    shorter = shortened(left_out, krylov.start, n)
+    fewer_values, fewer_vectors = eigh(krylov.projected[: k - m, : k - m])
+    padded = jnp.zeros((k, k - m), vectors.dtype).at[: k - m].set(fewer_vectors)
+    # Rounding must not take a node out of the function's domain.
+    fewer_values = jnp.clip(fewer_values, jnp.min(values), jnp.max(values))
+    weights = jnp.real(jnp.diagonal(coupling_of(shorter, vectors, m)))
+    fewer_weights = jnp.real(jnp.diagonal(coupling_of(shorter, padded, m)))
+    return [
+        jnp.abs(weighted_sums(weights, f) - weighted_sums(fewer_weights, f_fewer))
+        for f, f_fewer in zip(function(values), function(fewer_values), strict=True)
+    ]

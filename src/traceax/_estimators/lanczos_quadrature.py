@@ -15,6 +15,7 @@ from .._spectral_base import (
     check_probes,
     probes_and_steps,
     ritz_values,
+    rounding_errors,
     weighted_sums,
 )
 from .._standard_error import independent_samples
@@ -76,23 +77,19 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         across = inner(Omega, V).reshape(m, m, steps)
         own = jnp.einsum("iir->ir", across)
         gram_weights = across * own.conj()[None]
-        fewer_values, fewer_vectors = jax.vmap(eigh)(
-            krylov.projected[:, : steps - 1, : steps - 1]
-        )
-        fewer = krylov.norms[:, None] ** 2 * fewer_vectors[:, :1, :].sum(axis=1) ** 2
-        fewer_values = jnp.clip(fewer_values, jnp.min(flat), jnp.max(flat))
+        rounding = rounding_errors(function, flat, squares.reshape(-1) / m)
+        quadrature = _quadrature_errors(function, krylov, flat)
         leaves, errors, freedoms = [], [], []
-        for leaf, f_fewer in zip(function(flat), function(fewer_values), strict=True):
+        others = zip(quadrature, rounding, strict=True)
+        for leaf, (change, rounded) in zip(function(flat), others, strict=True):
             f = leaf.reshape(m, steps)
             samples = weighted_sums(squares, f)
             norms = jnp.sqrt(weighted_sums(squares, jnp.abs(f) ** 2))
             grams = weighted_sums(gram_weights[:16, :16], f[None, :16])
             bar = independent_samples(samples, norms, grams[None])
-            change = jnp.mean(samples - weighted_sums(fewer, f_fewer))
-            # Of a single step nothing is known.
-            quadrature = jnp.abs(change) if steps > 1 else jnp.nan
             leaves.append(bar.mean)
-            errors.append(jnp.hypot(bar.standard_error, quadrature))
+            error = jnp.hypot(bar.standard_error, change)
+            errors.append(jnp.hypot(error, rounded))
             freedoms.append(bar.degrees_of_freedom)
         stats = {
             "num_matvecs": m * steps,
@@ -101,3 +98,37 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         }
         blocks = eqx.tree_at(lambda b: b.values, blocks, flat)
         return SpectralOutcome(leaves, errors, freedoms, stats, blocks)
+
+
+def _quadrature_errors(function, krylov, values):
+    """How far the mean is from its limit in the number of steps, of each leaf.
+
+    With h a third of the steps, the last h of them changed the mean by b and the h
+    before by a. If every h steps leave the fraction `r = b / a` of the error, what is
+    left is `b r / (1 - r)`. NaN for a single step, which tells nothing.
+    """
+    steps = krylov.projected.shape[1]
+    if steps == 1:
+        return [jnp.full((), jnp.nan) for _ in function(values)]
+    h = max(steps // 3, 1)
+    low, high = jnp.min(values), jnp.max(values)
+
+    def means(s):
+        nodes, vectors = jax.vmap(eigh)(krylov.projected[:, :s, :s])
+        weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
+        # Rounding must not take a node out of the function's domain.
+        leaves = function(jnp.clip(nodes, low, high))
+        return [jnp.mean(weighted_sums(weights, f)) for f in leaves]
+
+    depths = [steps, steps - h, steps - 2 * h]
+    known = [means(s) for s in depths if s >= 1]
+    errors = []
+    for means_of_leaf in zip(*known, strict=True):
+        b = jnp.abs(means_of_leaf[0] - means_of_leaf[1])
+        if len(means_of_leaf) < 3:
+            errors.append(b)
+            continue
+        a = jnp.abs(means_of_leaf[1] - means_of_leaf[2])
+        ratio = jnp.clip(b / jnp.where(a == 0, 1, a), 0, 0.9)
+        errors.append(b * ratio / (1 - ratio))
+    return errors

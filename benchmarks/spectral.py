@@ -1,0 +1,266 @@
+"""Spectral functions: accuracy at equal products, and time, beside other ways.
+
+    python benchmarks/spectral.py                 # the tables of docs/spectral-functions.md
+    python benchmarks/spectral.py accuracy        # one of accuracy, gradients, time
+
+Compared with plain stochastic Lanczos quadrature, at its best split of the products into
+probes and steps; with matfree, if it is installed (`pip install matfree==0.6.3`); and with
+a dense Cholesky factorisation. Errors are root mean squares over keys, relative to the
+truth. Times are medians of interleaved repetitions in this one process.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+
+import traceax as tx
+
+try:
+    import matfree.decomp
+    import matfree.funm
+    import matfree.stochtrace
+except ImportError:
+    matfree = None
+
+KEYS = 20
+PSD = lx.positive_semidefinite_tag
+# Probes and steps of plain quadrature, for 120 products.
+SPLITS = ((2, 60), (4, 30), (6, 20), (8, 15), (12, 10), (20, 6), (40, 3))
+
+
+def haar(n):
+    return np.linalg.qr(np.random.default_rng(5).normal(size=(n, n)))[0]
+
+
+def with_spectrum(values):
+    u = haar(len(values))
+    return (u * values) @ u.T
+
+
+def graph(n=1000, degree=10):
+    """Of edges drawn independently."""
+    drawn = np.random.default_rng(1).random((n, n)) < degree / n
+    upper = np.triu(drawn, 1).astype(float)
+    return upper + upper.T
+
+
+def preferential_graph(n=1000):
+    """Each vertex is joined to two earlier ones, likelier to those with many edges."""
+    rng = np.random.default_rng(3)
+    adjacency, ends = np.zeros((n, n)), [0, 1]
+    adjacency[0, 1] = adjacency[1, 0] = 1
+    for vertex in range(2, n):
+        for other in set(rng.choice(ends, 2)):
+            adjacency[other, vertex] = adjacency[vertex, other] = 1
+            ends += [other, vertex]
+    return adjacency
+
+
+def root_mean_square(errors):
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def accuracy():
+    """Values, at 120 products."""
+    i = np.arange(1, 1001)
+    decay = 1000 * 0.8 ** np.arange(500)
+    cases = {
+        "log det, 1000 * .8^i + 1, n = 500": (with_spectrum(decay + 1), jnp.log),
+        "tr sqrt(A), i^-2, n = 1000": (with_spectrum(i**-2.0), jnp.sqrt),
+        "tr exp(A), random graph, n = 1000": (graph(), jnp.exp),
+        "tr exp(A), preferential graph, n = 1000": (preferential_graph(), jnp.exp),
+    }
+    print("| | plain quadrature, best split | Krylov-aware | ratio | covered |")
+    print("|---|---|---|---|---|")
+    for name, (matrix, fn) in cases.items():
+        truth = float(jnp.sum(fn(jnp.clip(np.linalg.eigvalsh(matrix), -1e9))))
+        if fn is jnp.sqrt:
+            truth = float(np.sum(1.0 / i))
+        operator = lx.MatrixLinearOperator(jnp.asarray(matrix), lx.symmetric_tag)
+
+        def errors(estimator, number, fn=fn, operator=operator, truth=truth):
+            def one(key):
+                estimate = tx.trace_function(key, fn, operator, 120, estimator)
+                low, high = estimate.confidence_interval()
+                return estimate.value, (low <= truth) & (truth <= high)
+
+            values, covered = jax.lax.map(jax.jit(one), jr.split(jr.key(0), number))
+            return (
+                root_mean_square(np.asarray(values) / truth - 1),
+                float(covered.mean()),
+            )
+
+        plain = {
+            (m, s): errors(tx.LanczosQuadratureEstimator(m), KEYS)[0] for m, s in SPLITS
+        }
+        best = min(plain, key=plain.__getitem__)
+        ours, covered = errors(tx.KrylovAwareEstimator(), 5 * KEYS)
+        print(
+            f"| {name} | {plain[best]:.1e} ({best[0]} x {best[1]}) | {ours:.1e} | "
+            f"{plain[best] / ours:.3g} | {covered:.0%} |",
+            flush=True,
+        )
+
+
+#
+# Gaussian processes
+#
+
+
+def squared_distances(points):
+    squares = jnp.sum(points**2, axis=1)
+    distances = squares[:, None] + squares[None, :] - 2 * points @ points.T
+    return jnp.maximum(distances, 0)
+
+
+def kernel(parameters, distances):
+    length, amplitude, _ = parameters
+    return amplitude * jnp.exp(-distances / (2 * length**2))
+
+
+def exact_logdet(parameters, distances):
+    noise = parameters[2] * jnp.eye(len(distances), dtype=parameters.dtype)
+    factor = jnp.linalg.cholesky(kernel(parameters, distances) + noise)
+    return 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
+
+
+def logdet(parameters, distances, key, k, estimator=None):
+    operator = lx.MatrixLinearOperator(kernel(parameters, distances), PSD)
+    estimate = tx.logdet(key, operator, k, estimator, shift=parameters[2])
+    return estimate.value
+
+
+def matfree_logdet(parameters, distances, key, probes, steps):
+    def product(vector, parameters):
+        return kernel(parameters, distances) @ vector + parameters[2] * vector
+
+    assert matfree is not None
+    integrand = matfree.funm.monte_carlo_funm_sym_logdet(
+        matfree.decomp.tridiag_sym(steps)
+    )
+    like = jnp.zeros(len(distances), distances.dtype)
+    sampler = matfree.stochtrace.sampler_signs(like, num=probes)
+    estimate = matfree.stochtrace.estimator_monte_carlo(integrand, sampler)
+    return estimate(product, key, parameters)
+
+
+def diabetes():
+    from sklearn.datasets import load_diabetes  # noqa: PLC0415
+
+    points = load_diabetes().data
+    return squared_distances(jnp.asarray(points / points.std(axis=0)))
+
+
+def plane(n, dtype=jnp.float64):
+    return squared_distances(
+        jnp.asarray(np.random.default_rng(4).random((n, 2)), dtype)
+    )
+
+
+def gradients():
+    """With respect to length scale, amplitude and noise."""
+    grid = plane(1000)
+    cases = {
+        "diabetes, n = 442": (diabetes(), (3.0, 1.0, 0.1), (100, 200, 440)),
+    }
+    for length in (0.1, 0.2, 0.5):
+        for noise in (1e-1, 1e-3):
+            name = f"plane, n = 1000, length {length}, noise {noise}"
+            cases[name] = (grid, (length, 1.0, noise), (200,))
+    print("| | estimator | products | length | amplitude | noise |")
+    print("|---|---|---|---|---|---|")
+    for name, (distances, given, budgets) in cases.items():
+        parameters = jnp.asarray(given)
+        truth = jax.grad(exact_logdet)(parameters, distances)
+        ways = {("Krylov-aware", k): functools.partial(logdet, k=k) for k in budgets}
+        k = budgets[-1]
+        plain = tx.LanczosQuadratureEstimator(k // 10 if len(budgets) == 1 else k // 25)
+        ways["plain quadrature", k] = functools.partial(logdet, k=k, estimator=plain)
+        if matfree is not None and len(budgets) == 1:
+            ways["matfree, 20 x 10", 200] = functools.partial(
+                matfree_logdet, probes=20, steps=10
+            )
+        for (way, k), fn in ways.items():
+            gradient = jax.jit(
+                jax.grad(lambda p, key, fn=fn, d=distances: fn(p, d, key))
+            )
+            found = np.stack(
+                [gradient(parameters, key) for key in jr.split(jr.key(0), KEYS)]
+            )
+            errors = [root_mean_square(x) for x in (found / np.asarray(truth) - 1).T]
+            row = " | ".join(f"{x:.1e}" for x in errors)
+            print(f"| {name} | {way} | {k} | {row} |", flush=True)
+
+
+def interleaved(functions, repetitions=7):
+    """Median times, in seconds, after one call that compiles."""
+    times = {name: [] for name in functions}
+    for fn in functions.values():
+        jax.block_until_ready(fn())
+    for _ in range(repetitions):
+        for name, fn in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(fn())
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(x) for name, x in times.items()}
+
+
+def timed():
+    """Value and gradient."""
+    key = jr.key(0)
+
+    def both(fn, parameters, distances):
+        program = jax.jit(jax.value_and_grad(fn))
+        return lambda: program(parameters, distances)
+
+    print("| | time | error of value | error of gradient |")
+    print("|---|---|---|---|")
+    for n, dtype, noise, budgets in (
+        (1000, jnp.float64, 1e-1, (100, 200)),
+        (4000, jnp.float32, 1e-1, (60, 120)),
+    ):
+        distances = plane(n, dtype)
+        parameters = jnp.asarray((0.2, 1.0, noise), dtype)
+        ways = {"Cholesky": both(exact_logdet, parameters, distances)}
+        for k in budgets:
+            ours = functools.partial(logdet, key=key, k=k)
+            ways[f"Krylov-aware, {k}"] = both(ours, parameters, distances)
+        if n == 1000:
+            plain = tx.LanczosQuadratureEstimator(20)
+            ours = functools.partial(logdet, key=key, k=200, estimator=plain)
+            ways["plain quadrature, 20 x 10"] = both(ours, parameters, distances)
+            if matfree is not None:
+                theirs = functools.partial(matfree_logdet, key=key, probes=20, steps=10)
+                ways["matfree, 20 x 10"] = both(theirs, parameters, distances)
+        medians = interleaved(ways)
+        exact = [np.asarray(x, np.float64) for x in ways["Cholesky"]()]
+        for name, fn in ways.items():
+            value, gradient = fn()
+            print(
+                f"| n = {n}, {jnp.dtype(dtype).name}, {name} | "
+                f"{1e3 * medians[name]:.0f} ms | {abs(value / exact[0] - 1):.1e} | "
+                f"{np.max(np.abs(gradient / exact[1] - 1)):.1e} |",
+                flush=True,
+            )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    tables = {"accuracy": accuracy, "gradients": gradients, "time": timed}
+    parser.add_argument("tables", nargs="*", choices=[*tables, []])
+    chosen = parser.parse_args().tables or tables
+    jax.config.update("jax_enable_x64", True)
+    for name in chosen:
+        print(f"\n{name}: {tables[name].__doc__}\n")
+        tables[name]()
+
+
+if __name__ == "__main__":
+    main()
