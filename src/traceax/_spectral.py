@@ -23,6 +23,7 @@ def trace_function(
     k: int,
     estimator: SpectralEstimator | None = None,
     *,
+    lower: ArrayLike | None = None,
     throw: bool = True,
 ) -> Estimate:
     r"""Estimates `tr f(A)`, the sum of `f` over the eigenvalues, from at most `k` products.
@@ -46,6 +47,8 @@ def trace_function(
         exact.
     - `estimator`: a [`traceax.SpectralEstimator`][]; by default
         [`traceax.KrylovAwareEstimator`][].
+    - `lower`: a real scalar that no eigenvalue is below, where one is known. With
+        [`traceax.LanczosQuadratureEstimator`][] it makes the error bar a bound.
     - `throw`: whether a failure raises an error at run time, or is only reported in
         `result`.
 
@@ -64,10 +67,10 @@ def trace_function(
         finite on its spectrum, and whatever [`traceax.RESULTS`][] names.
     """
     where = "traceax.trace_function"
-    return _estimate(where, key, fn, operator, k, estimator, throw)
+    return _estimate(where, key, fn, operator, k, estimator, throw, lower=lower)
 
 
-def _estimate(where, key, fn, operator, k, estimator, throw) -> Estimate:
+def _estimate(where, key, fn, operator, k, estimator, throw, *, lower=None) -> Estimate:
     key = init_state(key, operator, where).key
     k = check_budget(k, where)
     if estimator is None:
@@ -78,7 +81,8 @@ def _estimate(where, key, fn, operator, k, estimator, throw) -> Estimate:
             f"{estimator!r}; pass an instance, such as "
             "traceax.KrylovAwareEstimator()."
         )
-    return estimator.estimate(estimator.init(key, operator, fn), k, throw=throw)
+    state = estimator.init(key, operator, fn, lower=lower)
+    return estimator.estimate(state, k, throw=throw)
 
 
 def logdet(
@@ -107,8 +111,8 @@ def logdet(
     **Returns:** a [`traceax.Estimate`][].
     """
     where = "traceax.logdet"
-    operator = _shifted(operator, shift, where)
-    return _estimate(where, key, jnp.log, operator, k, estimator, throw)
+    operator, lower = _shifted(operator, shift, where)
+    return _estimate(where, key, jnp.log, operator, k, estimator, throw, lower=lower)
 
 
 def trace_inverse(
@@ -131,8 +135,10 @@ def trace_inverse(
     **Returns:** a [`traceax.Estimate`][].
     """
     where = "traceax.trace_inverse"
-    operator = _shifted(operator, shift, where)
-    return _estimate(where, key, _reciprocal, operator, k, estimator, throw)
+    operator, lower = _shifted(operator, shift, where)
+    return _estimate(
+        where, key, _reciprocal, operator, k, estimator, throw, lower=lower
+    )
 
 
 def schatten_norm(
@@ -291,12 +297,12 @@ def _identity(x):
 
 def _shifted(
     operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str
-) -> lx.AbstractLinearOperator:
-    """`A + shift I`, tagged as A is where the shift is known to keep it so."""
+) -> tuple[lx.AbstractLinearOperator, Float[Array, ""] | None]:
+    """`A + shift I`, and what no eigenvalue of it is below, if A is semidefinite."""
     if not isinstance(operator, lx.AbstractLinearOperator):
-        return operator  # refused later
+        return operator, None  # refused later
     if isinstance(shift, int | float) and shift == 0:
-        return operator
+        return operator, None
     if jnp.shape(shift) != () or jnp.iscomplexobj(shift):
         raise ValueError(
             f"{where}: shift must be a real scalar, got one of shape "
@@ -306,7 +312,8 @@ def _shifted(
     scalar = jnp.asarray(shift).astype(jnp.finfo(dtype).dtype)
     identity = lx.IdentityLinearOperator(operator.in_structure())
     total = operator + identity * scalar
-    known = isinstance(shift, int | float) and shift >= 0
-    if known and is_positive_semidefinite(operator):
+    if not is_positive_semidefinite(operator):
+        return total, None
+    if isinstance(shift, int | float) and shift > 0:
         total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
-    return total
+    return total, jax.lax.stop_gradient(scalar)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, Key, PyTree
+from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from ._base import check_budget, init_state
 from ._estimate import RESULTS, Estimate, raise_failure
@@ -26,11 +26,13 @@ class SpectralState(eqx.Module):
     - `key`: a typed key.
     - `operator`: a symmetric or Hermitian operator.
     - `function`: of its eigenvalues.
+    - `lower`: a number that no eigenvalue is below, or `None`.
     """
 
     key: Key[Array, ""]
     operator: lx.AbstractLinearOperator
     function: SpectralFunction
+    lower: Float[Array, ""] | None = None
 
 
 class SpectralOutcome(NamedTuple):
@@ -57,7 +59,12 @@ class SpectralEstimator(eqx.Module):
     """
 
     def init(
-        self, key: Key[Array, ""], operator: lx.AbstractLinearOperator, fn: Any
+        self,
+        key: Key[Array, ""],
+        operator: lx.AbstractLinearOperator,
+        fn: Any,
+        *,
+        lower: ArrayLike | None = None,
     ) -> SpectralState:
         """Checks of key, operator and function.
 
@@ -66,13 +73,18 @@ class SpectralEstimator(eqx.Module):
         - `key`: a single key, typed or legacy.
         - `operator`: a square lineax operator.
         - `fn`: from a real scalar to a scalar, or a PyTree of scalars.
+        - `lower`: a real scalar that no eigenvalue is below, where it is known. An
+            estimator may take it for its error bar.
 
         **Raises:** as [`traceax.trace_function`][].
         """
         where = f"{type(self).__name__}.init"
         state = init_state(key, operator, where)
         real = space_of(operator).real_dtype
-        return SpectralState(state.key, operator, spectral_function(fn, real, where))
+        function = spectral_function(fn, real, where)
+        if lower is not None:
+            lower = jnp.asarray(lower).astype(real)
+        return SpectralState(state.key, operator, function, lower)
 
     @abc.abstractmethod
     def compute(self, state: SpectralState, k: int) -> SpectralOutcome:

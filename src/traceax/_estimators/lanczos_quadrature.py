@@ -38,8 +38,13 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     | products | m s, k less at most 2 |
     | beyond the products | O(n k s) time, three n x k blocks; derivatives hold five |
     | bias | of the quadrature; none where f is a polynomial of degree 2 s - 1 |
-    | standard error | of probes, from their spread; and of the quadrature, from its last step |
+    | standard error | of probes, from their spread; and of the quadrature, from its last steps or a bracket (below) |
     | derivative | `tr((F o C) V^* dA V)` with the Ritz vectors V of all probes, k products with dA; second ones take 4 k more |
+
+    *The error of the quadrature* is extrapolated from its last steps. Where a number is
+    known that no eigenvalue is below (a shift of a semidefinite operator, in
+    [`traceax.logdet`][]) it is the distance between Gauss and Gauss-Radau rules instead,
+    which bracket the truth if derivatives of the function alternate in sign.
 
     **Arguments:**
 
@@ -78,7 +83,10 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         own = jnp.einsum("iir->ir", across)
         gram_weights = across * own.conj()[None]
         rounding = rounding_errors(function, flat, squares.reshape(-1) / m)
-        quadrature = _quadrature_errors(function, krylov, flat)
+        if state.lower is None or steps == 1:
+            quadrature = _quadrature_errors(function, krylov, flat)
+        else:
+            quadrature = _bracket(function, krylov, flat, state.lower)
         leaves, errors, freedoms = [], [], []
         others = zip(quadrature, rounding, strict=True)
         for leaf, (change, rounded) in zip(function(flat), others, strict=True):
@@ -98,6 +106,33 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         }
         blocks = eqx.tree_at(lambda b: b.values, blocks, flat)
         return SpectralOutcome(leaves, errors, freedoms, stats, blocks)
+
+
+def _bracket(function, krylov, values, lower):
+    """How far Gauss rules are from Gauss-Radau rules with a node at `lower`.
+
+    For a function whose derivatives alternate in sign, such as a logarithm or an
+    inverse, the truth lies between the two.
+    """
+    projected = krylov.projected
+    theta, vectors = jax.vmap(eigh)(projected[:, :-1, :-1])
+    beta = projected[:, -1, -2]
+    distance = theta - lower
+    # A Ritz value at the end of the spectrum is that end: there is nothing to add.
+    tiny = jnp.finfo(theta.dtype).eps * jnp.max(jnp.abs(theta))
+    safe = jnp.where(distance > tiny, distance, 1)
+    terms = jnp.where(distance > tiny, vectors[:, -1, :] ** 2 / safe, 0)
+    last = lower + beta**2 * jnp.sum(terms, axis=1)
+    nodes, vectors = jax.vmap(eigh)(projected.at[:, -1, -1].set(last))
+    weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
+    radau = function(jnp.maximum(nodes, lower))
+    nodes, vectors = jax.vmap(eigh)(projected)
+    gauss_weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
+    gauss = function(values.reshape(nodes.shape))
+    return [
+        jnp.abs(jnp.mean(weighted_sums(gauss_weights, f) - weighted_sums(weights, g)))
+        for f, g in zip(gauss, radau, strict=True)
+    ]
 
 
 def _quadrature_errors(function, krylov, values):
