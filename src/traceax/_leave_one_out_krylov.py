@@ -80,13 +80,15 @@ def leave_probes_out(
     return LeftOut(*jax.lax.map(lambda x: lane(*x), lanes))
 
 
-def shortened(left_out: LeftOut, omega: Inexact[Array, "k m"], n: int) -> LeftOut:
-    """Of the spaces without one probe, those of one step less."""
+def shortened(
+    left_out: LeftOut, omega: Inexact[Array, "k m"], n: int, fewer: int
+) -> LeftOut:
+    """Of the spaces without one probe, those of some steps less."""
     k, m = omega.shape
     steps = k // m
 
     def lane(Y, probe):
-        Y = Y[: (m - 1) * (steps - 1)]
+        Y = Y[: (m - 1) * (steps - fewer)]
         tested = _unit_rows(_without(Y, _without(Y, probe[None])))[0]
         return Y, tested, tested, n - jnp.round(jnp.sum(jnp.abs(Y) ** 2))
 

@@ -136,22 +136,41 @@ def _unit_probes(omega, vectors, n):
 
 
 def _quadrature_errors(function, krylov, left_out, values, vectors, n, m):
-    """What one step less would change: an estimate of what is left to change.
+    """How far each leaf is from its limit in the number of steps.
 
-    The spaces without a probe are those of one step less, too, and what is integrated
-    is the same: only the space that f(A) is taken in differs.
+    With spaces without a probe of one step less, and f(A) taken in the space of one step
+    less, one step more of the latter changes the sum by b. The step before it changed
+    it by a, measured likewise. If a step leaves the fraction `r = b / a` of the error,
+    what is left is `b r / (1 - r)`. No less than b is taken, and no more than 2 b: the
+    spaces without a probe change by a little forever. NaN for a single step, which tells
+    nothing.
     """
     k = krylov.projected.shape[0]
-    if m == 1 or k == m:
+    steps = k // m
+    if m == 1 or steps == 1:
         return [jnp.full((), jnp.nan) for _ in function(values)]
-    shorter = shortened(left_out, krylov.start, n)
-    fewer_values, fewer_vectors = eigh(krylov.projected[: k - m, : k - m])
-    padded = jnp.zeros((k, k - m), vectors.dtype).at[: k - m].set(fewer_vectors)
     # Rounding must not take a node out of the function's domain.
-    fewer_values = jnp.clip(fewer_values, jnp.min(values), jnp.max(values))
-    weights = jnp.real(jnp.diagonal(coupling_of(shorter, vectors, m)))
-    fewer_weights = jnp.real(jnp.diagonal(coupling_of(shorter, padded, m)))
-    return [
-        jnp.abs(weighted_sums(weights, f) - weighted_sums(fewer_weights, f_fewer))
-        for f, f_fewer in zip(function(values), function(fewer_values), strict=True)
-    ]
+    low, high = jnp.min(values), jnp.max(values)
+
+    def ritz_pairs(depth):
+        theta, S = eigh(krylov.projected[: m * depth, : m * depth])
+        padded = jnp.zeros((k, m * depth), S.dtype).at[: m * depth].set(S)
+        return jnp.clip(theta, low, high), padded
+
+    spaces = [(values, vectors)]
+    changes = []
+    for fewer in range(1, min(steps, 3)):
+        shorter = shortened(left_out, krylov.start, n, fewer)
+        spaces.append(ritz_pairs(steps - fewer))
+        sums = []
+        for theta, S in spaces[-2:]:
+            weights = jnp.real(jnp.diagonal(coupling_of(shorter, S, m)))
+            sums.append([weighted_sums(weights, f) for f in function(theta)])
+        changes.append([jnp.abs(x - y) for x, y in zip(*sums, strict=True)])
+    if len(changes) == 1:
+        return changes[0]
+    errors = []
+    for b, a in zip(*changes, strict=True):
+        ratio = jnp.clip(b / jnp.where(a == 0, 1, a), 0, 2 / 3)
+        errors.append(b * jnp.maximum(1, ratio / (1 - ratio)))
+    return errors
