@@ -1,5 +1,6 @@
 """Traces of functions of an operator: log-determinants, inverses, norms, densities."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -251,14 +252,20 @@ class SpectralDensity(eqx.Module):
 
     def count(self, upper: Real[Array, "..."]) -> Float[Array, "..."]:
         """How many eigenvalues are at most `upper`."""
-        below = self.points <= jnp.asarray(upper)[..., None]
-        return jnp.sum(jnp.where(below, self.weights, 0), axis=-1)
+
+        def of(bound):
+            return jnp.sum(jnp.where(self.points <= bound, self.weights, 0))
+
+        return jnp.vectorize(of)(jnp.asarray(upper))
 
     def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
         """Eigenvalues per unit, every point spread to a normal density of `width`."""
-        z = (jnp.asarray(at)[..., None] - self.points) / width
-        bells = jnp.exp(-(z**2) / 2) / (width * jnp.sqrt(2 * jnp.pi))
-        return jnp.sum(self.weights * bells.astype(self.weights.dtype), axis=-1)
+
+        def of(point):
+            z = (point.astype(self.points.dtype) - self.points) / width
+            return jnp.sum(self.weights * jnp.exp(-(z**2) / 2))
+
+        return jnp.vectorize(of)(jnp.asarray(at)) / (width * math.sqrt(2 * math.pi))
 
 
 def spectral_density(

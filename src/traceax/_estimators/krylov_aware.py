@@ -131,7 +131,7 @@ class KrylovAwareEstimator(SpectralEstimator):
 def _unit_probes(omega, vectors, n):
     """Ritz coordinates of the probes, `n / m` the square of their length."""
     m = omega.shape[1]
-    lengths = jnp.linalg.norm(omega, axis=0)
+    lengths = jnp.linalg.norm(omega, axis=0, keepdims=True)
     return vectors.conj().T @ (omega * (math.sqrt(n / m) / lengths).astype(omega.dtype))
 
 
