@@ -28,9 +28,10 @@ class RESULTS(eqx.Enumeration):
         "by zero, a logarithm or root of a negative number, an exponential)."
     )
     overflow = (
-        "The estimate is not finite: products with the operator, or the sums that the "
-        "estimator takes of them, exceed the largest number of their dtype. Scale the "
-        "operator down and the estimate up again, or use a dtype of wider range."
+        "The estimate is not finite: products with the operator, a function of its "
+        "eigenvalues, or the sums that the estimator takes of them exceed the largest "
+        "number of their dtype. Scale the operator down and the estimate up again, or "
+        "use a dtype of wider range."
     )
     solver_failed = (
         "The estimate is not finite: a linear solve inside the operator failed. Give "

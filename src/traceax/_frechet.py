@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._krylov import KrylovSpaces, arnoldi
@@ -105,8 +106,9 @@ class SpectralBlocks(eqx.Module):
         differences = divided_differences(function, self.values, self.values)
         corrections = _second_order(operator, self, function)
         for F, correction in zip(differences, corrections, strict=True):
-            inside = F.conj() * self.coupling
-            Z = combine(V.astype(inside.dtype), inside) + correction
+            dtype = np.result_type(F.dtype, V.dtype)
+            inside = F.conj().astype(dtype) * self.coupling.astype(dtype)
+            Z = combine(V.astype(dtype), inside) + correction.astype(dtype)
             total = jnp.sum(column_dots(Z, W.astype(Z.dtype)))
             totals.append(total if jnp.iscomplexobj(F) else jnp.real(total))
         return totals
@@ -224,14 +226,14 @@ def frechet(
 
         def forward(_, W, i=i):
             values, G = _space(operator, W, blocks)
-            inside = (weights(values, i) * inner(G, W)).astype(W.dtype)
+            inside = weights(values, i).astype(W.dtype) * inner(G, W)
             return combine(G, matmul(inside, D))
 
         def backward(_, cotangent, i=i):
             Y = cotangent.conj()
             values, G = _space(operator, Y, blocks)
             inside = matmul(inner(G, Y), D)
-            inside = (weights(values, i) * inside).astype(Y.dtype)
+            inside = weights(values, i).astype(Y.dtype) * inside
             return combine(G, inside).conj()
 
         # A linear function with its transpose: nothing is solved, and the identity

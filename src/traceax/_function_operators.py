@@ -30,6 +30,7 @@ from ._operator import (
 )
 from ._orthogonal import combine
 from ._spectral_function import SpectralFunction, spectral_function
+from ._stream import without_numpy
 
 
 class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
@@ -77,6 +78,7 @@ class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
     ):
         where = "traceax.MatrixFunctionLinearOperator"
         space = check_operator(operator, where)
+        num_steps = without_numpy(num_steps)
         if isinstance(num_steps, bool) or not isinstance(num_steps, int):
             raise TypeError(
                 f"{where}: num_steps must be an int, got {num_steps!r} of type "
@@ -139,7 +141,7 @@ def _spaces(operator, x, steps):
 def _product(operator, function, x, steps) -> Inexact[Array, " n"]:
     blocks = _spaces(operator, x, steps)
     (f,) = function(blocks.values)
-    return combine(blocks.basis, (f[:, None] * blocks.probes).astype(x.dtype))[:, 0]
+    return combine(blocks.basis, f[:, None].astype(x.dtype) * blocks.probes)[:, 0]
 
 
 def _linear_product(operator, function, x, steps) -> Inexact[Array, " n"]:
@@ -178,7 +180,7 @@ def _apply_jvp(primals, tangents):
 
         def of(fn):
             (f,) = fn(blocks.values)
-            inside = (f[:, None] * blocks.probes).astype(x.dtype)
+            inside = f[:, None].astype(x.dtype) * blocks.probes
             return combine(blocks.basis, inside)[:, 0]
 
         t_y = t_y + eqx.filter_jvp(of, (function,), (t_function,))[1]
@@ -196,6 +198,8 @@ def _apply_jvp(primals, tangents):
 
 
 def _apply_general(operator, function, x, steps) -> Inexact[Array, " n"]:
+    operator, function = not_again((operator, function))
+
     def product(x):
         K, H, _ = arnoldi(lambda X: apply_block(operator, X), x[:, None], steps)
         values, vectors = jnp.linalg.eig(H)
@@ -208,8 +212,7 @@ def _apply_general(operator, function, x, steps) -> Inexact[Array, " n"]:
     def forward(_, x):
         return product(x)
 
-    solved = jax.lax.custom_linear_solve(lambda x: x, x, forward)
-    return solved + constant_in((operator, function), jnp.zeros((), x.dtype))
+    return jax.lax.custom_linear_solve(lambda x: x, x, forward)
 
 
 class InverseLinearOperator(lx.AbstractLinearOperator):

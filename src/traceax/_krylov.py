@@ -21,13 +21,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float, Inexact, Int
 
 from ._orthogonal import (
     column_norms,
     combine,
     inner,
     largest_entry,
+    noise,
     orthonormalise,
 )
 
@@ -63,7 +64,7 @@ def arnoldi(
     # What a loop carries is laid out as it is written: a vector after the other.
     def step(j, carry):
         rows, columns, pending, largest = carry
-        Q, H = _orthogonalise(rows, pending)
+        Q, H = _orthogonalise(rows, pending, j)
         # The column of the step before, and below it the coupling to this block. The
         # first step has none: it writes where the next one will.
         columns = jax.lax.dynamic_update_slice_in_dim(columns, H, (j - 1) * m, 1)
@@ -85,20 +86,26 @@ def arnoldi(
 
 
 def _orthogonalise(
-    rows: Inexact[Array, "k n"], block: Inexact[Array, "m n"]
+    rows: Inexact[Array, "k n"], block: Inexact[Array, "m n"], number: Int[Array, ""]
 ) -> tuple[Inexact[Array, "m n"], Inexact[Array, "k m"]]:
     """An orthonormal block, orthogonal to rows, and what it had in common with them."""
 
     def another_pass(state):
         Q, first, _, i = state
         inside = inner(rows.T, Q.T)
-        Q, _ = orthonormalise(Q.T - combine(rows.T, inside))
+        rest = Q - combine(rows.T, inside).T
+        # Exact zeros are filled in, and by other directions for every block.
+        largest = largest_entry(rest)
+        rounding = jnp.where(largest == 0, 1, eps * largest).astype(block.dtype)
+        Q, _ = orthonormalise((rest + rounding * fill).T)
         return Q.T, jnp.where(i == 0, inside, first), largest_entry(inside), i + 1
 
     # A residual that was rounding points anywhere, and twice is not enough for it.
     real = jnp.finfo(block.dtype).dtype
-    limit = jnp.finfo(real).eps ** 0.5
-    k, m = rows.shape[0], block.shape[0]
+    eps = jnp.finfo(real).eps
+    limit = eps**0.5
+    k, (m, n) = rows.shape[0], block.shape
+    fill = noise(m, n, block.dtype, number + 1)
     Q, first, _, _ = jax.lax.while_loop(
         lambda state: (state[3] < 2) | ((state[2] > limit) & (state[3] < 3)),
         another_pass,
@@ -140,11 +147,14 @@ class KrylovSpaces(NamedTuple):
         has fewer dimensions.
     - `projected`: tridiagonal matrices.
     - `norms`: of the starting vectors, which are `norms * basis[0]`.
+    - `asymmetry`: the largest coefficient that a Hermitian operator would not have,
+        relative to the largest norm of a product.
     """
 
     basis: Inexact[Array, "s m n"]
     projected: Float[Array, "m s s"]
     norms: Float[Array, " m"]
+    asymmetry: Float[Array, ""]
     largest_product: Float[Array, ""]
 
 
@@ -161,40 +171,52 @@ def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> Krylo
     norms = column_norms(start)
     unit = start.T / jnp.where(norms == 0, 1, norms)[:, None].astype(dtype)
 
-    def without(basis, vectors):
-        # The part of each vector that is orthogonal to its own space.
-        precision = jax.lax.Precision.HIGHEST
-        inside = jnp.einsum("jmn,mn->jm", basis.conj(), vectors, precision=precision)
-        return vectors - jnp.einsum("jmn,jm->mn", basis, inside, precision=precision)
+    precision = jax.lax.Precision.HIGHEST
+
+    def inside(basis, vectors):
+        # The part of each vector in its own space.
+        return jnp.einsum("jmn,mn->jm", basis.conj(), vectors, precision=precision)
+
+    def without(basis, vectors, parts):
+        return vectors - jnp.einsum("jmn,jm->mn", basis, parts, precision=precision)
 
     def step(j, carry):
-        basis, alphas, betas, scale, largest = carry
+        basis, alphas, betas, scale, foreign, largest = carry
         vectors = basis[j]
         W = product(vectors.T)
         largest = jnp.maximum(largest, largest_entry(W))
         W = W.T
-        alpha = jnp.real(jnp.sum(vectors.conj() * W, axis=1))
-        alphas = alphas.at[j].set(alpha)
+        parts = inside(basis, W)
+        alpha = jnp.real(parts[j])
         scale = jnp.maximum(scale, column_norms(W.T))
-        residual = without(basis, without(basis, W))
+        # A Hermitian operator couples a vector to its neighbours only, and alike.
+        expected = jnp.zeros_like(alphas).at[j].set(alpha)
+        coupling = jnp.where(j > 0, betas[j - 1], 0)
+        expected = jnp.where(jnp.arange(steps)[:, None] == j - 1, coupling, expected)
+        unexpected = jnp.max(jnp.abs(parts - expected.astype(dtype)))
+        alphas = alphas.at[j].set(alpha)
+        residual = without(basis, W, parts)
+        residual = without(basis, residual, inside(basis, residual))
         beta = column_norms(residual.T)
         grows = beta > 10 * eps * scale
-        safe = jnp.where(grows, beta, 1)[:, None].astype(dtype)
-        following = without(basis, residual / safe)
+        following = residual / jnp.where(grows, beta, 1)[:, None].astype(dtype)
+        following = without(basis, following, inside(basis, following))
         lengths = column_norms(following.T)
-        following = following / jnp.where(lengths == 0, 1, lengths)[:, None].astype(
-            dtype
-        )
-        following = jnp.where(grows[:, None], following, 0)
+        safe = jnp.where(lengths == 0, 1, lengths)[:, None].astype(dtype)
+        following = jnp.where(grows[:, None], following / safe, 0)
         # The last step writes nothing: there is no vector after it.
         basis = basis.at[j + 1].set(following, mode="drop")
         betas = betas.at[j].set(jnp.where(grows, beta, 0))
-        return basis, alphas, betas, scale, largest
+        return basis, alphas, betas, scale, jnp.maximum(foreign, unexpected), largest
 
     zeros = jnp.zeros((steps, m), real)
     basis = jnp.zeros((steps, m, n), dtype).at[0].set(unit)
-    carry = (basis, zeros, zeros, jnp.zeros(m, real), jnp.zeros((), real))
-    basis, alphas, betas, _, largest = jax.lax.fori_loop(0, steps, step, carry)
+    nothing = jnp.zeros((), real)
+    carry = (basis, zeros, zeros, jnp.zeros(m, real), nothing, nothing)
+    carry = jax.lax.fori_loop(0, steps, step, carry)
+    basis, alphas, betas, scale, foreign, largest = carry
+    size = jnp.max(scale)
+    asymmetry = foreign / jnp.where(size == 0, 1, size)
     alive = jnp.cumprod(
         jnp.concatenate([jnp.ones((1, m), bool), betas[:-1] > 0]), axis=0
     )
@@ -206,4 +228,4 @@ def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> Krylo
     projected = projected.at[:, rows + 1, rows].set(off)
     diagonal = jnp.arange(steps)
     projected = projected.at[:, diagonal, diagonal].set(alphas.T)
-    return KrylovSpaces(basis, projected, norms, largest)
+    return KrylovSpaces(basis, projected, norms, asymmetry, largest)

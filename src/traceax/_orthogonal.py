@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
 from ._hash import signs
 from ._sharding import (
@@ -77,7 +77,7 @@ def orthonormalise(
     def fill():
         eps = jnp.finfo(block.dtype).eps
         unit = (1 / scale).astype(block.dtype)
-        filled = rows * unit + float(eps) * _noise(k, n, block.dtype)
+        filled = rows * unit + float(eps) * noise(k, n, block.dtype)
         return filled, _scaled(jnp.eye(k, dtype=block.dtype)), jnp.array(False)
 
     # Where the inverse divided by the scale would over- or underflow, too.
@@ -103,8 +103,10 @@ def _householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
     return q, r
 
 
-def _noise(k: int, n: int, dtype) -> Inexact[Array, "k n"]:
+def noise(k: int, n: int, dtype, number: ArrayLike = 0) -> Inexact[Array, "k n"]:
+    """Rows of signs, the same ones for the same number."""
     key_words = jax.lax.iota(jnp.uint32, 3 * k).reshape(k, 3)
+    key_words = key_words + jnp.asarray(number).astype(jnp.uint32) * (3 * k)
     real = jnp.finfo(dtype).dtype
     return signs(key_words, n, real).astype(dtype)
 

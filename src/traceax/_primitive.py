@@ -25,6 +25,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._estimate import RESULTS, UNKNOWN, known_or
@@ -82,7 +83,7 @@ def _evaluate(problem: Problem):
         if real or (function is not None and not jnp.iscomplexobj(value)):
             return jnp.real(value).astype(real_dtype)
         return value.astype(
-            jnp.promote_types(space.dtype, value.dtype)
+            np.result_type(space.dtype, value.dtype)
             if function is not None
             else space.dtype
         )
@@ -160,6 +161,7 @@ def _abstract_eval(problem, blocks):
 @eqxi.filter_primitive_jvp
 def _jvp(primals, tangents):
     problem, blocks = primals
+    problem = jtu.tree_map(_as_jax_array, problem)
     t_problem = tangents[0]
     outcome, frozen = eqxi.filter_primitive_bind(estimate_trace_p, problem, True)
     if isinstance(frozen, SpectralBlocks):
@@ -176,6 +178,13 @@ def _jvp(primals, tangents):
     if not blocks:
         return outcome, t_outcome
     return (outcome, frozen), (t_outcome, jtu.tree_map(lambda _: None, frozen))
+
+
+def _as_jax_array(x):
+    # Constants of a staged program come as a subclass of NumPy's arrays, which operators
+    # need not know.
+    staged = isinstance(x, np.ndarray) and type(x) is not np.ndarray
+    return jnp.asarray(x) if staged else x
 
 
 def _like(value, t_value):

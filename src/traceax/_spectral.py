@@ -14,6 +14,7 @@ from ._base import check_budget, init_state
 from ._estimate import Estimate
 from ._estimators.krylov_aware import KrylovAwareEstimator
 from ._operator import is_positive_semidefinite, space_of
+from ._orthogonal import largest_entry, power_of_two_scale
 from ._spectral_base import SpectralEstimator
 
 
@@ -165,19 +166,30 @@ def schatten_norm(
     where = "traceax.schatten_norm"
     if isinstance(p, int | float) and p <= 0:
         raise ValueError(f"{where}: p must be positive, got {p}.")
-    space = init_state(key, operator, where)
-    real = space_of(space.operator).real_dtype
-    power = jnp.asarray(p, real)
-    total = _estimate(where, key, _Power(power), operator, k, estimator, throw)
+    space = space_of(init_state(key, operator, where).operator)
+    power = jnp.asarray(p, space.real_dtype)
+    # Powers of large or small eigenvalues leave the range of numbers.
+    unit = _size_of_parameters(operator, space.real_dtype)
+    scaled = operator * (1 / unit).astype(space.dtype)
+    total = _estimate(where, key, _Power(power), scaled, k, estimator, throw)
     # The root of a sum, and the slope there for its error.
     positive = total.value > 0
     safe = jnp.where(positive, total.value, 1)
     exponent = (1 / power).astype(safe.dtype)
-    value = jnp.where(positive, safe**exponent, 0)
+    value = jnp.where(positive, unit.astype(safe.dtype) * safe**exponent, 0)
     slope = jnp.where(positive, value / (safe / exponent), 1)
     error = total._standard_error
     error = jnp.where(error < 0, error, error * jax.lax.stop_gradient(slope))
     return eqx.tree_at(lambda e: (e.value, e._standard_error), total, (value, error))
+
+
+def _size_of_parameters(operator: lx.AbstractLinearOperator, real) -> Float[Array, ""]:
+    """A power of two next to the largest of the operator's parameters, or 1."""
+    leaves = [x for x in jax.tree.leaves(operator) if eqx.is_inexact_array(x)]
+    sizes = [largest_entry(x).astype(real) for x in leaves]
+    if not sizes:
+        return jnp.ones((), real)
+    return jax.lax.stop_gradient(power_of_two_scale(jnp.stack(sizes)))
 
 
 class _Power(eqx.Module):
@@ -318,7 +330,7 @@ def _shifted(
     dtype = space_of(operator).dtype
     scalar = jnp.asarray(shift).astype(jnp.finfo(dtype).dtype)
     identity = lx.IdentityLinearOperator(operator.in_structure())
-    total = operator + identity * scalar
+    total = operator + identity * scalar.astype(dtype)
     if not is_positive_semidefinite(operator):
         return total, None
     if isinstance(shift, int | float) and shift > 0:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from ._base import check_budget, init_state
@@ -136,18 +137,24 @@ class SpectralEstimator(eqx.Module):
         exact = k >= space_of(state.operator).size
         outcome = _exact(state) if exact else self.compute(state, k)
         values, errors, freedoms, stats, blocks = outcome
-        finite = jnp.stack(
-            [jnp.isfinite(x) for x in state.function(blocks.values)]
-        ).all()
-        outside = jnp.isfinite(blocks.values).all() & ~finite
+        leaves = jnp.stack([jnp.abs(x) for x in state.function(blocks.values)])
+        found = jnp.isfinite(blocks.values).all() & ~jnp.isfinite(leaves).all()
+        # Infinite at 0, or no number at all, is a point outside of the domain.
+        large = (
+            ~jnp.isnan(leaves).any()
+            & ~jnp.isinf(
+                jnp.where(jnp.broadcast_to(blocks.values == 0, leaves.shape), leaves, 0)
+            ).any()
+        )
+        failure = RESULTS.where(large, RESULTS.overflow, RESULTS.outside_domain)
         result = stats.get("result", RESULTS.successful)
-        failed = outside & (result == RESULTS.successful)
+        failed = found & (result == RESULTS.successful)
         stats = {
             **stats,
             "degrees_of_freedom": freedoms,
             "ritz_values": blocks.values,
             "ritz_weights": jnp.real(jnp.diagonal(blocks.coupling)),
-            "result": RESULTS.where(failed, RESULTS.outside_domain, result),
+            "result": RESULTS.where(failed, failure, result),
         }
         return values, errors, stats, blocks
 
@@ -176,7 +183,7 @@ def _exact(state: SpectralState) -> SpectralOutcome:
 
 def ritz_values(
     values: Float[Array, " k"],
-    asymmetry: Float[Array, ""] | None,
+    asymmetry: Float[Array, ""],
     operator: lx.AbstractLinearOperator,
 ) -> tuple[Float[Array, " k"], RESULTS]:
     """Ritz values, and whether they may be those of the operator as it is tagged.
@@ -193,9 +200,8 @@ def ritz_values(
         wrong = jnp.min(values) < -jnp.sqrt(eps) * largest
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
         values = jnp.where(wrong, values, jnp.maximum(values, 0))
-    if asymmetry is not None:
-        wrong = asymmetry > 100 * jnp.sqrt(eps)
-        result = RESULTS.where(wrong, RESULTS.not_hermitian, result)
+    wrong = asymmetry > 100 * jnp.sqrt(eps)
+    result = RESULTS.where(wrong, RESULTS.not_hermitian, result)
     return values, result
 
 
@@ -207,7 +213,7 @@ def weighted_sums(
     Also if f is infinite there.
     """
     f = jnp.broadcast_to(f, weights.shape)
-    dtype = jnp.promote_types(weights.dtype, f.dtype)
+    dtype = np.result_type(weights.dtype, f.dtype)
     terms = weights.astype(dtype) * f.astype(dtype)
     return jnp.sum(jnp.where(weights == 0, 0, terms), axis=-1)
 

@@ -1,5 +1,6 @@
 """A function of one real variable, as data, and its divided differences."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._closures import closes_over_tracer, portable
@@ -25,12 +27,26 @@ class SpectralFunction(eqx.Module):
 
     def __call__(self, points: Float[Array, "..."]) -> list[Inexact[Array, "..."]]:
         """The leaves of `fn` at every point."""
-        flat = jtu.tree_leaves(jax.vmap(self.fn)(points.reshape(-1)))
+        flat = jtu.tree_leaves(jax.vmap(_of_arrays(self.fn))(points.reshape(-1)))
         return [_inexact(x, points.dtype).reshape(points.shape) for x in flat]
 
     def structure(self, dtype) -> Any:
         """The structure of what `fn` returns."""
-        return jtu.tree_structure(eqx.filter_eval_shape(self.fn, _scalar(dtype)))
+        return jtu.tree_structure(jax.eval_shape(_of_arrays(self.fn), _scalar(dtype)))
+
+
+class _Bound(eqx.Module):
+    fn: Any
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __call__(self, x):
+        return self.fn(*self.args, x, **self.keywords)
+
+
+def _of_arrays(fn: Callable) -> Callable:
+    # A constant may be a Python number.
+    return lambda x: jtu.tree_map(jnp.asarray, fn(x))
 
 
 def _scalar(dtype):
@@ -39,7 +55,7 @@ def _scalar(dtype):
 
 def _inexact(x: Array, real) -> Inexact[Array, "..."]:
     kind = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return x.astype(jnp.promote_types(real, jnp.complex64) if kind else real)
+    return x.astype(np.result_type(real, np.complex64) if kind else real)
 
 
 def spectral_function(fn: Any, dtype, where: str) -> SpectralFunction:
@@ -54,14 +70,17 @@ def spectral_function(fn: Any, dtype, where: str) -> SpectralFunction:
             f"{type(fn).__name__}; pass jnp.log, for example. The arguments start "
             "(key, fn, operator, k)."
         )
+    if isinstance(fn, functools.partial):
+        # Its arguments become leaves.
+        fn = _Bound(fn.func, fn.args, fn.keywords)
     made = jtu.tree_map(lambda x: interned(portable(x)), fn)
     functions = [x for x in jtu.tree_leaves(made) if callable(x)]
     if any(closes_over_tracer(x, set()) for x in functions if not eqx.is_array(x)):
         # lineax converts functions of operators in the same way.
         made = eqx.filter_closure_convert(made, _scalar(dtype))
-    leaves = jtu.tree_leaves(eqx.filter_eval_shape(made, _scalar(dtype)))
-    if not leaves or any(getattr(x, "shape", None) != () for x in leaves):
-        shapes = [getattr(x, "shape", x) for x in leaves]
+    leaves = jtu.tree_leaves(jax.eval_shape(_of_arrays(made), _scalar(dtype)))
+    if not leaves or any(x.shape != () for x in leaves):
+        shapes = [x.shape for x in leaves]
         raise ValueError(
             f"{where}: fn must map a scalar to a scalar, or to a PyTree of scalars, "
             f"got results of shapes {shapes}; it is applied to every eigenvalue alone."
@@ -83,8 +102,10 @@ def divided_differences(
 ) -> list[Inexact[Array, "p q"]]:
     """`(f(x_i) - f(y_j)) / (x_i - y_j)` for every leaf f, and f' where they are equal.
 
-    Close points would cancel. There it is the mean of f' between them, by the Gauss
-    rule of two points, whose error is of fourth order in their distance.
+    The quotient cancels where f changes little. There it is the mean of f' between the
+    points, by the Gauss rule of two points. Of the two the one with the smaller error is
+    taken: the rounding of f divided by the distance, or the square of how much the rule
+    differs from the middle or the mean of the ends.
 
     An infinite f' (a square root at 0) is replaced by the difference quotient over a
     distance of rounding size: the points are no better known.
@@ -92,23 +113,30 @@ def divided_differences(
     X, Y = jnp.broadcast_arrays(x[:, None], y[None, :])
     eps = jnp.finfo(x.dtype).eps
     distance = X - Y
-    near = jnp.abs(distance) <= eps**0.2 * jnp.maximum(jnp.abs(X), jnp.abs(Y))
-    # Away from the branch that is taken, points at which f is known to be evaluated.
-    middle = jnp.where(near, (X + Y) / 2, X)
-    offset = jnp.where(near, distance, 0) / (2 * 3**0.5)
+    middle, offset = (X + Y) / 2, distance / (2 * 3**0.5)
     below = derivative(function, middle - offset)
     above = derivative(function, middle + offset)
+    between = derivative(function, middle)
     tiny = eps * jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
     tiny = jnp.where(tiny == 0, eps, tiny)
     base, shifted = function(middle), function(middle + tiny)
     at_x, at_y = function(x), function(y)
+    ends = derivative(function, x), derivative(function, y)
+    equal = distance == 0
+    safe = jnp.where(equal, 1, distance)
     differences = []
-    for i, f_x in enumerate(at_x):
+    for i, leaf in enumerate(at_x):
+        f_x, f_y = jnp.broadcast_arrays(leaf[:, None], at_y[i][None, :])
+        secant = (f_x - f_y) / safe.astype(leaf.dtype)
         mean = (below[i] + above[i]) / 2
-        quotient = (shifted[i] - base[i]) / tiny.astype(f_x.dtype)
+        size = jnp.abs(mean)
+        of_ends = (ends[0][i][:, None] + ends[1][i][None, :]) / 2
+        off = jnp.maximum(jnp.abs(mean - between[i]), jnp.abs(mean - of_ends))
+        of_mean = off * (off / jnp.where(size == 0, 1, size))
+        of_secant = eps * jnp.maximum(jnp.abs(f_x), jnp.abs(f_y)) / jnp.abs(safe)
+        near = equal | (of_mean <= of_secant)
+        quotient = (shifted[i] - base[i]) / tiny.astype(leaf.dtype)
         mean = jnp.where(jnp.isfinite(mean), mean, quotient)
-        safe = jnp.where(near, 1, distance).astype(f_x.dtype)
-        secant = (f_x[:, None] - at_y[i][None, :]) / safe
         differences.append(jnp.where(near, mean, secant))
     return differences
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from .._frechet import lanczos_blocks
 from .._krylov import lanczos
 from .._operator import apply_block, space_of
-from .._orthogonal import eigh, inner
+from .._orthogonal import eigh, inner, largest_entry
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._spectral_base import (
     SpectralEstimator,
@@ -75,7 +75,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         Omega = laid_out(self.sampler, space).sample(state.key, n, m, dtype)
         krylov = lanczos(lambda X: apply_block(operator, X), Omega, steps)
         blocks = lanczos_blocks(krylov)
-        flat, result = ritz_values(blocks.values, None, operator)
+        flat, result = ritz_values(blocks.values, krylov.asymmetry, operator)
         V = blocks.basis
         squares = m * jnp.real(jnp.diagonal(blocks.coupling)).reshape(m, steps)
         # What the forms are made of, between probes: for the skewness of samples.
@@ -92,8 +92,14 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         for leaf, (change, rounded) in zip(function(flat), others, strict=True):
             f = leaf.reshape(m, steps)
             samples = weighted_sums(squares, f)
-            norms = jnp.sqrt(weighted_sums(squares, jnp.abs(f) ** 2))
-            grams = weighted_sums(gram_weights[:16, :16], f[None, :16])
+            # A multiple of the identity has no part in the spread. In a unit in which
+            # squares neither over- nor underflow.
+            varying = f - jnp.mean(samples) / n
+            unit = largest_entry(varying)
+            unit = jnp.where(unit == 0, 1, unit)
+            varying = varying / unit.astype(f.dtype)
+            norms = unit * jnp.sqrt(weighted_sums(squares, jnp.abs(varying) ** 2))
+            grams = weighted_sums(gram_weights[:16, :16], varying[None, :16])
             bar = independent_samples(samples, norms, grams[None])
             leaves.append(bar.mean)
             error = jnp.hypot(bar.standard_error, change)
