@@ -36,7 +36,7 @@ import traceax as tx
 jax.config.update("jax_enable_x64", True)
 
 BUDGET = 100  # products with the kernel matrix, for the fit and for n = 5,000
-BUDGETS = (25, BUDGET, 200)  # of the comparison of gradients
+BUDGETS = (BUDGET, 200)  # of the comparison of gradients
 REPEATS = 8
 STEPS = 40
 FEATURES = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")

@@ -204,8 +204,11 @@ def _apply_general(operator, function, x, steps) -> Inexact[Array, " n"]:
         K, H, _ = arnoldi(lambda X: apply_block(operator, X), x[:, None], steps)
         values, vectors = jnp.linalg.eig(H)
         (f,) = jtu.tree_leaves(jax.vmap(function.fn)(values))
-        start = jnp.vdot(K[:, 0], x) * jnp.eye(steps, 1, dtype=vectors.dtype)
-        inside = vectors @ (f[:, None] * jnp.linalg.solve(vectors, start))
+        start = jnp.vdot(K[:, 0], x).astype(vectors.dtype)
+        start = start * jnp.eye(steps, 1, dtype=vectors.dtype)
+        inside = vectors @ (
+            f[:, None].astype(vectors.dtype) * jnp.linalg.solve(vectors, start)
+        )
         y = K.astype(inside.dtype) @ inside
         return (y if jnp.iscomplexobj(x) else jnp.real(y)).astype(x.dtype)[:, 0]
 

@@ -55,15 +55,15 @@ def leave_probes_out(
     probes = omega.T
 
     def lane(i, left_out):
-        # Rows. Those left out come last, as zeros: the factorisation takes them in turn.
+        # Rows. Those left out are zeros.
         start = jnp.roll(probes, -(i + left_out), axis=0)[: m - 1]
         start = jnp.where(jnp.arange(m - 1)[:, None] < m - left_out, start, 0)
 
         def step(j, carry):
             Y, W, scale = carry
-            Q, R = _qr(_without(Y, W).T)
-            kept = jnp.abs(jnp.diagonal(R)) > tiny * scale
-            Q = _unit_rows(_without(Y, jnp.where(kept[None, :], Q, 0).T))
+            basis, sizes = _singular_vectors(_without(Y, W).T)
+            kept = sizes > tiny * scale
+            Q = _unit_rows(_without(Y, jnp.where(kept[None, :], basis, 0).T))
             Y = jax.lax.dynamic_update_slice_in_dim(Y, Q, j * (m - 1), 0)
             # Of the second block on, what is rounding is told by the size of T.
             return Y, matmul(Q, T.T), size
@@ -105,9 +105,11 @@ def _unit_rows(x: Inexact[Array, "q k"]) -> Inexact[Array, "q k"]:
 
 
 @sequential_vmap
-def _qr(block: Inexact[Array, "k p"]) -> tuple[Array, Array]:
+def _singular_vectors(block: Inexact[Array, "k p"]) -> tuple[Array, Array]:
+    # Left ones, which tell what is rounding, as columns of Q and R do not.
     q, r = jnp.linalg.qr(block)
-    return q, r
+    u, sizes, _ = jnp.linalg.svd(r)
+    return matmul(q, u), sizes
 
 
 def coupling_of(

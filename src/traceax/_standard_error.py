@@ -139,7 +139,7 @@ def leave_one_out_samples(
     alone = jnp.abs(deviations) ** 2 / (m * (m - 1))
     shared = jnp.real(differences * differences.conj().T)
     if known is not None:
-        shared = shared * (m * (m - 1) / jnp.sum(known))
+        shared = shared * (m * (m - 1) / jnp.sum(known)).astype(shared.dtype)
     if orthogonal_dimension is not None:
         about = (pairs - mean) / unit.astype(pairs.dtype)
         of_a_pair = jnp.where(off_diagonal, jnp.abs(about) ** 2, 0)

@@ -1,0 +1,75 @@
+"""What the tests of spectral functions share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import complex_dtype, float_dtype, haar, matrix
+
+import traceax as tx
+
+SPECTRAL = {
+    "krylov-aware": tx.KrylovAwareEstimator(),
+    "quadrature": tx.LanczosQuadratureEstimator(),
+}
+
+# Parts of the library, and these tests, mix real and complex numbers, or precisions, which
+# the strict mode of the suite refuses. Without it the same programs run.
+
+
+@pytest.fixture(autouse=True)
+def relaxed():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def eps(dtype=None):
+    return float(jnp.finfo(float_dtype() if dtype is None else dtype).eps)
+
+
+def hermitian(kind, n, complex=False, seed=0):
+    """Matrices that let Krylov spaces grow, and those that don't."""
+    u = haar(n, seed, complex)
+
+    def of(values):
+        a = (u * values) @ u.conj().T
+        return (a + a.conj().T) / 2
+
+    match kind:
+        case "identity":
+            return np.eye(n) * (1 + 0j if complex else 1)
+        case "twice the identity":
+            return 2 * np.eye(n) * (1 + 0j if complex else 1)
+        case "zero":
+            return np.zeros((n, n)) * (1 + 0j if complex else 1)
+        case "projector":
+            return of(np.arange(n) < n // 2)
+        case "small projector":
+            return of(np.arange(n) < 3)
+        case "repeated":
+            return of(
+                np.repeat([-1.0, 1.0, 2.0], [n // 2, n // 4, n - n // 2 - n // 4])
+            )
+        case "rank 5":
+            return of(np.where(np.arange(n) < 5, np.arange(1.0, n + 1), 0))
+        case "rank 5, indefinite":
+            return of(np.where(np.arange(n) < 5, np.arange(n) - 2.5, 0))
+        case _:
+            return matrix(kind, n, complex, seed)
+
+
+def as_array(x):
+    x = np.asarray(x)
+    return jnp.asarray(x, complex_dtype() if np.iscomplexobj(x) else float_dtype())
+
+
+def wide(x):
+    """As NumPy in double precision."""
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def normal(shape, complex=False, seed=7):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape)
+    return (x + 1j * rng.normal(size=shape)) / np.sqrt(2) if complex else x

@@ -1,0 +1,389 @@
+"""f(A) and the inverse of A as operators, against dense matrices."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import NSD, PSD, as_operator, assert_close, is_x64, matrix, z_score
+from jax.test_util import check_grads
+from spectral_helpers import (
+    as_array,
+    eps,
+    hermitian,
+    normal,
+    relaxed,  # noqa: F401
+    wide,
+)
+
+import traceax as tx
+
+N = 12
+COMPLEX = pytest.mark.parametrize("complex", [False, True])
+
+
+def _dense(fn, a):
+    values, vectors = np.linalg.eigh(a)
+    return (vectors * np.asarray(fn(values))) @ vectors.conj().T
+
+
+@eqx.filter_jit
+def _mv(operator, vector):
+    return operator.mv(vector)
+
+
+def _function(a, fn, steps=N, tags=PSD, of=()):
+    operator = lx.MatrixLinearOperator(as_array(a), tags)
+    return tx.MatrixFunctionLinearOperator(operator, fn, steps, of)
+
+
+#
+# Functions
+#
+
+
+@COMPLEX
+def test_products_of_hermitian_operators(complex):
+    vector = normal(N, complex)
+    for kind in ("flat", "rank 5", "small projector", "twice the identity", "zero"):
+        a = hermitian(kind, N, complex)
+        for fn, exact in (
+            (jnp.exp, np.exp),
+            (lambda x: x**3 + x, lambda x: x**3 + x),
+        ):
+            got = _mv(_function(a, fn), as_array(vector))
+            expected = _dense(exact, a) @ vector
+            scale = np.linalg.norm(_dense(exact, a), 2) * np.linalg.norm(vector)
+            assert_close(got, expected, rtol=0, atol=100 * eps() * scale)
+
+
+def test_products_are_exact_for_polynomials():
+    # Degree s - 1 from s steps, and not more.
+    a = matrix("signed", 40)
+    for tags in (lx.symmetric_tag, ()):
+        for steps in (1, 3):
+            vector = normal(40)
+            for degree in (steps - 1, steps):
+                fn = functools.partial(_power, degree)
+                got = _mv(_function(a, fn, steps, tags), as_array(vector))
+                expected = np.linalg.matrix_power(a, degree) @ vector
+                off = np.linalg.norm(wide(got) - expected) / np.linalg.norm(vector)
+                if degree < steps:
+                    assert off < 1e3 * eps()
+                else:
+                    assert off > 0.01
+
+
+def _power(degree, x):
+    return x**degree if degree else jnp.ones_like(x)
+
+
+@COMPLEX
+def test_products_of_other_operators(complex):
+    a = matrix("nonsymmetric", N, complex)
+    values, vectors = np.linalg.eig(a)
+    expected = (vectors * np.exp(values)) @ np.linalg.inv(vectors)
+    operator = _function(a, jnp.exp, tags=())
+    assert_close(
+        operator.as_matrix(),
+        expected if complex else expected.real,
+        rtol=0,
+        atol=1e4 * eps() * np.linalg.norm(expected),
+    )
+    # Untagged Hermitian ones, too.
+    b = hermitian("signed", N, complex)
+    vector = as_array(normal(N, complex))
+    got = _function(b, jnp.exp, tags=()).mv(vector)
+    assert_close(got, _dense(np.exp, b) @ wide(vector), rtol=0, atol=1e4 * eps())
+
+
+@pytest.mark.x64
+def test_products_over_pytrees():
+    a = hermitian("flat", N)
+    matrix = as_array(a)
+    structure = (
+        jax.ShapeDtypeStruct((2,), matrix.dtype),
+        jax.ShapeDtypeStruct((5, 2), matrix.dtype),
+    )
+
+    def product(v):
+        out = matrix @ jnp.concatenate([v[0], v[1].reshape(-1)])
+        return out[:2], out[2:].reshape(5, 2)
+
+    inner = lx.FunctionLinearOperator(product, structure, PSD)
+    operator = tx.MatrixFunctionLinearOperator(inner, jnp.sqrt, N)
+    x = as_array(normal(N))
+    got = operator.mv((x[:2], x[2:].reshape(5, 2)))
+    assert got[1].shape == (5, 2)
+    flat = np.concatenate([got[0], got[1].reshape(-1)])
+    expected = _dense(np.sqrt, a)
+    assert_close(flat, expected @ wide(x), rtol=0, atol=1e3 * eps())
+    assert_close(operator.as_matrix(), expected, rtol=0, atol=1e3 * eps())
+
+
+def test_products_with_nothing():
+    operator = _function(hermitian("flat", N), jnp.exp)
+    assert not np.any(operator.mv(as_array(np.zeros(N))))
+    gradient = jax.grad(lambda x: jnp.sum(operator.mv(x)))(as_array(np.zeros(N)))
+    dense = _dense(np.exp, hermitian("flat", N))
+    # The transpose is applied to ones.
+    assert_close(gradient, dense.sum(axis=0), rtol=1e4 * eps())
+
+
+@COMPLEX
+def test_structure(complex):
+    a = hermitian("flat", N, complex)
+    exact = _dense(np.sqrt, a)
+    operator = _function(a, jnp.sqrt, of=PSD)
+    atol = 1e3 * eps()
+    assert_close(operator.as_matrix(), exact, rtol=0, atol=atol)
+    assert_close(operator.T.as_matrix(), exact.T, rtol=0, atol=atol)
+    assert_close(lx.conj(operator).as_matrix(), exact.conj(), rtol=0, atol=atol)
+    assert lx.is_positive_semidefinite(operator)
+    assert not lx.is_negative_semidefinite(operator)
+    untagged = _function(a, jnp.sqrt)
+    assert not lx.is_positive_semidefinite(untagged)
+    assert lx.is_symmetric(_function(a.real, jnp.sqrt, tags=lx.symmetric_tag))
+    assert untagged.in_structure() == untagged.out_structure()
+    assert_close(lx.materialise(operator).as_matrix(), exact, rtol=0, atol=atol)
+    assert not lx.is_tridiagonal(operator)
+    assert _function(a, jnp.sqrt, 100).num_steps == N
+
+
+@COMPLEX
+def test_transposes_of_other_operators(complex):
+    a = matrix("nonsymmetric", N, complex)
+    operator = _function(a, jnp.exp, tags=())
+    dense = wide(operator.as_matrix())
+    atol = 1e4 * eps() * np.linalg.norm(dense)
+    assert_close(operator.T.as_matrix(), dense.T, rtol=0, atol=atol)
+    assert_close(lx.conj(operator).as_matrix(), dense.conj(), rtol=0, atol=atol)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(("steps", "complex"), [(N, False), (20, True)])
+def test_first_derivatives(steps, complex):
+    # 20 of 60 steps: the Krylov error of exp on [1, 3] is below rounding.
+    n = N if steps == N else 60
+    a, b = (as_array(hermitian("flat", n, complex, seed)) for seed in (0, 1))
+    x = as_array(normal(n, complex))
+
+    def product(t, p, x):
+        operator = lx.MatrixLinearOperator(a + t * b, PSD)
+        fn = tx.MatrixFunctionLinearOperator(operator, lambda z: jnp.exp(p * z), steps)
+        y = fn.mv(x)
+        return jnp.concatenate([y.real, y.imag]) if complex else y
+
+    check_grads(
+        jax.jit(product),
+        (as_array(0.1), as_array(0.7), x),
+        order=1,
+        modes=("fwd", "rev"),
+        rtol=1e-6,
+    )
+    with pytest.raises(NotImplementedError, match="f\\(A\\) as an operator"):
+        jax.hessian(lambda t: jnp.sum(product(t, as_array(0.7), x)))(as_array(0.1))
+
+
+@pytest.mark.x64
+def test_any_order_with_respect_to_the_vector():
+    operator = _function(hermitian("flat", N), jnp.exp)
+    dense = _dense(np.exp, hermitian("flat", N))
+    x = as_array(normal(N))
+    hessian = jax.hessian(lambda x: x @ operator.mv(x))(x)
+    assert_close(hessian, 2 * dense, rtol=0, atol=1e4 * eps())
+
+
+def test_other_operators_are_differentiated_along_the_vector_alone():
+    a = as_array(matrix("nonsymmetric", N))
+    x = as_array(normal(N))
+
+    def product(a, x):
+        operator = lx.MatrixLinearOperator(a)
+        return tx.MatrixFunctionLinearOperator(operator, jnp.exp, N).mv(x)
+
+    y, t_y = jax.jvp(lambda x: product(a, x), (x,), (x,))
+    assert_close(t_y, y, rtol=1e4 * eps())
+    with pytest.raises(NotImplementedError, match="f\\(A\\) as an operator"):
+        jax.jvp(product, (a, x), (a, x))
+
+
+def test_other_operators_refuse_derivatives_of_the_operator_alone():
+    x = as_array(normal(N))
+
+    def product(a):
+        operator = lx.MatrixLinearOperator(a)
+        return jnp.sum(tx.MatrixFunctionLinearOperator(operator, jnp.exp, N).mv(x))
+
+    with pytest.raises(NotImplementedError, match="f\\(A\\) as an operator"):
+        jax.grad(product)(as_array(matrix("nonsymmetric", N)))
+
+
+@pytest.mark.x64
+def test_traces():
+    n, complex = 30, True
+    a = as_array(hermitian("flat", n, complex))
+    b = as_array(hermitian("signed", n, complex, 4))
+
+    def value(t, key):
+        inner = lx.MatrixLinearOperator(a + t * b, PSD)
+        root = tx.MatrixFunctionLinearOperator(inner, jnp.sqrt, 14, PSD)
+        return tx.trace(key, root, 8, tx.HutchinsonEstimator(), throw=False).value
+
+    def exact(t):
+        return jnp.sum(jnp.sqrt(jnp.linalg.eigvalsh(a + t * b)))
+
+    run = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0)))
+    t = as_array(0.2)
+    values, gradients = run(t, jr.split(jr.key(0), 500))
+    # The Krylov error of 14 steps is 1e-8.
+    floor = 1e-7 if is_x64() else 1e-5
+    assert z_score(values, exact(t), floor) < 4
+    assert z_score(gradients, jax.grad(exact)(t), floor) < 4
+    assert z_score(values * 1.02, exact(t)) > 5
+    exact_for_n = jax.jit(jax.value_and_grad(lambda t: _trace_of_root(a + t * b, n)))
+    got, slope = exact_for_n(t)
+    assert_close(got, exact(t), rtol=1e3 * eps())
+    assert_close(slope, jax.grad(exact)(t), rtol=1e5 * eps())
+
+
+def _trace_of_root(a, n):
+    inner = lx.MatrixLinearOperator(a, PSD)
+    root = tx.MatrixFunctionLinearOperator(inner, jnp.sqrt, n, PSD)
+    return tx.trace(jr.key(0), root, n, throw=False).value
+
+
+def test_wrong_steps_and_functions():
+    operator = as_operator(hermitian("flat", N))
+    make = tx.MatrixFunctionLinearOperator
+    for steps in (2.0, True, None):
+        with pytest.raises(TypeError, match="num_steps must be an int"):
+            make(operator, jnp.exp, steps)
+    with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
+        make(operator, jnp.exp, 0)
+    with pytest.raises(ValueError, match="one scalar, not several"):
+        make(operator, lambda x: (x, x), 3)
+    with pytest.raises(TypeError, match="function of a real scalar"):
+        make(operator, 3, 3)
+    with pytest.raises(TypeError, match="lineax linear operator"):
+        make(jnp.exp, operator, 3)
+
+
+#
+# Inverses
+#
+
+
+SOLVERS = {
+    "lu": lx.LU(),
+    "cg": lx.CG(rtol=1e-12, atol=1e-12),
+    "auto": lx.AutoLinearSolver(well_posed=True),
+}
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+@COMPLEX
+def test_inverses(solver, complex):
+    a = hermitian("flat", N, complex)
+    solve = SOLVERS[solver]
+    if solver == "cg" and not is_x64():
+        solve = lx.CG(rtol=1e-6, atol=1e-6)
+    operator = as_operator(a, psd=True)
+    inverse = tx.InverseLinearOperator(operator, solve)
+    exact = np.linalg.inv(a)
+    atol = 1e-10 if is_x64() else 1e-5
+    assert_close(inverse.as_matrix(), exact, rtol=0, atol=atol)
+    assert_close(inverse.T.as_matrix(), exact.T, rtol=0, atol=atol)
+    assert_close(lx.conj(inverse).as_matrix(), exact.conj(), rtol=0, atol=atol)
+    truth = np.trace(exact).real
+    got = tx.trace(jr.key(0), inverse, N)
+    assert_close(got.value, truth, rtol=10 * atol)
+    estimate = tx.trace(jr.key(0), inverse, 9, tx.XNysTraceEstimator())
+    assert abs(estimate.value - truth) < 6 * estimate.standard_error
+
+
+def test_inverses_of_other_operators():
+    a = matrix("nonsymmetric", N) + 2 * np.eye(N)
+    inverse = tx.InverseLinearOperator(as_operator(a), lx.LU())
+    exact = np.linalg.inv(a)
+    assert_close(inverse.as_matrix(), exact, rtol=0, atol=1e3 * eps())
+    assert_close(inverse.T.as_matrix(), exact.T, rtol=0, atol=1e3 * eps())
+
+
+def test_tags_are_inherited():
+    a = hermitian("flat", N)
+    checks = {
+        PSD: lx.is_positive_semidefinite,
+        NSD: lx.is_negative_semidefinite,
+        lx.symmetric_tag: lx.is_symmetric,
+        lx.lower_triangular_tag: lx.is_lower_triangular,
+    }
+    for tag, check in checks.items():
+        operator = lx.MatrixLinearOperator(as_array(a), tag)
+        inverse = tx.InverseLinearOperator(operator, lx.LU())
+        for other in checks.values():
+            assert other(inverse) == other(operator)
+        assert check(inverse)
+        assert not lx.is_tridiagonal(inverse)
+    function = _function(a, jnp.exp, tags=NSD)
+    assert not lx.is_negative_semidefinite(function)
+    assert lx.is_symmetric(_function(a, jnp.exp, tags=lx.symmetric_tag))
+
+
+@pytest.mark.x64
+def test_derivatives_of_the_trace_of_an_inverse():
+    a, b = hermitian("flat", N), hermitian("signed", N, seed=4)
+    a, b = as_array(a), as_array(b)
+    rtol = 1e-12 if is_x64() else 1e-6
+
+    def value(t, key, k):
+        operator = lx.MatrixLinearOperator(a + t * b, PSD)
+        inverse = tx.InverseLinearOperator(operator, lx.CG(rtol=rtol, atol=rtol))
+        return tx.trace(key, inverse, k, tx.XTraceEstimator(), throw=False).value
+
+    def exact(t):
+        return jnp.trace(jnp.linalg.inv(a + t * b))
+
+    t = as_array(0.2)
+    of_n = functools.partial(value, key=jr.key(0), k=N)
+    first, second = jax.grad(exact)(t), jax.grad(jax.grad(exact))(t)
+    loose = 1e-9 if is_x64() else 1e-3
+    assert_close(jax.grad(of_n)(t), first, rtol=loose)
+    assert_close(jax.jit(jax.hessian(of_n))(t), second, rtol=10 * loose)
+    run = jax.jit(jax.vmap(jax.grad(lambda t, key: value(t, key, 6)), (None, 0)))
+    samples = run(t, jr.split(jr.key(0), 1000))
+    assert z_score(samples, first, loose) < 4
+
+
+@pytest.mark.parametrize("k", [6, N])
+def test_solves_that_fail(k):
+    a = matrix("exp", N) + 1e-3 * np.eye(N)
+    operator = as_operator(a, psd=True)
+    solver = lx.CG(rtol=1e-12, atol=1e-12, max_steps=2)
+    inverse = tx.InverseLinearOperator(operator, solver)
+    assert np.all(np.isnan(inverse.mv(as_array(normal(N)))))
+    estimate = tx.trace(jr.key(0), inverse, k, throw=False)
+    assert estimate.result == tx.RESULTS.solver_failed
+    with pytest.raises(Exception, match="linear solve inside the operator failed"):
+        jax.block_until_ready(tx.trace(jr.key(0), inverse, k).value)
+
+
+def test_wrong_solvers():
+    operator = as_operator(hermitian("flat", N))
+    for solver in (lx.CG, None, "cg"):
+        with pytest.raises(TypeError, match="solver must be a lineax solver"):
+            tx.InverseLinearOperator(operator, solver)
+    with pytest.raises(TypeError, match="lineax linear operator"):
+        tx.InverseLinearOperator(lx.LU(), operator)
+
+
+def test_functions_of_an_inverse():
+    # tr log A^-1 = -log det A, by solves.
+    a = hermitian("flat", N)
+    inverse = tx.InverseLinearOperator(as_operator(a, psd=True), lx.LU())
+    estimate = tx.logdet(jr.key(0), inverse, N)
+    assert_close(estimate.value, -np.linalg.slogdet(a)[1], rtol=1e4 * eps())

@@ -1,0 +1,965 @@
+"""Traces of functions: entry points against eigenvalue sums, edges, errors, transforms."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import (
+    NSD,
+    PSD,
+    as_operator,
+    assert_close,
+    float_dtype,
+    haar,
+    is_x64,
+    matrix,
+    spectrum,
+)
+from spectral_helpers import (
+    SPECTRAL,
+    as_array,
+    eps,
+    hermitian,
+    relaxed,  # noqa: F401
+    wide,
+)
+
+import traceax as tx
+from traceax._spectral_base import probes_and_steps
+
+N = 30
+BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
+KRYLOV = tx.KrylovAwareEstimator()
+
+
+@eqx.filter_jit
+def _estimate(key, fn, operator, k, estimator):
+    e = tx.trace_function(key, fn, operator, k, SPECTRAL[estimator], throw=False)
+    return e.value, e.standard_error, e.result, e.stats
+
+
+@functools.partial(eqx.filter_jit, donate="none")
+def _call(entry, key, operator, k, estimator, options):
+    e = entry(key, operator, k, SPECTRAL[estimator], throw=False, **options)
+    return e.value, e.standard_error, e.result
+
+
+def _values(fn, operator, k, estimator, num_keys=5, seed=0):
+    run = eqx.filter_vmap(lambda key: _estimate(key, fn, operator, k, estimator)[:2])
+    return jax.tree.map(np.asarray, run(jr.split(jr.key(seed), num_keys)))
+
+
+#
+# Promotion
+#
+
+
+def _half(key):
+    a = jnp.asarray(matrix("flat", N), jnp.bfloat16)
+    return tx.logdet(key, lx.MatrixLinearOperator(a), 12)
+
+
+def _complex_gradient(key):
+    a = as_array(hermitian("flat", N, True))
+
+    def value(s):
+        operator = lx.MatrixLinearOperator(a * s.astype(a.dtype))
+        return tx.logdet(key, operator, 12, throw=False).value
+
+    return jax.grad(value)(as_array(1.0))
+
+
+def _complex_root(key):
+    inner = as_operator(hermitian("flat", N, True), psd=True)
+    return tx.MatrixFunctionLinearOperator(inner, jnp.sqrt, 5).mv(
+        jnp.diag(inner.matrix)
+    )
+
+
+def _general_exponential(key):
+    inner = as_operator(matrix("nonsymmetric", N))
+    return tx.MatrixFunctionLinearOperator(inner, jnp.exp, 5).mv(jnp.diag(inner.matrix))
+
+
+def _complex(key, **options):
+    return tx.logdet(key, as_operator(hermitian("flat", N, True)), 12, **options)
+
+
+PROMOTING = {
+    "complex quadrature": lambda key: _complex(key, estimator=SPECTRAL["quadrature"]),
+    "complex with a shift": lambda key: _complex(key, shift=0.1),
+    "gradient, complex": _complex_gradient,
+    "complex function": lambda key: tx.trace_function(
+        key, lambda x: jax.lax.complex(x, x), as_operator(matrix("flat", N)), 12
+    ),
+    "function of a complex operator": _complex_root,
+    "function of a nonsymmetric operator": _general_exponential,
+    "bfloat16": _half,
+}
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("case", list(PROMOTING))
+def test_strict_promotion(key, case):
+    with jax.numpy_dtype_promotion("strict"):
+        PROMOTING[case](key)
+
+
+#
+# Exact answers
+#
+
+
+FUNCTIONS = {
+    "log": jnp.log,
+    "sqrt": jnp.sqrt,
+    "exp": jnp.exp,
+    "cube": lambda x: x**3,
+    "reciprocal": lambda x: 1 / x,
+    "entropy": jax.scipy.special.entr,
+    "cosine": jnp.cos,
+}
+
+
+@BOTH
+@pytest.mark.parametrize("complex", [False, True])
+def test_enough_products_are_exact(estimator, complex):
+    a = hermitian("flat", 12, complex)
+    values = np.linalg.eigvalsh(a)
+    operator = as_operator(a)
+    everything = {name: np.sum(f(values)) for name, f in FUNCTIONS.items()}
+    for k in (12, 13, 100):
+        value, error, result, stats = _estimate(
+            jr.key(0),
+            lambda x: {name: f(x) for name, f in FUNCTIONS.items()},
+            operator,
+            k,
+            estimator,
+        )
+        assert result == tx.RESULTS.successful
+        assert int(stats["num_matvecs"]) == 12
+        for name, exact in everything.items():
+            assert_close(value[name], exact, rtol=100 * eps(), atol=100 * eps())
+            assert value[name].dtype == float_dtype()
+            assert error[name] == 0
+        assert_close(stats["ritz_values"], values, rtol=100 * eps())
+        assert_close(stats["ritz_weights"], np.ones(12), rtol=100 * eps())
+
+
+@BOTH
+@pytest.mark.parametrize("complex", [False, True])
+def test_converged_spaces_reach_rounding_of_the_exact_trace(estimator, complex):
+    # Of three eigenvalues, so that three steps are a whole Krylov space.
+    n = N
+    a = hermitian("repeated", n, complex) + 2 * np.eye(n)
+    values = np.linalg.eigvalsh(a)
+    operator = as_operator(a)
+    k = 15  # three probes, five steps
+    assert probes_and_steps(None, k) == (3, 5)
+    got, errors = _values(_positive, operator, k, estimator, 400)
+    truths = {"log": np.sum(np.log(values)), "sqrt": np.sum(np.sqrt(values))}
+    for name, truth in truths.items():
+        x, error = got[name], np.sqrt(np.mean(errors[name] ** 2))
+        assert abs(x.mean() - truth) < 4 * x.std() / np.sqrt(400)
+        assert 0.6 < error / x.std() < 4
+
+
+def _positive(x):
+    return {"log": jnp.log(x), "sqrt": jnp.sqrt(x)}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-3, -2.0])
+@pytest.mark.parametrize("complex", [False, True])
+def test_multiples_of_the_identity_are_exact(factor, complex):
+    a = factor * hermitian("identity", N, complex)
+    exact = {"affine": 3 * factor + 0.5, "exp": np.exp(factor)}
+    for k in (9, 15):
+        values, errors = _values(_entire, as_operator(a), k, "krylov-aware")
+        for name, each in exact.items():
+            atol = 100 * eps() * N * (1 + 4 * abs(factor) + np.exp(factor))
+            assert_close(values[name], N * each * np.ones(5), rtol=0, atol=atol)
+            assert np.all(errors[name] < 2 * atol)
+            # Exact up to rounding, and known to be.
+            assert np.all(errors[name] > 0)
+
+
+def _entire(x):
+    return {"affine": 3.0 * x + 0.5, "exp": jnp.exp(x)}
+
+
+def test_signs_make_multiples_of_the_identity_exact_by_quadrature():
+    values, _ = _values(jnp.exp, as_operator(0.5 * np.eye(N)), 15, "quadrature")
+    assert_close(values, N * np.exp(0.5) * np.ones(5), rtol=100 * eps())
+
+
+@pytest.mark.parametrize("kind", ["rank 5", "small projector"])
+@pytest.mark.parametrize(("complex", "tagged"), [(False, False), (True, True)])
+def test_low_rank_is_exact_once_the_range_is_found(kind, complex, tagged):
+    # Probes but one, and their products, span range and the probes.
+    a = hermitian(kind, 60, complex) / 10
+    values = np.maximum(np.linalg.eigvalsh(a), 0)
+    positive = values[values > 1e-9]
+    operator = as_operator(a, psd=tagged)
+    truths = {
+        "sqrt": np.sum(np.sqrt(positive)),
+        "entropy": -np.sum(positive * np.log(positive)),
+        "expm1": np.sum(np.expm1(positive)),
+    }
+    # Five probes, four others of which find the range.
+    values_of, errors_of = _values(_semidefinite, operator, 24, "krylov-aware", 20)
+    for name, truth in truths.items():
+        got, errors = values_of[name], errors_of[name]
+        # An eigenvalue that is 0 is known to rounding, so is its root to the root
+        # of rounding.
+        unit = (10 * eps()) ** 0.5 if name == "sqrt" else 500 * eps()
+        tolerance = 60 * unit * np.max(values) ** 0.5
+        assert np.max(np.abs(got - truth)) < tolerance
+        if kind == "rank 5":
+            assert np.max(errors) < tolerance
+
+
+def _semidefinite(x):
+    return {
+        "sqrt": jnp.sqrt(x),
+        "entropy": jax.scipy.special.entr(x),
+        "expm1": jnp.expm1(x),
+    }
+
+
+@BOTH
+def test_zero(estimator):
+    for k in (5, 12, 45):
+        operator = as_operator(np.zeros((20, 20)))
+        value, _, result, _ = _estimate(
+            jr.key(0), lambda x: (x, jnp.sqrt(x), jnp.exp(x)), operator, k, estimator
+        )
+        assert result == tx.RESULTS.successful
+        assert value[0] == value[1] == 0
+        assert_close(value[2], 20, rtol=100 * eps())
+
+
+@BOTH
+@pytest.mark.parametrize("n", [1, 3])
+def test_smallest_operators(estimator, n):
+    a = matrix("flat", n)
+    truth = np.sum(np.exp(np.linalg.eigvalsh(a)))
+    for k in (1, 2, 3):
+        value, error, result, _ = _estimate(
+            jr.key(0), jnp.exp, as_operator(a), k, estimator
+        )
+        assert result == tx.RESULTS.successful
+        if k >= n:
+            assert_close(value, truth, rtol=100 * eps())
+            assert error == 0
+        else:
+            assert abs(value - truth) < truth
+
+
+#
+# Budgets
+#
+
+
+def test_budgets_are_used():
+    for k in range(1, 61):
+        m, steps = probes_and_steps(None, k)
+        assert k - 2 <= m * steps <= k
+        assert m >= 1
+        assert steps >= 1
+        if k >= 20:
+            assert m >= 3
+            assert steps >= 3
+        for num_probes in (1, 2, 7):
+            m, steps = probes_and_steps(num_probes, k)
+            assert m == min(num_probes, k)
+            assert k - m < m * steps <= k
+
+
+@pytest.mark.x64
+@BOTH
+def test_every_budget(estimator):
+    a = matrix("flat", 70)
+    operator = as_operator(a)
+    for k in (1, 2, 3, 7, 20, 60):
+        value, error, result, stats = _estimate(
+            jr.key(1), jnp.sqrt, operator, k, estimator
+        )
+        m, steps = probes_and_steps(None, k)
+        assert int(stats["num_matvecs"]) == m * steps
+        assert result == tx.RESULTS.successful
+        truth = np.sum(np.sqrt(spectrum("flat", 70)))
+        # Nothing is known of the error from a single probe or step.
+        assert np.isnan(error) == (m == 1 or steps == 1)
+        assert abs(value - truth) < 0.25 * truth
+        assert_close(
+            np.sum(stats["ritz_weights"] * np.sqrt(stats["ritz_values"])),
+            value,
+            rtol=200 * eps(),
+        )
+
+
+#
+# Equivariance
+#
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("estimator", "complex", "k"),
+    [("krylov-aware", True, 9), ("quadrature", False, 12)],
+)
+def test_a_shift_is_the_shift_of_the_function(estimator, complex, k):
+    a = hermitian("poly", N, complex)
+    operator = as_operator(a)
+    identity = lx.IdentityLinearOperator(operator.in_structure())
+    shift = 0.1
+    one, error, _ = _call(
+        tx.logdet, jr.key(0), operator, k, estimator, {"shift": shift}
+    )
+    dtype = operator.matrix.dtype
+    total = operator + identity * jnp.asarray(shift, dtype)
+    two, _, _ = _call(tx.logdet, jr.key(0), total, k, estimator, {})
+    three, of_function, *_ = _estimate(
+        jr.key(0), lambda x: jnp.log(x + shift), operator, k, estimator
+    )
+    # The condition is 11.
+    scale = N * np.log(10)
+    assert_close(one, two, rtol=0, atol=100 * eps() * scale)
+    assert_close(one, three, rtol=0, atol=1000 * eps() * scale)
+    assert_close(error, of_function, rtol=1e-6 if is_x64() else 2e-2)
+
+
+@BOTH
+@pytest.mark.parametrize("factor", [1e-12, 1e12, 1e-20, 1e18])
+def test_scale_equivariance(estimator, factor):
+    for name in ("poly", "flat"):
+        a = matrix(name, N)
+        for k in (12,):
+            value, error, *_ = _estimate(
+                jr.key(1), jnp.sqrt, as_operator(a), k, estimator
+            )
+            scaled, scaled_error, result, _ = _estimate(
+                jr.key(1), jnp.sqrt, as_operator(a * factor), k, estimator
+            )
+            assert result == tx.RESULTS.successful
+            root = np.sqrt(factor)
+            rtol = 1e-9 if is_x64() else 5e-4
+            assert_close(scaled / root, value, rtol=rtol)
+            assert_close(scaled_error / root, error, rtol=100 * rtol)
+
+
+@BOTH
+def test_rotations_of_a_diagonal_matrix(estimator):
+    # The trace of x is that of the front door's exact sum: linear functions are known
+    # to the variance of the form alone; here all the Ritz values are exact.
+    values = np.array([1.0, 2.0, 3.0, 4.0])
+    operator = as_operator(np.diag(np.repeat(values, 5)))
+    _, _, _, stats = _estimate(jr.key(2), jnp.log, operator, 12, estimator)
+    ritz = np.sort(np.asarray(stats["ritz_values"]))
+    apart = np.min(np.abs(ritz[:, None] - values[None]), axis=1)
+    steps = probes_and_steps(None, 12)[1]
+    assert steps == 4
+    assert np.max(apart) < 1e3 * eps()
+
+
+@BOTH
+@pytest.mark.parametrize("complex", [False, True])
+def test_operators_over_pytrees(key, estimator, complex):
+    n, k = 12, 6
+    a = as_array(hermitian("flat", n, complex))
+    structure = {
+        "u": jax.ShapeDtypeStruct((3,), a.dtype),
+        "w": jax.ShapeDtypeStruct((3, 3), a.dtype),
+    }
+
+    def product(v):
+        flat = jnp.concatenate([v["u"], v["w"].reshape(-1)])
+        out = a @ flat
+        return {"u": out[:3], "w": out[3:].reshape(3, 3)}
+
+    tree = lx.FunctionLinearOperator(product, structure)
+    expected = _estimate(key, jnp.log, lx.MatrixLinearOperator(a), k, estimator)
+    got = _estimate(key, jnp.log, tree, k, estimator)
+    for x, y in zip(got[:2], expected[:2], strict=True):
+        assert_close(x, y, rtol=1e4 * eps())
+
+
+@pytest.mark.x64
+@BOTH
+def test_several_functions_at_once(key, estimator):
+    operator = as_operator(hermitian("flat", N, True))
+
+    def functions(x):
+        return {"log": jnp.log(x), "rest": (x**2, jax.lax.complex(x, jnp.sqrt(x)))}
+
+    together = _estimate(key, functions, operator, 14, estimator)
+    alone = [
+        _estimate(key, fn, operator, 14, estimator)
+        for fn in (jnp.log, lambda x: x**2, lambda x: x, jnp.sqrt)
+    ]
+    log, square, identity, root = [x[0] for x in alone]
+    value, error, _, stats = together
+    assert_close(value["log"], log, rtol=100 * eps())
+    assert_close(value["rest"][0], square, rtol=100 * eps())
+    both = value["rest"][1]
+    assert both.dtype == as_array(1j).dtype
+    assert_close(np.real(both), identity, rtol=100 * eps())
+    assert_close(np.imag(both), root, rtol=100 * eps())
+    assert_close(error["log"], alone[0][1], rtol=1e4 * eps())
+    assert_close(error["rest"][0], alone[1][1], rtol=1e4 * eps())
+    freedom = stats["degrees_of_freedom"]
+    assert jax.tree.structure(freedom) == jax.tree.structure(value)
+    e = tx.trace_function(key, functions, operator, 14, SPECTRAL[estimator])
+    low, high = e.confidence_interval()
+    assert low["log"] < value["log"] < high["log"]
+    assert low["rest"][1].imag < both.imag < high["rest"][1].imag
+
+
+@pytest.mark.parametrize(
+    ("estimator", "dtype"),
+    [("krylov-aware", jnp.bfloat16), ("quadrature", jnp.float16)],
+)
+def test_half_precision(key, estimator, dtype):
+    a = matrix("flat", N)
+    operator = lx.MatrixLinearOperator(jnp.asarray(a, dtype))
+    for k in (10, N):
+        estimate = tx.trace_function(key, jnp.log, operator, k, SPECTRAL[estimator])
+        assert estimate.value.dtype == dtype
+        truth = np.sum(np.log(spectrum("flat", N)))
+        low, high = estimate.confidence_interval(0.999)
+        slack = 0.02 * N
+        assert low - slack < truth < high + slack
+
+
+@pytest.mark.x64
+@BOTH
+@pytest.mark.parametrize("k", [12])
+def test_single_precision_in_64_bit_mode(key, estimator, k):
+    a = matrix("flat", N)
+    for dtype in (jnp.float32, jnp.complex64):
+        operator = lx.MatrixLinearOperator(jnp.asarray(a, dtype))
+        value, error, _, stats = _estimate(key, jnp.log, operator, k, estimator)
+        assert value.dtype == error.dtype == jnp.float32
+        assert stats["ritz_values"].dtype == jnp.float32
+        assert stats["ritz_weights"].dtype == jnp.float32
+        slope = jax.jit(
+            jax.grad(
+                lambda s, op=operator, k=k: (
+                    tx.logdet(
+                        key, op, k, SPECTRAL[estimator], shift=s, throw=False
+                    ).value
+                )
+            )
+        )(jnp.float32(0.5))
+        assert slope.dtype == jnp.float32
+
+
+#
+# The other entry points
+#
+
+
+@pytest.mark.parametrize(
+    ("estimator", "complex"), [("krylov-aware", True), ("quadrature", False)]
+)
+def test_wrappers_are_exact_for_enough_products(estimator, complex):
+    n = 14
+    a = hermitian("signed", n, complex)
+    values = np.linalg.eigvalsh(a)
+    for p in (1, 2, 3, 0.5):
+        value, error, _ = _call(
+            tx.schatten_norm,
+            jr.key(0),
+            as_operator(a),
+            n,
+            estimator,
+            {"p": as_array(p)},
+        )
+        assert_close(value, np.sum(np.abs(values) ** p) ** (1 / p), rtol=300 * eps())
+        assert error == 0
+    estrada, *_ = _call(tx.estrada_index, jr.key(0), as_operator(a), n, estimator, {})
+    assert_close(estrada, np.sum(np.exp(values)), rtol=100 * eps())
+    shifted = {"shift": 1.5}
+    inverse, *_ = _call(
+        tx.trace_inverse, jr.key(0), as_operator(a), n, estimator, shifted
+    )
+    assert_close(inverse, np.sum(1 / (values + 1.5)), rtol=100 * eps())
+    logdet, *_ = _call(tx.logdet, jr.key(0), as_operator(a), n, estimator, shifted)
+    assert_close(logdet, np.sum(np.log(values + 1.5)), rtol=100 * eps())
+    density = hermitian("rank 5", n, complex) / 15
+    entropy, *_ = _call(
+        tx.von_neumann_entropy, jr.key(0), as_operator(density), n, estimator, {}
+    )
+    x = np.arange(1, 6) / 15
+    assert_close(entropy, -np.sum(x * np.log(x)), rtol=1e3 * eps())
+
+
+@pytest.mark.x64
+def test_wrappers_are_their_functions():
+    k, key, estimator = 14, jr.key(3), "krylov-aware"
+    indefinite = as_operator(matrix("signed", N))
+    positive = as_operator(matrix("flat", N) / 60)
+
+    def of(fn, operator):
+        return _estimate(key, fn, operator, k, estimator)[:2]
+
+    for entry, fn, operator in (
+        (tx.estrada_index, jnp.exp, indefinite),
+        (tx.trace_inverse, lambda x: 1 / x, positive),
+        (tx.von_neumann_entropy, lambda x: -x * jnp.log(x), positive),
+        (tx.logdet, jnp.log, positive),
+    ):
+        value, error, result = _call(entry, key, operator, k, estimator, {})
+        expected, expected_error = of(fn, operator)
+        assert result == tx.RESULTS.successful
+        assert_close(value, expected, rtol=1e3 * eps())
+        assert_close(error, expected_error, rtol=1e5 * eps())
+    for p in (1.0, 2.0, 3.0):
+        value, error, _ = _call(
+            tx.schatten_norm, key, indefinite, k, estimator, {"p": jnp.asarray(p)}
+        )
+        total, total_error = of(lambda x, p=p: jnp.abs(x) ** p, indefinite)
+        assert_close(value, total ** (1 / p), rtol=1e3 * eps())
+        slope = total ** (1 / p - 1) / p
+        assert_close(error, slope * total_error, rtol=1e5 * eps())
+
+
+def test_schatten_norms_of_zero():
+    value, error, result = _call(
+        tx.schatten_norm,
+        jr.key(0),
+        as_operator(np.zeros((N, N))),
+        12,
+        "krylov-aware",
+        {"p": 2.0},
+    )
+    assert result == tx.RESULTS.successful
+    assert value == 0
+    assert error == 0 or error < 1e-30
+
+
+def test_spectral_density_is_exact_for_enough_products():
+    a = matrix("signed", N)
+    values = np.sort(np.linalg.eigvalsh(a))
+    density = tx.spectral_density(jr.key(0), as_operator(a), N)
+    assert_close(density.points, values, rtol=1e3 * eps(), atol=1e3 * eps())
+    between = (values[1:] + values[:-1]) / 2
+    assert_close(density.count(as_array(between)), np.arange(1, N), rtol=100 * eps())
+    assert_close(density.integrate(jnp.exp), np.sum(np.exp(values)), rtol=100 * eps())
+    at = np.linspace(-2, 3, 7)
+    bells = np.exp(-(((at[:, None] - values) / 0.3) ** 2) / 2)
+    expected = bells.sum(axis=1) / (0.3 * np.sqrt(2 * np.pi))
+    assert_close(density.density(as_array(at), 0.3), expected, rtol=1e3 * eps())
+    assert density.count(as_array(0.5)).shape == ()
+
+
+@BOTH
+def test_spectral_density(key, estimator):
+    a = matrix("signed", N)
+    operator = as_operator(a)
+    density = tx.spectral_density(key, operator, 15, SPECTRAL[estimator])
+    assert_close(jnp.sum(density.weights), N, rtol=1e3 * eps())
+    assert_close(density.count(as_array(10.0)), N, rtol=1e3 * eps())
+    assert density.count(as_array(-10.0)) == 0
+    value, *_ = _estimate(key, jnp.cos, operator, 15, estimator)
+    assert_close(density.integrate(jnp.cos), value, rtol=1e3 * eps())
+    # The density integrates to n: the trapezoidal rule is exact for normal densities.
+    at = np.linspace(-4, 5, 400)
+    total = np.sum(wide(density.density(as_array(at), 0.2))) * (at[1] - at[0])
+    assert_close(total, N, rtol=1e-5)
+    # Counts are within a few of those of the operator.
+    values = np.linalg.eigvalsh(a)
+    for upper in (-0.5, 0.5, 1.5):
+        count = float(density.count(as_array(upper)))
+        assert abs(count - np.sum(values <= upper)) < 8
+
+
+def test_spectral_density_is_not_differentiable(key):
+    a = as_operator(matrix("signed", N)).matrix
+
+    def count(a):
+        operator = lx.MatrixLinearOperator(a)
+        density = tx.spectral_density(key, operator, 15)
+        return density.integrate(lambda x: x**2)
+
+    assert not np.any(jax.grad(count)(a))
+
+
+#
+# Failures
+#
+
+
+def _fails(result, match, call):
+    """A call that reports `result`, and raises if asked to throw."""
+    estimate = call(throw=False)
+    assert estimate.result == result
+    with pytest.raises(Exception, match=match):
+        jax.block_until_ready(call(throw=True).value)
+    return estimate
+
+
+@pytest.mark.x64
+@BOTH
+@pytest.mark.parametrize("k", [12, N])
+def test_functions_outside_of_their_domain(key, estimator, k):
+    est = SPECTRAL[estimator]
+    outside = tx.RESULTS.outside_domain
+    for a in (matrix("signed", N), -matrix("flat", N)):
+        operator = as_operator(a)
+        _fails(
+            outside,
+            "not finite at an eigenvalue",
+            lambda throw, op=operator: tx.logdet(key, op, k, est, throw=throw),
+        )
+    operator = as_operator(hermitian("rank 5", N), psd=True)
+    # Four steps from a probe don't reach the eigenvalue 0 of six.
+    if k == N or estimator == "krylov-aware":
+        _fails(
+            outside,
+            "not finite at an eigenvalue",
+            lambda throw: tx.logdet(key, operator, k, est, throw=throw),
+        )
+    _fails(
+        outside,
+        "Shift the operator",
+        lambda throw: tx.trace_function(
+            key, jnp.sqrt, as_operator(matrix("signed", N)), k, est, throw=throw
+        ),
+    )
+    # A shift is the mend that the message gives.
+    mended = tx.logdet(key, operator, k, est, shift=0.1)
+    assert mended.result == tx.RESULTS.successful
+
+
+@BOTH
+@pytest.mark.parametrize("k", [12, N])
+def test_wrong_tags(key, estimator, k):
+    operator = as_operator(matrix("signed", N), psd=True)
+    _fails(
+        tx.RESULTS.not_semidefinite,
+        "Remove the tag",
+        lambda throw: tx.trace_function(
+            key, jnp.cos, operator, k, SPECTRAL[estimator], throw=throw
+        ),
+    )
+
+
+@BOTH
+@pytest.mark.parametrize("k", [12, N])
+def test_right_tags(key, estimator, k):
+    for a, tag in (
+        (matrix("exp", N), PSD),
+        (hermitian("small projector", N), PSD),
+        (hermitian("zero", N), PSD),
+        (-matrix("flat", N), NSD),
+    ):
+        operator = lx.MatrixLinearOperator(as_array(a), tag)
+        estimate = tx.trace_function(key, jnp.cos, operator, k, SPECTRAL[estimator])
+        assert estimate.result == tx.RESULTS.successful
+
+
+@pytest.mark.parametrize("k", [3, 12, N])
+@pytest.mark.parametrize("complex", [False, True])
+def test_operators_that_are_not_hermitian(key, k, complex):
+    a = matrix("nonsymmetric", N, complex)
+    _fails(
+        tx.RESULTS.not_hermitian,
+        "not symmetric",
+        lambda throw: tx.trace_function(
+            key, jnp.exp, as_operator(a), k, KRYLOV, throw=throw
+        ),
+    )
+
+
+def test_complex_symmetric_is_not_hermitian(key):
+    a = matrix("flat", N)
+    symmetric = as_operator(a * (1 + 1j))
+    estimate = tx.trace_function(key, jnp.exp, symmetric, 12, throw=False)
+    assert estimate.result == tx.RESULTS.not_hermitian
+
+
+@BOTH
+@pytest.mark.parametrize("k", [12, N])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_parameters_that_are_not_finite(key, estimator, k, bad):
+    a = matrix("flat", N)
+    a[2, 5] = bad
+    estimate = _fails(
+        tx.RESULTS.nonfinite,
+        "parameters hold NaN",
+        lambda throw: tx.logdet(
+            key, as_operator(a), k, SPECTRAL[estimator], throw=throw
+        ),
+    )
+    assert not np.isfinite(estimate.value)
+    assert np.isnan(estimate.standard_error)
+
+
+@BOTH
+def test_lanes_fail_alone(estimator):
+    lanes = np.stack([matrix("flat", N)] * 4)
+    lanes[1, 0, 0] = np.nan
+    lanes[2] = matrix("signed", N)
+
+    @jax.jit
+    @jax.vmap
+    def run(a):
+        operator = lx.MatrixLinearOperator(a)
+        est = SPECTRAL[estimator]
+        return tx.trace_function(jr.key(0), jnp.log, operator, 12, est, throw=False)
+
+    estimates = run(as_array(lanes))
+    R = tx.RESULTS
+    expected = [R.successful, R.nonfinite, R.outside_domain, R.successful]
+    for i, result in enumerate(expected):
+        assert jax.tree.map(lambda x, i=i: x[i], estimates.result) == result
+    assert estimates.value[0] == estimates.value[3]
+    assert np.isfinite(np.asarray(estimates.value))[[0, 3]].all()
+
+
+def test_failures_are_raised_from_derivatives(key):
+    def value(a):
+        return tx.logdet(key, lx.MatrixLinearOperator(a), 12).value
+
+    a = as_array(matrix("signed", N))
+    for run in (jax.grad(value), jax.jit(jax.grad(value))):
+        with pytest.raises(Exception, match="not finite at an eigenvalue"):
+            jax.block_until_ready(run(a))
+
+
+#
+# Errors
+#
+
+
+def _operator():
+    return as_operator(matrix("flat", N))
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "match"),
+    [
+        (3.0, TypeError, "function of a real scalar, got 3.0 of type float"),
+        (None, TypeError, "NoneType"),
+        (lambda x: jnp.stack([x, x]), ValueError, r"scalars.*shapes \[\(2,\)\]"),
+        (lambda x: {"a": x, "b": x[None]}, ValueError, r"\[\(\), \(1,\)\]"),
+        (lambda x: None, ValueError, r"shapes \[\]"),
+    ],
+)
+def test_wrong_functions(key, fn, kind, match):
+    with pytest.raises(kind, match=match):
+        tx.trace_function(key, fn, _operator(), 4)
+    with pytest.raises(kind, match=match):
+        tx.MatrixFunctionLinearOperator(_operator(), fn, 4)
+
+
+def test_swapped_arguments(key):
+    with pytest.raises(TypeError, match="lineax linear operator"):
+        tx.trace_function(key, _operator(), jnp.log, 4)
+    with pytest.raises(TypeError, match="lineax linear operator"):
+        tx.logdet(key, jnp.eye(3), 4)
+    with pytest.raises(TypeError, match="lineax linear operator"):
+        tx.logdet(key, jnp.eye(3), 4, shift=1.0)
+    with pytest.raises(TypeError, match="lineax linear operator"):
+        tx.estrada_index(_operator(), key, 4)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        tx.logdet,
+        tx.trace_inverse,
+        tx.schatten_norm,
+        tx.von_neumann_entropy,
+        tx.estrada_index,
+        tx.spectral_density,
+    ],
+)
+def test_wrong_estimators_budgets_and_keys(key, entry):
+    name = f"traceax.{entry.__name__}: "
+    cases = [
+        (TypeError, "SpectralEstimator", (key, _operator(), 4, tx.XTraceEstimator())),
+        (TypeError, "pass an instance", (key, _operator(), 4, type(KRYLOV))),
+        (ValueError, "at least 1, got 0", (key, _operator(), 0)),
+        (TypeError, "got 2.0 of type float", (key, _operator(), 2.0)),
+        (TypeError, "single key", (0, _operator(), 2)),
+        (TypeError, "start", (_operator(), key, 2)),
+    ]
+    for kind, match, arguments in cases:
+        with pytest.raises(kind, match=match) as error:
+            entry(*arguments)
+        assert str(error.value).startswith(name)
+    rectangular = lx.MatrixLinearOperator(jnp.ones((3, 4)))
+    with pytest.raises(ValueError, match=r"shape \(4,\).*to shape \(3,\)"):
+        entry(key, rectangular, 2)
+
+
+def test_wrong_shifts(key):
+    for entry in (tx.logdet, tx.trace_inverse):
+        for shift in (jnp.ones(2), 1j, np.ones((1, 1))):
+            with pytest.raises(ValueError, match="shift must be a real scalar"):
+                entry(key, _operator(), 4, shift=shift)
+
+
+def test_wrong_powers(key):
+    for p in (0, -1.0):
+        with pytest.raises(ValueError, match="p must be positive"):
+            tx.schatten_norm(key, _operator(), 4, p=p)
+
+
+@pytest.mark.parametrize("kind", [type(KRYLOV), tx.LanczosQuadratureEstimator])
+def test_wrong_estimator_options(kind):
+    with pytest.raises(ValueError, match="num_probes must be at least 1, got 0"):
+        kind(0)
+    for bad in (2.0, True, "3"):
+        with pytest.raises(TypeError, match="num_probes must be an int or None"):
+            kind(bad)
+    with pytest.raises(TypeError, match="pass an instance"):
+        kind(sampler=tx.NormalSampler)
+    assert kind(np.int64(3)).num_probes == 3
+
+
+def test_samplers_that_are_not_rotation_invariant():
+    with pytest.raises(ValueError, match="rotation-invariant"):
+        tx.KrylovAwareEstimator(sampler=tx.RademacherSampler())
+
+
+#
+# Transforms
+#
+
+
+def _parametric(theta, seed=0):
+    a = as_array(matrix("flat", N, seed=seed))
+    b = as_array(matrix("signed", N, seed=seed + 5))
+    return lx.MatrixLinearOperator(a + theta[0] * b + theta[1] * b @ b)
+
+
+def _logdet(theta, key, estimator="krylov-aware", k=12):
+    operator = _parametric(theta)
+    return tx.logdet(
+        key, operator, k, SPECTRAL[estimator], shift=theta[0] ** 2, throw=False
+    ).value
+
+
+@pytest.mark.x64
+@BOTH
+def test_vmap_is_a_loop(estimator):
+    thetas = as_array([[0.1, 0.2], [0.3, 0.1], [0.0, 0.5]])
+    keys = jr.split(jr.key(1), 3)
+    value = functools.partial(_logdet, estimator=estimator)
+    single = jax.jit(value)
+    grid = np.array([[single(t, k) for k in keys] for t in thetas])
+
+    @jax.jit
+    def batched(thetas, keys):
+        return (
+            jax.vmap(value, (0, None))(thetas, keys[0]),
+            jax.vmap(value, (None, 0))(thetas[0], keys),
+            jax.vmap(value)(thetas, keys),
+        )
+
+    over_thetas, over_keys, over_both = batched(thetas, keys)
+    rtol = 1e3 * eps()
+    assert_close(over_thetas, grid[:, 0], rtol=rtol)
+    assert_close(over_keys, grid[0], rtol=rtol)
+    assert_close(over_both, np.diagonal(grid), rtol=rtol)
+    assert_close(value(thetas[0], keys[0]), grid[0, 0], rtol=rtol)
+    assert len(np.unique(grid)) == 9
+
+
+@pytest.mark.x64
+@BOTH
+def test_vmapped_gradients_and_control_flow(estimator):
+    theta = as_array([0.1, 0.2])
+    keys = jr.split(jr.key(1), 3)
+    value = functools.partial(_logdet, estimator=estimator)
+    gradient = jax.jit(jax.grad(value))
+    single = np.stack([gradient(theta, k) for k in keys])
+    rtol = 1e4 * eps()
+
+    @jax.jit
+    def others(theta, keys):
+        def scanned(theta):
+            def body(carry, key):
+                return carry + value(theta, key), None
+
+            return jax.lax.scan(body, jnp.zeros_like(theta[0]), keys)[0]
+
+        return (
+            jax.vmap(jax.grad(value), (None, 0))(theta, keys),
+            jax.grad(lambda t: jnp.sum(jax.vmap(value, (None, 0))(t, keys)))(theta),
+            jax.grad(scanned)(theta),
+            jax.grad(jax.checkpoint(value))(theta, keys[0]),
+        )
+
+    vmapped, summed, scanned, checkpointed = others(theta, keys)
+    assert_close(vmapped, single, rtol=rtol)
+    assert_close(summed, single.sum(axis=0), rtol=rtol)
+    assert_close(scanned, single.sum(axis=0), rtol=rtol)
+    assert_close(checkpointed, single[0], rtol=rtol)
+    assert_close(jax.grad(value)(theta, keys[0]), single[0], rtol=rtol)
+
+
+@BOTH
+def test_the_whole_estimate_passes_through_jit(estimator):
+    @jax.jit
+    def run(theta, key):
+        operator = _parametric(theta)
+        return tx.trace_function(key, jnp.log, operator, 12, SPECTRAL[estimator])
+
+    estimate = run(as_array([0.1, 0.2]), jr.key(0))
+    low, high = estimate.confidence_interval()
+    assert low < estimate.value < high
+    again = SPECTRAL[estimator].estimate(estimate.state, 12)
+    assert_close(again.value, estimate.value, rtol=100 * eps())
+    more = SPECTRAL[estimator].estimate(estimate.state, N)
+    assert more.standard_error == 0
+
+
+@BOTH
+def test_error_bars_are_not_differentiated(key, estimator):
+    def error(theta):
+        e = tx.trace_function(key, jnp.log, _parametric(theta), 12, SPECTRAL[estimator])
+        return e.standard_error
+
+    assert not np.any(jax.grad(error)(as_array([0.1, 0.2])))
+
+
+def test_a_new_lambda_compiles_once(key):
+    operator = as_operator(matrix("flat", N))
+    traces = []
+
+    def value(s):
+        def fn(x):
+            traces.append(None)
+            return jnp.log(x + s)
+
+        return tx.trace_function(key, fn, operator, 12).value
+
+    first = value(as_array(0.1))
+    value(as_array(0.2))
+    count = len(traces)
+    second = value(as_array(0.3))
+    assert second > first
+    # Looked at, but not evaluated inside another program.
+    assert len(traces) - count <= 4
+
+
+def test_orthogonal_invariance_in_distribution():
+    # Normal probes see a diagonal matrix as any other of its spectrum.
+    values = spectrum("poly", N)
+    u = haar(N, 3)
+    a, b = np.diag(values), (u * values) @ u.T
+    fn = jnp.sqrt
+    x, _ = _values(fn, as_operator(a), 12, "krylov-aware", 400, 1)
+    y, _ = _values(fn, as_operator((b + b.T) / 2), 12, "krylov-aware", 400, 2)
+    error = np.sqrt((x.var() + y.var()) / 400)
+    assert abs(x.mean() - y.mean()) < 4 * error
+    assert 0.75 < x.std() / y.std() < 1.33

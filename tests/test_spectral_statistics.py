@@ -1,0 +1,334 @@
+"""Unbiased values and derivatives, and intervals, over fixed numbers of keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import as_operator, assert_close, float_dtype, matrix, rounding, z_score
+from spectral_helpers import (
+    SPECTRAL,
+    as_array,
+    eps,
+    hermitian,
+    relaxed,  # noqa: F401
+)
+
+import traceax as tx
+
+N, K = 30, 15
+BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
+COMPLEX = pytest.mark.parametrize("complex", [False, True])
+
+
+def _functions(x):
+    # Five steps integrate log on [1, 3] to 1e-5, a linear function to rounding.
+    return {"log": jnp.log(x), "linear": 2 * x - 1, "root": jnp.sqrt(x)}
+
+
+@functools.partial(jax.jit, static_argnames=("estimator", "k", "fn"))
+def _run(keys, a, estimator, k=K, fn=_functions):
+    def one(key):
+        operator = lx.MatrixLinearOperator(a)
+        est = SPECTRAL[estimator]
+        e = tx.trace_function(key, fn, operator, k, est, throw=False)
+        return e.value, e.standard_error, e.confidence_interval()
+
+    return jax.vmap(one)(keys)
+
+
+@BOTH
+@COMPLEX
+def test_values_are_unbiased(estimator, complex):
+    a = hermitian("flat", N, complex)
+    values, errors, _ = _run(jr.split(jr.key(0), 3000), as_array(a), estimator)
+    theta = np.linalg.eigvalsh(a)
+    truths = jax.tree.map(np.sum, _functions(jnp.asarray(theta)))
+    for name, truth in truths.items():
+        samples = np.asarray(values[name], np.float64)
+        if estimator == "quadrature" or name == "linear":
+            assert z_score(samples, truth, rounding()) < 4, name
+        else:
+            # f(T) stands for f(A) in all of the space, of which the last block knows
+            # least: the bias is a part of what the error bar holds.
+            assert abs(samples.mean() - truth) < 0.15 * samples.std(), name
+        assert z_score(samples * 1.02, truth, rounding()) > 5, name
+        ratio = np.sqrt(np.mean(np.asarray(errors[name]) ** 2)) / samples.std()
+        # Three probes that agree don't show their spread: quadrature is told so.
+        assert 0.7 < ratio < (1.6 if estimator == "krylov-aware" else 3.2), name
+
+
+#
+# Intervals
+#
+
+# Spectra on which five or more steps are converged, for the function of each.
+COVERED = {
+    "flat": jnp.log,
+    "poly": jnp.expm1,
+    "signed": jnp.exp,
+    "exp": jnp.expm1,
+}
+
+
+@pytest.mark.x64
+@BOTH
+@pytest.mark.parametrize("name", list(COVERED))
+def test_intervals_cover(estimator, name):
+    # 400 keys: 1.1 % of standard error at 95 %.
+    fn, a = COVERED[name], matrix(name, 60)
+    _, _, (low, high) = _run(
+        jr.split(jr.key(1), 400), as_array(a), estimator, k=30, fn=fn
+    )
+    truth = float(jnp.sum(fn(jnp.asarray(np.linalg.eigvalsh(a)))))
+    covered = np.mean((np.asarray(low) <= truth) & (truth <= np.asarray(high)))
+    assert 0.90 <= covered <= 1.0
+    # An interval of half the length covers less.
+    middle, half = (low + high) / 2, (high - low) / 4
+    assert np.mean(np.abs(np.asarray(middle) - truth) <= np.asarray(half)) < covered
+
+
+#
+# Derivatives
+#
+
+
+def _matrices(complex):
+    # A spectrum about [4, 6]: five steps know its logarithm to 1e-8 on probes.
+    a = hermitian("flat", N, complex) + 3 * np.eye(N)
+    b, c = (hermitian("signed", N, complex, seed) for seed in (4, 5))
+    return as_array(a), as_array(b), as_array(c)
+
+
+def _of(theta, complex):
+    a, b, c = _matrices(complex)
+    x, y = theta.astype(a.dtype)
+    return a + 0.2 * x * b + 0.2 * y**2 * c + 0.1 * x * y * (b @ c + c @ b)
+
+
+THETA = [0.3, 0.5]
+
+
+def _value(theta, key, estimator, complex, fn=jnp.log, k=K):
+    operator = lx.MatrixLinearOperator(_of(theta, complex))
+    est = SPECTRAL[estimator]
+    return tx.trace_function(key, fn, operator, k, est, throw=False).value
+
+
+def _exact(theta, complex, fn=jnp.log):
+    return jnp.sum(fn(jnp.linalg.eigvalsh(_of(theta, complex))))
+
+
+@pytest.mark.x64
+@BOTH
+@COMPLEX
+def test_derivatives_are_unbiased(estimator, complex):
+    theta = as_array(THETA)
+    value = functools.partial(_value, estimator=estimator, complex=complex)
+
+    @jax.jit
+    def run(keys):
+        def one(key):
+            return jax.grad(value)(theta, key), jax.hessian(value)(theta, key)
+
+        return jax.vmap(one)(keys)
+
+    gradients, hessians = run(jr.split(jr.key(2), 1500))
+    exact = functools.partial(_exact, complex=complex)
+    gradient, hessian = jax.grad(exact)(theta), jax.hessian(exact)(theta)
+    assert z_score(gradients, gradient, 1e-5) < 4
+    assert z_score(hessians, hessian, 1e-5) < 4
+    assert z_score(np.asarray(gradients) * 1.05, gradient) > 5
+    assert z_score(np.asarray(hessians) * 1.05, hessian) > 5
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("estimator", "complex"), [("krylov-aware", True), ("quadrature", False)]
+)
+def test_modes_of_differentiation_agree(key, estimator, complex):
+    theta, direction = as_array(THETA), as_array([0.7, -0.4])
+    value = functools.partial(_value, key=key, estimator=estimator, complex=complex)
+
+    @jax.jit
+    def run(theta):
+        first = [d(value)(theta) for d in (jax.grad, jax.jacfwd, jax.jacrev)]
+        _, along = jax.jvp(value, (theta,), (direction,))
+        pairs = [(jax.jacfwd, jax.jacrev), (jax.jacrev, jax.jacfwd)]
+        second = [outer(inner(value))(theta) for outer, inner in pairs]
+        second_along = jax.grad(lambda t: jax.grad(value)(t) @ direction)(theta)
+        return first, along, second, second_along
+
+    first, along, second, second_along = run(theta)
+    rtol = 1e5 * eps()
+    for gradient in first:
+        assert_close(gradient, first[0], rtol=rtol)
+    assert_close(along, first[0] @ direction, rtol=rtol)
+    scale = np.max(np.abs(second[0]))
+    for hessian in second:
+        assert_close(hessian, second[0], rtol=0, atol=rtol * scale)
+    expected = direction @ second[0]
+    assert_close(second_along, expected, rtol=0, atol=rtol * scale)
+    # Eager calls go through the same rules.
+    assert_close(jax.grad(value)(theta), first[0], rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "complex"), [("krylov-aware", True), ("quadrature", False)]
+)
+def test_derivatives_are_exact_for_enough_products(key, estimator, complex):
+    theta = as_array(THETA)
+    value = functools.partial(
+        _value, key=key, estimator=estimator, complex=complex, k=N
+    )
+    exact = functools.partial(_exact, complex=complex)
+
+    @jax.jit
+    def run(theta):
+        return [(jax.grad(f)(theta), jax.hessian(f)(theta)) for f in (value, exact)]
+
+    (gradient, hessian), (g, h) = run(theta)
+    scale = np.max(np.abs(g)), np.max(np.abs(h))
+    # Divided differences of f' are accurate to eps^(4/5).
+    assert_close(gradient, g, rtol=0, atol=1e3 * eps() * scale[0])
+    assert_close(hessian, h, rtol=0, atol=100 * eps() ** 0.8 * scale[1])
+
+
+@pytest.mark.x64
+@BOTH
+def test_third_derivatives_are_refused(key, estimator):
+    theta = as_array(0.3)
+
+    def value(x):
+        return _value(jnp.stack([x, x]), key, estimator, False)
+
+    third = jax.grad(jax.grad(jax.grad(value)))
+    for f in (third, jax.jit(third), jax.jacfwd(jax.jacfwd(jax.jacfwd(value)))):
+        with pytest.raises(NotImplementedError, match="Third derivatives"):
+            f(theta)
+
+
+@BOTH
+@pytest.mark.parametrize("k", [K, N])
+def test_derivatives_of_what_the_function_closes_over(key, estimator, k):
+    a = hermitian("flat", N)
+    values = np.linalg.eigvalsh(a)
+    operator, p = as_operator(a), as_array(1.7)
+
+    def value(p):
+        est = SPECTRAL[estimator]
+        e = tx.trace_function(key, lambda x: x**p, operator, k, est, throw=False)
+        return e.value, e.stats
+
+    (_, stats), slope = jax.value_and_grad(value, has_aux=True)(p)
+    ritz, weights = stats["ritz_values"], stats["ritz_weights"]
+    expected = np.sum(weights * ritz**1.7 * np.log(ritz))
+    assert_close(slope, expected, rtol=1e4 * eps())
+    if k == N:
+        exact = np.sum(values**1.7 * np.log(values))
+        assert_close(slope, exact, rtol=1e3 * eps())
+    assert_close(jax.jacfwd(lambda p: value(p)[0])(p), slope, rtol=1e3 * eps())
+
+
+@pytest.mark.x64
+def test_mixed_derivatives(key):
+    operator = as_operator(hermitian("flat", N))
+
+    def value(s, p):
+        scaled = lx.MatrixLinearOperator(operator.matrix * s)
+        return tx.trace_function(key, lambda x: x**p, scaled, K, throw=False).value
+
+    s, p = as_array(1.1), as_array(1.7)
+    gradients = jax.grad(value, (0, 1))(s, p)
+    # By homogeneity: s^p tr A^p.
+    assert_close(gradients[0], 1.7 / 1.1 * value(s, p), rtol=1e5 * eps())
+    # The other way round is refused.
+    slope = jax.grad(lambda p: p / 1.1 * value(s, p))(p)
+    assert_close(jax.grad(jax.grad(value, 0), 1)(s, p), slope, rtol=1e5 * eps())
+    with pytest.raises(NotImplementedError, match="mix the operator and"):
+        jax.grad(jax.grad(value, 1), 0)(s, p)
+
+
+@BOTH
+def test_derivatives_with_respect_to_the_shift(key, estimator):
+    # A shift moves every Ritz value: d/ds sum w log(theta + s), draw by draw.
+    operator = as_operator(hermitian("flat", N, True))
+    est = SPECTRAL[estimator]
+
+    def value(s):
+        e = tx.logdet(key, operator, K, est, shift=s, throw=False)
+        return e.value, e.stats
+
+    (_, stats), slope = jax.value_and_grad(value, has_aux=True)(as_array(0.5))
+    expected = np.sum(stats["ritz_weights"] / stats["ritz_values"])
+    assert_close(slope, expected, rtol=1e4 * eps())
+
+
+@BOTH
+def test_derivatives_of_schatten_norms(key, estimator):
+    # Homogeneous of degree one, draw by draw; at zero the slope is finite.
+    a = as_array(matrix("signed", N))
+    est = SPECTRAL[estimator]
+
+    def value(s, p):
+        operator = lx.MatrixLinearOperator(a * s)
+        return tx.schatten_norm(key, operator, K, est, p=p, throw=False).value
+
+    both = jax.jit(jax.value_and_grad(value))
+    for p in (2.0, 3.0):
+        norm, slope = both(as_array(1.5), as_array(p))
+        assert_close(slope, norm / 1.5, rtol=1e5 * eps())
+    # Of zero a subgradient.
+    norm, slope = both(as_array(0.0), as_array(2.0))
+    assert norm == 0
+    assert abs(slope) <= 2 * np.linalg.norm(a)
+
+
+@BOTH
+def test_the_gradient_at_a_multiple_of_the_identity_is_that_of_a_trace(estimator):
+    b = as_array(hermitian("signed", N))
+    identity = jnp.eye(N, dtype=float_dtype())
+
+    def value(t, c, key):
+        operator = lx.MatrixLinearOperator(c * identity + t * b)
+        est = SPECTRAL[estimator]
+        return tx.trace_function(key, jnp.exp, operator, K, est, throw=False).value
+
+    keys = jr.split(jr.key(0), 1000)
+    run = jax.jit(jax.vmap(jax.grad(value), (None, None, 0)))
+    for c in (0.5, 0.0):
+        samples = run(as_array(0.0), as_array(c), keys)
+        assert z_score(samples, np.exp(c) * np.trace(b), rounding()) < 4
+
+
+def test_the_gradient_at_zero_along_the_identity_is_exact(key):
+    identity = jnp.eye(N, dtype=float_dtype())
+
+    def value(t):
+        operator = lx.MatrixLinearOperator(t * identity)
+        return tx.trace_function(key, jnp.exp, operator, 20, throw=False).value
+
+    assert_close(jax.grad(value)(as_array(0.0)), N, rtol=1e4 * eps())
+
+
+@BOTH
+def test_hessians_at_operators_of_low_rank(key, estimator):
+    a = as_array(hermitian("rank 5", N) / 5)
+    b = as_array(hermitian("signed", N, seed=4))
+
+    def value(t):
+        operator = lx.MatrixLinearOperator(a + t * b)
+        est = SPECTRAL[estimator]
+        return tx.trace_function(key, jnp.exp, operator, N, est, throw=False).value
+
+    wide_a, wide_b = (np.asarray(x, np.float64) for x in (a, b))
+
+    def exact(t):
+        return np.sum(np.exp(np.linalg.eigvalsh(wide_a + t * wide_b)))
+
+    expected = (exact(1e-3) - 2 * exact(0) + exact(-1e-3)) / 1e-6
+    got = jax.grad(jax.grad(value))(as_array(0.0))
+    assert_close(got, expected, rtol=1e-3)
