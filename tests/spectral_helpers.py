@@ -13,8 +13,8 @@ SPECTRAL = {
     "quadrature": tx.LanczosQuadratureEstimator(),
 }
 
-# Parts of the library, and these tests, mix real and complex numbers, or precisions, which
-# the strict mode of the suite refuses. Without it the same programs run.
+# These tests mix real and complex numbers, or precisions, which the strict mode of the
+# suite refuses. That the library itself doesn't is tested on its own.
 
 
 @pytest.fixture(autouse=True)

@@ -963,3 +963,74 @@ def test_orthogonal_invariance_in_distribution():
     error = np.sqrt((x.var() + y.var()) / 400)
     assert abs(x.mean() - y.mean()) < 4 * error
     assert 0.75 < x.std() / y.std() < 1.33
+
+
+#
+# Diagonals, constants, arguments
+#
+
+
+def test_diagonals_are_summed(key):
+    diagonal = jnp.linspace(1, 3, N, dtype=float_dtype())
+    estimate = tx.logdet(key, lx.DiagonalLinearOperator(diagonal), 3, shift=0.5)
+    assert_close(estimate.value, np.sum(np.log(np.asarray(diagonal) + 0.5)))
+    assert estimate.standard_error == 0
+    assert estimate.stats["num_matvecs"] == 0
+
+    def value(diagonal):
+        return tx.logdet(key, lx.DiagonalLinearOperator(diagonal), 3).value
+
+    assert_close(jax.grad(value)(diagonal), 1 / diagonal)
+    tagged = lx.MatrixLinearOperator(jnp.diag(diagonal), lx.diagonal_tag)
+    assert_close(tx.logdet(key, tagged, 3).value, value(diagonal))
+    # An estimator that is given is used.
+    given = tx.logdet(key, tagged, 9, tx.KrylovAwareEstimator())
+    assert given.stats["num_matvecs"] > 6
+
+
+@pytest.mark.parametrize(
+    ("diagonal", "result"),
+    [
+        (np.linspace(-1, 1, N), tx.RESULTS.outside_domain),
+        (np.linspace(0, 1, N), tx.RESULTS.outside_domain),
+        (np.full(N, 1 + 1j), tx.RESULTS.not_hermitian),
+        (np.full(N, np.nan), tx.RESULTS.nonfinite),
+    ],
+)
+def test_diagonals_fail_as_others_do(key, diagonal, result):
+    operator = lx.DiagonalLinearOperator(jnp.asarray(diagonal))
+    estimate = tx.logdet(key, operator, 3, throw=False)
+    assert estimate.result == result
+    with pytest.raises(Exception, match=r"not finite|not symmetric"):
+        jax.block_until_ready(tx.logdet(key, operator, 3).value)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+def test_constants_of_staged_programs(key, transform):
+    a = as_array(matrix("flat", N))
+
+    def value(s):
+        return tx.logdet(key, lx.MatrixLinearOperator(s * a), 12, shift=0.1).value
+
+    one = jnp.ones((), a.dtype)
+    assert_close(jax.grad(transform(value))(one), jax.grad(value)(one))
+
+
+def test_arguments_of_partial_functions_are_data(key):
+    operator = as_operator(matrix("flat", N))
+
+    def value(p, k):
+        power = functools.partial(lambda q, x: x**q, p)
+        return tx.trace_function(key, power, operator, k).value
+
+    p = jnp.asarray(1.5, float_dtype())
+    eigenvalues = spectrum("flat", N)
+    assert_close(value(p, N), np.sum(eigenvalues**1.5))
+    slope = np.sum(eigenvalues**1.5 * np.log(eigenvalues))
+    assert_close(jax.grad(value)(p, N), slope)
+
+
+def test_overflow_of_the_function_is_told_from_its_domain(key):
+    operator = as_operator(matrix("flat", N) * 1e3)
+    estimate = tx.trace_function(key, jnp.exp, operator, 12, throw=False)
+    assert estimate.result == tx.RESULTS.overflow

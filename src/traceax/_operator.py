@@ -203,6 +203,11 @@ def is_negative_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
     return _known(lx.is_negative_semidefinite, operator)
 
 
+def is_diagonal(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator is known to be diagonal."""
+    return _known(lx.is_diagonal, operator)
+
+
 def is_symmetric(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the operator is known to equal its transpose."""
     return _known(lx.is_symmetric, operator)

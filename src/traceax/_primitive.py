@@ -33,6 +33,7 @@ from ._failure import explain, solves_systems
 from ._frechet import SpectralBlocks
 from ._operator import apply_block, space_of, with_array_leaves
 from ._orthogonal import column_dots
+from ._spectral_function import SpectralFunction
 from ._stream import ProbeStream
 
 
@@ -56,15 +57,21 @@ class Problem(NamedTuple):
     real: bool  # whether the value is known to be real
 
 
-def _differentiable(state: PyTree) -> list[PyTree]:
-    return [state.operator] + ([state.function] if hasattr(state, "function") else [])
+def _operator(state: PyTree) -> list[PyTree]:
+    return [state.operator]
+
+
+def _operator_and_function(state: PyTree) -> list[PyTree]:
+    return [state.operator, state.function]
 
 
 def _evaluate(problem: Problem):
     operator, function, estimator, rest, k, real = problem
     space = space_of(operator)
-    parts = [operator] + ([] if function is None else [function])
-    state = eqx.tree_at(_differentiable, rest, parts, is_leaf=lambda x: x is None)
+    where, parts = _operator, [operator]
+    if function is not None:
+        where, parts = _operator_and_function, [operator, function]
+    state = eqx.tree_at(where, rest, parts, is_leaf=lambda x: x is None)
     value, standard_error, stats, blocks = estimator.evaluate(state, k)
     # A new dictionary: `stats` may belong to the estimator.
     defaults = {"degrees_of_freedom": jnp.inf, "largest_product": jnp.nan}
@@ -233,8 +240,10 @@ def estimate_trace(estimator, state: PyTree, k: int, *, real: bool) -> Outcome:
     differentiable; every other leaf is stopped.
     """
     operator = with_array_leaves(state.operator)
-    function = getattr(state, "function", None)
-    rest = eqx.tree_at(_differentiable, state, replace_fn=lambda _: None)
+    function, where = getattr(state, "function", None), _operator_and_function
+    if not isinstance(function, SpectralFunction):
+        function, where = None, _operator
+    rest = eqx.tree_at(where, state, replace_fn=lambda _: None)
     arrays, static = eqx.partition((estimator, rest), eqx.is_array)
     estimator, rest = eqx.combine(jax.lax.stop_gradient(arrays), static)
     problem = Problem(operator, function, estimator, rest, k, real)

@@ -11,11 +11,21 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._base import check_budget, init_state
-from ._estimate import Estimate
+from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.krylov_aware import KrylovAwareEstimator
-from ._operator import is_positive_semidefinite, space_of
+from ._operator import (
+    is_diagonal,
+    is_positive_semidefinite,
+    known_diagonal,
+    space_of,
+)
 from ._orthogonal import largest_entry, power_of_two_scale
-from ._spectral_base import SpectralEstimator
+from ._spectral_base import (
+    SpectralEstimator,
+    SpectralState,
+    evaluation_result,
+)
+from ._spectral_function import spectral_function, tree_of
 
 
 def trace_function(
@@ -48,7 +58,8 @@ def trace_function(
     - `k`: a positive Python int, the budget of products. For `k >= n` the answer is
         exact.
     - `estimator`: a [`traceax.SpectralEstimator`][]; by default
-        [`traceax.KrylovAwareEstimator`][].
+        [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
+        which the sum is exact.
     - `lower`: a real scalar that no eigenvalue is below, where one is known. With
         [`traceax.LanczosQuadratureEstimator`][] it makes the error bar a bound.
     - `throw`: whether a failure raises an error at run time, or is only reported in
@@ -76,6 +87,9 @@ def _estimate(where, key, fn, operator, k, estimator, throw, *, lower=None) -> E
     key = init_state(key, operator, where).key
     k = check_budget(k, where)
     if estimator is None:
+        exact = _of_diagonal(where, key, fn, operator, k)
+        if exact is not None:
+            return raise_failure(exact) if throw else exact
         estimator = KrylovAwareEstimator()
     elif not isinstance(estimator, SpectralEstimator):
         raise TypeError(
@@ -85,6 +99,46 @@ def _estimate(where, key, fn, operator, k, estimator, throw, *, lower=None) -> E
         )
     state = estimator.init(key, operator, fn, lower=lower)
     return estimator.estimate(state, k, throw=throw)
+
+
+def _of_diagonal(where, key, fn, operator, k) -> Estimate | None:
+    """The sum over a diagonal, where structure gives it for at most k products."""
+    diagonal = known_diagonal(operator) if is_diagonal(operator) else None
+    if diagonal is None or diagonal.num_matvecs > k:
+        return None
+    space = space_of(operator)
+    function = spectral_function(fn, space.real_dtype, where)
+    entries = diagonal.read().astype(space.compute_dtype)
+    values = jnp.real(entries)
+    imaginary = jnp.max(jnp.abs(entries - values.astype(entries.dtype)), initial=0)
+    rounding = 100 * jnp.sqrt(jnp.finfo(values.dtype).eps) * largest_entry(entries)
+    result = RESULTS.where(
+        imaginary > rounding, RESULTS.not_hermitian, RESULTS.successful
+    )
+    result = evaluation_result(result, function, values)
+    failed = result != RESULTS.successful
+    real = jnp.finfo(space.dtype).dtype
+
+    def structured(leaves):
+        return tree_of(function, space.real_dtype, leaves)
+
+    totals = [jnp.sum(f) for f in function(values)]
+    finite = jnp.isfinite(jnp.stack([jnp.abs(x) for x in totals])).all()
+    result = RESULTS.where(failed | finite, result, RESULTS.nonfinite)
+    kinds = [real if not jnp.iscomplexobj(x) else x.dtype for x in totals]
+    stats = {
+        "num_matvecs": jnp.asarray(diagonal.num_matvecs),
+        "degrees_of_freedom": structured([jnp.asarray(jnp.inf) for _ in totals]),
+        "ritz_values": values,
+        "ritz_weights": jnp.ones_like(values),
+    }
+    return Estimate(
+        structured([x.astype(kind) for x, kind in zip(totals, kinds, strict=True)]),
+        structured([jnp.zeros((), real) for _ in totals]),
+        result,
+        stats,
+        SpectralState(key, operator, function),
+    )
 
 
 def logdet(

@@ -137,26 +137,30 @@ class SpectralEstimator(eqx.Module):
         exact = k >= space_of(state.operator).size
         outcome = _exact(state) if exact else self.compute(state, k)
         values, errors, freedoms, stats, blocks = outcome
-        leaves = jnp.stack([jnp.abs(x) for x in state.function(blocks.values)])
-        found = jnp.isfinite(blocks.values).all() & ~jnp.isfinite(leaves).all()
-        # Infinite at 0, or no number at all, is a point outside of the domain.
-        large = (
-            ~jnp.isnan(leaves).any()
-            & ~jnp.isinf(
-                jnp.where(jnp.broadcast_to(blocks.values == 0, leaves.shape), leaves, 0)
-            ).any()
+        result = evaluation_result(
+            stats.get("result", RESULTS.successful), state.function, blocks.values
         )
-        failure = RESULTS.where(large, RESULTS.overflow, RESULTS.outside_domain)
-        result = stats.get("result", RESULTS.successful)
-        failed = found & (result == RESULTS.successful)
         stats = {
             **stats,
             "degrees_of_freedom": freedoms,
             "ritz_values": blocks.values,
             "ritz_weights": jnp.real(jnp.diagonal(blocks.coupling)),
-            "result": RESULTS.where(failed, failure, result),
+            "result": result,
         }
         return values, errors, stats, blocks
+
+
+def evaluation_result(
+    result: RESULTS, function: SpectralFunction, values: Float[Array, " k"]
+) -> RESULTS:
+    """`result`, unless the function is not finite at finite values."""
+    leaves = jnp.stack([jnp.abs(x) for x in function(values)])
+    found = jnp.isfinite(values).all() & ~jnp.isfinite(leaves).all()
+    # Infinite at 0, or no number at all, is a point outside of the domain.
+    at_zero = jnp.broadcast_to((values == 0)[None, :], leaves.shape)
+    outside = jnp.isnan(leaves).any() | jnp.isinf(jnp.where(at_zero, leaves, 0)).any()
+    failure = RESULTS.where(outside, RESULTS.outside_domain, RESULTS.overflow)
+    return RESULTS.where(found & (result == RESULTS.successful), failure, result)
 
 
 def _exact(state: SpectralState) -> SpectralOutcome:
