@@ -34,6 +34,8 @@ from traceax._spectral_base import probes_and_steps
 
 N = 30
 BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
+# Of what depends on the estimator by its result alone.
+ONE = pytest.mark.parametrize("estimator", ["krylov-aware"])
 KRYLOV = tx.KrylovAwareEstimator()
 
 
@@ -390,7 +392,7 @@ def test_operators_over_pytrees(key, estimator, complex):
 
 
 @pytest.mark.x64
-@BOTH
+@ONE
 def test_several_functions_at_once(key, estimator):
     operator = as_operator(hermitian("flat", N, True))
 
@@ -437,7 +439,7 @@ def test_half_precision(key, estimator, dtype):
 
 
 @pytest.mark.x64
-@BOTH
+@ONE
 @pytest.mark.parametrize("k", [12])
 def test_single_precision_in_64_bit_mode(key, estimator, k):
     a = matrix("flat", N)
@@ -701,7 +703,7 @@ def test_parameters_that_are_not_finite(key, estimator, k, bad):
     assert np.isnan(estimate.standard_error)
 
 
-@BOTH
+@ONE
 def test_lanes_fail_alone(estimator):
     lanes = np.stack([matrix("flat", N)] * 4)
     lanes[1, 0, 0] = np.nan
@@ -849,7 +851,7 @@ def _logdet(theta, key, estimator="krylov-aware", k=12):
 
 
 @pytest.mark.x64
-@BOTH
+@ONE
 def test_vmap_is_a_loop(estimator):
     thetas = as_array([[0.1, 0.2], [0.3, 0.1], [0.0, 0.5]])
     keys = jr.split(jr.key(1), 3)
@@ -875,7 +877,7 @@ def test_vmap_is_a_loop(estimator):
 
 
 @pytest.mark.x64
-@BOTH
+@ONE
 def test_vmapped_gradients_and_control_flow(estimator):
     theta = as_array([0.1, 0.2])
     keys = jr.split(jr.key(1), 3)
