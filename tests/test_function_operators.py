@@ -22,6 +22,9 @@ from spectral_helpers import (
 
 import traceax as tx
 
+# In the 32-bit mode the kernels and the entry points are tested.
+pytestmark = pytest.mark.x64
+
 N = 12
 COMPLEX = pytest.mark.parametrize("complex", [False, True])
 
@@ -101,7 +104,6 @@ def test_products_of_other_operators(complex):
     assert_close(got, _dense(np.exp, b) @ wide(vector), rtol=0, atol=1e4 * eps())
 
 
-@pytest.mark.x64
 def test_products_over_pytrees():
     a = hermitian("flat", N)
     matrix = as_array(a)
@@ -164,7 +166,6 @@ def test_transposes_of_other_operators(complex):
     assert_close(lx.conj(operator).as_matrix(), dense.conj(), rtol=0, atol=atol)
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize(("steps", "complex"), [(N, False), (20, True)])
 def test_first_derivatives(steps, complex):
     # 20 of 60 steps: the Krylov error of exp on [1, 3] is below rounding.
@@ -189,7 +190,6 @@ def test_first_derivatives(steps, complex):
         jax.hessian(lambda t: jnp.sum(product(t, as_array(0.7), x)))(as_array(0.1))
 
 
-@pytest.mark.x64
 def test_any_order_with_respect_to_the_vector():
     operator = _function(hermitian("flat", N), jnp.exp)
     dense = _dense(np.exp, hermitian("flat", N))
@@ -223,7 +223,6 @@ def test_other_operators_refuse_derivatives_of_the_operator_alone():
         jax.grad(product)(as_array(matrix("nonsymmetric", N)))
 
 
-@pytest.mark.x64
 def test_traces():
     n, complex = 30, True
     a = as_array(hermitian("flat", n, complex))
@@ -334,7 +333,6 @@ def test_tags_are_inherited():
     assert lx.is_symmetric(_function(a, jnp.exp, tags=lx.symmetric_tag))
 
 
-@pytest.mark.x64
 def test_derivatives_of_the_trace_of_an_inverse():
     a, b = hermitian("flat", N), hermitian("signed", N, seed=4)
     a, b = as_array(a), as_array(b)

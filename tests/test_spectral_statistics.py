@@ -20,6 +20,9 @@ from spectral_helpers import (
 import traceax as tx
 
 N, K = 30, 15
+# In the 32-bit mode the kernels and the entry points are tested.
+pytestmark = pytest.mark.x64
+
 BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
 ONE = pytest.mark.parametrize("estimator", ["krylov-aware"])
 COMPLEX = pytest.mark.parametrize("complex", [False, True])
@@ -75,7 +78,6 @@ COVERED = {
 }
 
 
-@pytest.mark.x64
 @BOTH
 @pytest.mark.parametrize("name", list(COVERED))
 def test_intervals_cover(estimator, name):
@@ -123,7 +125,6 @@ def _exact(theta, complex, fn=jnp.log):
     return jnp.sum(fn(jnp.linalg.eigvalsh(_of(theta, complex))))
 
 
-@pytest.mark.x64
 @BOTH
 @COMPLEX
 def test_derivatives_are_unbiased(estimator, complex):
@@ -146,7 +147,6 @@ def test_derivatives_are_unbiased(estimator, complex):
     assert z_score(np.asarray(hessians) * 1.05, hessian) > 5
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "complex"), [("krylov-aware", True), ("quadrature", False)]
 )
@@ -198,7 +198,6 @@ def test_derivatives_are_exact_for_enough_products(key, estimator, complex):
     assert_close(hessian, h, rtol=0, atol=100 * eps() ** 0.8 * scale[1])
 
 
-@pytest.mark.x64
 @ONE
 def test_third_derivatives_are_refused(key, estimator):
     theta = as_array(0.3)
@@ -234,7 +233,6 @@ def test_derivatives_of_what_the_function_closes_over(key, estimator, k):
     assert_close(jax.jacfwd(lambda p: value(p)[0])(p), slope, rtol=1e3 * eps())
 
 
-@pytest.mark.x64
 def test_mixed_derivatives(key):
     operator = as_operator(hermitian("flat", N))
 
