@@ -86,14 +86,6 @@ GENERATORS = ("hash", "jax.random")
 _LONG = 2**16
 
 
-def _check_generator(sampler) -> None:
-    if not isinstance(sampler.generator, str) or sampler.generator not in GENERATORS:
-        raise ValueError(
-            f"{type(sampler).__name__}: generator must be one of {GENERATORS}, got "
-            f"{sampler.generator!r}."
-        )
-
-
 class _Probes(NamedTuple):
     """Which probes to draw."""
 
@@ -166,7 +158,31 @@ def _complex(
     return jax.lax.complex(half * real, half * imaginary)
 
 
-class RademacherSampler(IndexedSampler):
+class _EntrywiseSampler(IndexedSampler):
+    """Abstract base class of samplers whose entries come from a generator.
+
+    - `generator`: one of `GENERATORS`.
+    """
+
+    generator: str = eqx.field(default="hash", static=True)
+
+    def __check_init__(self):
+        if not isinstance(self.generator, str) or self.generator not in GENERATORS:
+            raise ValueError(
+                f"{type(self).__name__}: generator must be one of {GENERATORS}, got "
+                f"{self.generator!r}."
+            )
+
+    @abc.abstractmethod
+    def rows(self, probes: _Probes, dtype: np.dtype) -> Inexact[Array, "k n"]:
+        """The probes, each a row."""
+
+    def probes(self, key, start, n, k, dtype):
+        probes = _Probes(key, start, n, k)
+        return _block(lambda probes: self.rows(probes, dtype), probes)
+
+
+class RademacherSampler(_EntrywiseSampler):
     """Random signs, the lowest variance of independent entries.
 
     Entries are `+1` or `-1`; for a complex operator `(+-1 +- i) / sqrt(2)`, of modulus
@@ -180,19 +196,12 @@ class RademacherSampler(IndexedSampler):
     """
 
     rotation_invariant: ClassVar[bool] = False
-    generator: str = eqx.field(default="hash", static=True)
 
-    def __check_init__(self):
-        _check_generator(self)
-
-    def probes(self, key, start, n, k, dtype):
-        return _block(
-            lambda probes: _signs(self.generator, probes, dtype),
-            _Probes(key, start, n, k),
-        )
+    def rows(self, probes, dtype):
+        return _signs(self.generator, probes, dtype)
 
 
-class NormalSampler(IndexedSampler):
+class NormalSampler(_EntrywiseSampler):
     """Standard normal entries; for a complex operator circular ones, `E|w|^2 = 1`.
 
     Rotation invariant.
@@ -203,19 +212,12 @@ class NormalSampler(IndexedSampler):
     """
 
     rotation_invariant: ClassVar[bool] = True
-    generator: str = eqx.field(default="hash", static=True)
 
-    def __check_init__(self):
-        _check_generator(self)
-
-    def probes(self, key, start, n, k, dtype):
-        return _block(
-            lambda probes: _normals(self.generator, probes, dtype),
-            _Probes(key, start, n, k),
-        )
+    def rows(self, probes, dtype):
+        return _normals(self.generator, probes, dtype)
 
 
-class SphereSampler(IndexedSampler):
+class SphereSampler(_EntrywiseSampler):
     """Uniform on the real or complex sphere of radius `sqrt(n)`.
 
     A normal probe without the fluctuation of its length, which only adds variance.
@@ -227,18 +229,11 @@ class SphereSampler(IndexedSampler):
     """
 
     rotation_invariant: ClassVar[bool] = True
-    generator: str = eqx.field(default="hash", static=True)
 
-    def __check_init__(self):
-        _check_generator(self)
-
-    def probes(self, key, start, n, k, dtype):
-        def draw(probes):
-            rows = _normals(self.generator, probes, dtype)
-            lengths = jnp.sqrt(jnp.sum(jnp.abs(rows) ** 2, axis=1))
-            return rows * (math.sqrt(n) / lengths)[:, None].astype(dtype)
-
-        return _block(draw, _Probes(key, start, n, k))
+    def rows(self, probes, dtype):
+        rows = _normals(self.generator, probes, dtype)
+        lengths = jnp.sqrt(jnp.sum(jnp.abs(rows) ** 2, axis=1))
+        return rows * (math.sqrt(probes.n) / lengths)[:, None].astype(dtype)
 
 
 class OrthogonalSampler(Sampler):
