@@ -22,6 +22,7 @@ from ._krylov import arnoldi, lanczos
 from ._operator import (
     apply_block,
     check_operator,
+    is_known,
     is_negative_semidefinite,
     is_positive_semidefinite,
     is_symmetric,
@@ -105,9 +106,7 @@ class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
         return unravel(y.astype(flat.dtype))
 
     def as_matrix(self):
-        space = space_of(self.operator)
-        identity = jnp.eye(space.size, dtype=space.compute_dtype)
-        return apply_block(self, identity).astype(space.dtype)
+        return _dense(self)
 
     def transpose(self):
         if lx.is_symmetric(self):
@@ -125,6 +124,12 @@ class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
 
     def out_structure(self):
         return self.operator.out_structure()
+
+
+def _dense(operator) -> Inexact[Array, "n n"]:
+    space = space_of(operator)
+    identity = jnp.eye(space.size, dtype=space.compute_dtype)
+    return apply_block(operator, identity).astype(space.dtype)
 
 
 def _is_hermitian(operator) -> bool:
@@ -200,7 +205,7 @@ def _apply_jvp(primals, tangents):
 def _apply_general(operator, function, x, steps) -> Inexact[Array, " n"]:
     operator, function = not_again((operator, function))
 
-    def product(x):
+    def forward(_, x):
         K, H, _ = arnoldi(lambda X: apply_block(operator, X), x[:, None], steps)
         values, vectors = jnp.linalg.eig(H)
         (f,) = jtu.tree_leaves(jax.vmap(function.fn)(values))
@@ -211,9 +216,6 @@ def _apply_general(operator, function, x, steps) -> Inexact[Array, " n"]:
         )
         y = K.astype(inside.dtype) @ inside
         return (y if jnp.iscomplexobj(x) else jnp.real(y)).astype(x.dtype)[:, 0]
-
-    def forward(_, x):
-        return product(x)
 
     return jax.lax.custom_linear_solve(lambda x: x, x, forward)
 
@@ -269,9 +271,7 @@ class InverseLinearOperator(lx.AbstractLinearOperator):
         )
 
     def as_matrix(self):
-        space = space_of(self.operator)
-        identity = jnp.eye(space.size, dtype=space.compute_dtype)
-        return apply_block(self, identity).astype(space.dtype)
+        return _dense(self)
 
     def transpose(self):
         if lx.is_symmetric(self):
@@ -333,24 +333,16 @@ def _register():
     for check, tag in kept.items():
         # The inverse is what the operator is; a function keeps the structure, and
         # has the sign that it is tagged with.
-        lx_check = check
 
-        def of_inverse(operator, check=lx_check):
-            return _holds(check, operator.operator)
+        def of_inverse(operator, check=check):
+            return is_known(check, operator.operator)
 
-        def of_function(operator, check=lx_check, tag=tag):
-            inherited = check not in signs and _holds(check, operator.operator)
+        def of_function(operator, check=check, tag=tag):
+            inherited = check not in signs and is_known(check, operator.operator)
             return tag in operator.tags or inherited
 
         check.register(InverseLinearOperator, of_inverse)
         check.register(MatrixFunctionLinearOperator, of_function)
-
-
-def _holds(check, operator) -> bool:
-    try:
-        return bool(check(operator))
-    except NotImplementedError:
-        return False
 
 
 _register()

@@ -185,8 +185,11 @@ def _apply_at_once(
     return jnp.concatenate([lay_out(x, None) for x in out], axis=1).T
 
 
-def _known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
-    # Operators from elsewhere need not register lineax's checks.
+def is_known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
+    """Whether a check of lineax's holds.
+
+    Operators from elsewhere need not register them.
+    """
     try:
         return bool(check(operator))
     except NotImplementedError:
@@ -195,22 +198,22 @@ def _known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool
 
 def is_positive_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the operator is known to be positive semidefinite."""
-    return _known(lx.is_positive_semidefinite, operator)
+    return is_known(lx.is_positive_semidefinite, operator)
 
 
 def is_negative_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the operator is known to be negative semidefinite."""
-    return _known(lx.is_negative_semidefinite, operator)
+    return is_known(lx.is_negative_semidefinite, operator)
 
 
 def is_diagonal(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the operator is known to be diagonal."""
-    return _known(lx.is_diagonal, operator)
+    return is_known(lx.is_diagonal, operator)
 
 
 def is_symmetric(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the operator is known to equal its transpose."""
-    return _known(lx.is_symmetric, operator)
+    return is_known(lx.is_symmetric, operator)
 
 
 def has_real_trace(operator: lx.AbstractLinearOperator) -> bool:
@@ -273,7 +276,7 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     dtype, n = space.compute_dtype, space.size
 
     def known(check) -> bool:
-        return _known(check, operator)
+        return is_known(check, operator)
 
     if known(lx.has_unit_diagonal):
         return KnownDiagonal(0, lambda: jnp.ones(n, dtype))
@@ -335,11 +338,11 @@ def _composed_diagonal(
 ) -> KnownDiagonal | None:
     # diag(A B) = diag(A) diag(B) if one is diagonal, or both triangular on one side.
     def both(check) -> bool:
-        return _known(check, first) and _known(check, second)
+        return is_known(check, first) and is_known(check, second)
 
     if not (
-        _known(lx.is_diagonal, first)
-        or _known(lx.is_diagonal, second)
+        is_known(lx.is_diagonal, first)
+        or is_known(lx.is_diagonal, second)
         or both(lx.is_lower_triangular)
         or both(lx.is_upper_triangular)
     ):
