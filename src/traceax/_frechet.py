@@ -21,10 +21,10 @@ mu of A:
 
 Here D is made of the probes alone. C, which holds all of the Krylov space, would be of
 lower variance, but needs `L(A, dB)` on that whole space: the next space is too small for
-it, and the derivative would be biased. Its transpose is of the same form. G comes from the block Krylov space of
-`[[A, W], [0, T]]`, of which the function f' holds `L(A, dB)` in its corner (Mathias, "A
-Chain Rule for Matrix Functions and Applications", SIAM J. Matrix Anal. Appl. 17 (1996),
-doi:10.1137/S0895479895283409).
+it, and the derivative would be biased. The transpose is of the same form. G comes from
+the block Krylov space of `[[A, W], [0, T]]`, of which the function f' holds `L(A, dB)` in
+its corner (Mathias, "A Chain Rule for Matrix Functions and Applications", SIAM J. Matrix
+Anal. Appl. 17 (1996), doi:10.1137/S0895479895283409).
 """
 
 import math

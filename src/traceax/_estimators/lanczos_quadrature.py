@@ -86,7 +86,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         if state.lower is None or steps == 1:
             quadrature = _quadrature_errors(function, krylov, flat)
         else:
-            quadrature = _bracket(function, krylov, flat, state.lower)
+            quadrature = _bracket(function, krylov, flat, squares, state.lower)
         leaves, errors, freedoms = [], [], []
         others = zip(quadrature, rounding, strict=True)
         for leaf, (change, rounded) in zip(function(flat), others, strict=True):
@@ -114,7 +114,13 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         return SpectralOutcome(leaves, errors, freedoms, stats, blocks)
 
 
-def _bracket(function, krylov, values, lower):
+def _rule(krylov, projected):
+    """Nodes and weights of the quadrature of each starting vector."""
+    nodes, vectors = jax.vmap(eigh)(projected)
+    return nodes, krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
+
+
+def _bracket(function, krylov, values, gauss_weights, lower):
     """How far Gauss rules are from Gauss-Radau rules with a node at `lower`.
 
     For a function whose derivatives alternate in sign, such as a logarithm or an
@@ -129,11 +135,8 @@ def _bracket(function, krylov, values, lower):
     safe = jnp.where(distance > tiny, distance, 1)
     terms = jnp.where(distance > tiny, vectors[:, -1, :] ** 2 / safe, 0)
     last = lower + beta**2 * jnp.sum(terms, axis=1)
-    nodes, vectors = jax.vmap(eigh)(projected.at[:, -1, -1].set(last))
-    weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
+    nodes, weights = _rule(krylov, projected.at[:, -1, -1].set(last))
     radau = function(jnp.maximum(nodes, lower))
-    nodes, vectors = jax.vmap(eigh)(projected)
-    gauss_weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
     gauss = function(values.reshape(nodes.shape))
     return [
         jnp.abs(jnp.mean(weighted_sums(gauss_weights, f) - weighted_sums(weights, g)))
@@ -155,8 +158,7 @@ def _quadrature_errors(function, krylov, values):
     low, high = jnp.min(values), jnp.max(values)
 
     def means(s):
-        nodes, vectors = jax.vmap(eigh)(krylov.projected[:, :s, :s])
-        weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
+        nodes, weights = _rule(krylov, krylov.projected[:, :s, :s])
         # Rounding must not take a node out of the function's domain.
         leaves = function(jnp.clip(nodes, low, high))
         return [jnp.mean(weighted_sums(weights, f)) for f in leaves]
