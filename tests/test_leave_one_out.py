@@ -46,7 +46,7 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, resphere):
     Q, R = orthonormalise(Y)
     loo = leave_one_out(jnp.asarray(omega), Q, R, resphere=resphere)
     samples, pairs, _ = leave_one_out_traces(
-        jnp.asarray(omega), Y, apply_block(operator, loo.Q), loo, resphere=resphere
+        jnp.asarray(omega), Y, apply_block(operator, Q), loo, resphere=resphere
     )
     average = np.zeros((N, N), omega.dtype)
     for i in range(M):

@@ -25,7 +25,8 @@ from helpers import (
 )
 
 import traceax as tx
-from traceax._operator import apply_block, columns_at_once, known_diagonal, space_of
+from traceax._known_diagonal import known_diagonal
+from traceax._operator import apply_block, columns_at_once, space_of
 
 
 def _every_class():

@@ -107,14 +107,12 @@ def test_memory_does_not_grow_with_the_number_of_probes(gradient):
 
 def test_chunks_by_default():
     signs, orthogonal = tx.RademacherSampler(), tx.OrthogonalSampler()
-    assert chunk_size(None, signs, 1000, 60) == 60
-    assert chunk_size(None, signs, 10**6, 60) == 4
-    assert chunk_size(None, signs, 10**5, 60) == 30
-    assert chunk_size(None, signs, 10**5, 83) == 41
-    assert chunk_size(7, signs, 10, 60) == 7
-    assert chunk_size(7, signs, 10, 5) == 5
+    assert chunk_size(None, signs, 1000) == 4194
+    assert chunk_size(None, signs, 10**5) == 41
+    assert chunk_size(None, signs, 10**6) == 4
+    assert chunk_size(7, signs, 10) == 7
     # Drawn all at once, or not at all.
-    assert chunk_size(7, orthogonal, 1000, 60) == 60
+    assert chunk_size(7, orthogonal, 1000) == 1000
 
 
 def test_wrong_chunk_sizes():

@@ -259,7 +259,8 @@ def test_the_whole_estimate_passes_through_jit(key, estimator):
     assert estimate.result == tx.RESULTS.successful
     low, high = estimate.confidence_interval()
     assert low < estimate.value < high
-    again = est.estimate(estimate.state, K)
+    state = estimate.state
+    again = est.estimate(est.init(state.key, state.operator), K)
     assert_close(again.value, estimate.value)
 
 

@@ -21,6 +21,11 @@ from ._function_operators import InverseLinearOperator as InverseLinearOperator
 from ._function_operators import (
     MatrixFunctionLinearOperator as MatrixFunctionLinearOperator,
 )
+from ._mean_operator import MeanLinearOperator as MeanLinearOperator
+from ._progress import NoProgressMeter as NoProgressMeter
+from ._progress import ProgressMeter as ProgressMeter
+from ._progress import TextProgressMeter as TextProgressMeter
+from ._progress import TqdmProgressMeter as TqdmProgressMeter
 from ._samplers import IndexedSampler as IndexedSampler
 from ._samplers import NormalSampler as NormalSampler
 from ._samplers import OrthogonalSampler as OrthogonalSampler

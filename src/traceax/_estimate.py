@@ -48,6 +48,11 @@ class RESULTS(eqx.Enumeration):
         "that it is not symmetric (complex: Hermitian). Check what it computes; "
         "functions of other operators are not estimated."
     )
+    tolerance_not_met = (
+        "The tolerance was not met with the products that were allowed. The value and "
+        "its error bar are those of all of them. Allow for more products, or a larger "
+        "tolerance; throw=False returns the estimate as it is."
+    )
     outside_domain = (
         "The function is not finite at an eigenvalue of the operator, such as a "
         "logarithm at 0 or of a negative number. Shift the operator (traceax.logdet "
@@ -99,12 +104,11 @@ class Estimate(eqx.Module):
         door [`traceax.trace`][] adds `"choice"`, which says how the estimate was made
         and why.
     - `state`: what the estimator's `estimate` takes. Hand it back with another budget
-        to refine: probe `j` depends on the key and `j` alone, so that a larger budget
-        extends the same sequence of probes.
+        to refine: it keeps the products that were taken, and takes so many more.
 
     !!! note
 
-        `state` holds the operator. Return `estimate.value` rather than the whole
+        `state` holds the operator and products with it. Return `estimate.value` rather than the whole
         estimate from a function that is `vmap`ped over keys alone, or the operator is
         copied once per key.
     """

@@ -20,7 +20,7 @@ Appl. 45 (2024), doi:10.1137/23M1548323, arXiv:2301.07825:
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Bool, Float, Inexact
 
 from ._orthogonal import (
     column_dots,
@@ -44,6 +44,8 @@ class LeaveOneOut(NamedTuple):
     X: Inexact[Array, "m m"]
     a: Float[Array, " m"]
     left: Float[Array, " m"]  # |g_i|^2
+    basis: Inexact[Array, "m m"] | None  # of Q in the given one, if it is another
+    number: Float[Array, ""] | int  # of probes
 
 
 def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
@@ -98,8 +100,11 @@ def leave_one_out(
     R: Inexact[Array, "m m"],
     *,
     resphere: bool,
+    active: Bool[Array, " m"] | None = None,
 ) -> LeaveOneOut:
     r"""The downdate of `Q` for every probe, in `O(n m^2)`.
+
+    `active` says which columns there are, all by default; the others are 0.
 
     *Downdate.* `R^-* e_i` is orthogonal to every column of `R` but the i-th, since
     `(R^-* e_i)^* R e_j = e_i^* e_j`. So its direction `s_i` is what the range of `Y`
@@ -115,10 +120,14 @@ def leave_one_out(
     projected probe: with `n` for `|w_i|^2` the mean would be off by percents for
     probes whose length varies. Without resphering, `a_i = 1`.
     """
-    n, m = Q.shape
+    n, count = Q.shape
     scaled = R / power_of_two_scale(R).astype(R.dtype)
+    if active is not None:
+        count = jnp.sum(active).astype(jnp.finfo(R.dtype).dtype)
+        here = active[:, None] & active[None, :]
+        scaled = jnp.where(here, scaled, jnp.eye(len(active), dtype=R.dtype))
     if resphere:
-        columns = inverse_conjugate_transpose(floor_diagonal(scaled))
+        columns, basis = inverse_conjugate_transpose(floor_diagonal(scaled)), None
     else:
         columns, basis = left_out_of_dependent(scaled)
         Q, R = combine(Q, basis), matmul(basis.conj().T, R)
@@ -126,8 +135,10 @@ def leave_one_out(
     W = inner(Q, Omega)
     X = W - S * column_dots(S, W)[None, :]
     left = jnp.real(column_dots(Omega, Omega) - column_dots(X, X))
-    a = (n - m + 1) / left if resphere else jnp.ones_like(left)
-    return LeaveOneOut(Q, R, S, X, a, left)
+    if active is not None:
+        left = jnp.where(active, left, 1)
+    a = (n - count + 1) / left if resphere else jnp.ones_like(left)
+    return LeaveOneOut(Q, R, S, X, a, left, basis, count)
 
 
 def leave_one_out_traces(
@@ -140,7 +151,8 @@ def leave_one_out_traces(
 ) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Float[Array, ""]]:
     r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
 
-    Also the magnitude of what is added up to a sample.
+    `AQ` is of the basis that `leave_one_out` was given. Also the magnitude of what is
+    added up to a sample.
 
     Four Gram products of order m; everything else is of order m x m. With
     `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
@@ -157,8 +169,10 @@ def leave_one_out_traces(
     Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding
     (the block has lost rank) t is rounding, and so is what A does on it.
     """
-    Q, R, S, X, a, left = loo
-    n, m = Q.shape
+    Q, R, S, X, a, left, basis, count = loo
+    n = Q.shape[0]
+    if basis is not None:
+        AQ = combine(AQ, basis)
     # Column i of T is (w_i^* A Q)^*.
     H, T = inners((Q, AQ), (AQ, Omega))
     L = R - matmul(H, X)  # column i is Q^* A g_i
@@ -169,7 +183,7 @@ def leave_one_out_traces(
     on_range = jnp.trace(H) - on_s
     tested = a.astype(H.dtype) * quadratics
     samples = on_range + tested
-    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H))) + jnp.mean(jnp.abs(tested))
+    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H))) + jnp.sum(jnp.abs(tested)) / count
 
     c = inner(S, S)
     eps = jnp.finfo(left.dtype).eps
@@ -195,13 +209,15 @@ def leave_one_out_traces(
     )
     weight = jnp.ones_like(left)[:, None]
     if resphere:
-        weight = (n - m + 2) / (left[:, None] + jnp.abs(b) ** 2)
+        weight = (n - count + 2) / (left[:, None] + jnp.abs(b) ** 2)
     pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * with_b
     return samples, pairs, magnitude
 
 
 def stand_in(
-    Omega: Inexact[Array, "n m"], loo: LeaveOneOut
+    Omega: Inexact[Array, "n m"],
+    loo: LeaveOneOut,
+    active: Bool[Array, " m"] | None = None,
 ) -> tuple[Inexact[Array, "n 2m"], Inexact[Array, "n 2m"]]:
     r"""Blocks V, Z with `E[V Z^*] = I` that carry the low-rank part exactly.
 
@@ -213,7 +229,11 @@ def stand_in(
     `E <Z, B V> = tr B` for every B that does not depend on the probes.
     """
     Q, m = loo.Q, loo.Q.shape[1]
+    number = jnp.asarray(loo.number).astype(Q.dtype)
     G = Omega - combine(Q, loo.X)
-    kept = jnp.eye(m, dtype=Q.dtype) - matmul(loo.S, loo.S.conj().T) / m
-    weighted = G * (loo.a / m)[None, :].astype(G.dtype)
+    kept = jnp.eye(m, dtype=Q.dtype) - matmul(loo.S, loo.S.conj().T) / number
+    weighted = G * (loo.a / loo.number)[None, :].astype(G.dtype)
+    if active is not None:
+        there = active[None, :].astype(G.dtype)
+        Q, G, weighted = Q * there, G * there, weighted * there
     return side_by_side(Q, G), side_by_side(combine(Q, kept), weighted)

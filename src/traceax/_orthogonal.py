@@ -29,7 +29,7 @@ from ._sharding import (
 )
 
 # Up to this many rows Householder reflections are as fast as products.
-_FEW_ROWS = 256
+FEW_ROWS = 256
 # Passes of orthonormalisation. Two or three is the rule for blocks that lack rank.
 _MOST_PASSES = 10
 # Entries of a block that fit into a processor's cache.
@@ -58,8 +58,8 @@ def orthonormalise(
     `k <= n`. O(n k^2) a pass; one block besides the given one and the result.
     """
     n, k = block.shape
-    if n <= _FEW_ROWS:
-        return _householder(replicate(block))
+    if n <= FEW_ROWS:
+        return householder(replicate(block))
     block = whole_columns(block)
     scale = power_of_two_scale(block)
     factor = _factor(inner(block, block, scale), n)
@@ -98,7 +98,8 @@ def orthonormalise(
 
 
 @sequential_vmap
-def _householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
+def householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
+    """The thin QR factorisation by reflections."""
     q, r = jnp.linalg.qr(block)
     return q, r
 
@@ -121,7 +122,8 @@ class _Factor(NamedTuple):
 
 
 @sequential_vmap
-def _cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
+def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
+    """`L` and its inverse, with `gram = L L^*`."""
     lower = jnp.linalg.cholesky(gram)
     identity = jnp.eye(gram.shape[0], dtype=gram.dtype)
     return lower, jax.scipy.linalg.solve_triangular(lower, identity, lower=True)
@@ -135,11 +137,11 @@ def _factor(gram: Inexact[Array, "k k"], n: int) -> _Factor:
     norm = jnp.where(norm == 0, 1, norm)
     # Above the errors of G and of its factorisation.
     shift = (k + 32 + n**0.25) * eps * norm
-    _, inverse = _cholesky(gram + shift.astype(gram.dtype) * identity)
+    _, inverse = cholesky(gram + shift.astype(gram.dtype) * identity)
     of_inverse = _bound(matmul(inverse.conj().T, inverse))
     regular = 4 * shift * of_inverse <= 1
     shift = jnp.where(regular, 0, shift)
-    lower, inverse = _cholesky(gram + shift.astype(gram.dtype) * identity)
+    lower, inverse = cholesky(gram + shift.astype(gram.dtype) * identity)
     # The loss of orthogonality is about eps times the condition.
     return _Factor(lower, inverse, regular, regular & (norm * of_inverse <= 16))
 
@@ -267,6 +269,33 @@ def column_dots(
 ) -> Inexact[Array, " k"]:
     """`x_i^* y_i` for every column i."""
     return replicate(jnp.sum(x.T.conj() * y.T, axis=1))
+
+
+def tested_columns(
+    x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]
+) -> tuple[Inexact[Array, " k"], Float[Array, " k"]]:
+    """`x_i^* y_i` and `|y_i|`, the same to the last bit whatever other columns there are.
+
+    Sums of a fixed number of columns at a time: how the compiler orders a sum depends on
+    how many there are.
+    """
+    tile = 8
+    k = x.shape[1]
+    if explicit_sharding(x) is not None or explicit_sharding(y) is not None:
+        return column_dots(x, y), column_norms(y)
+    missing = -k % tile
+
+    def tiles(block):
+        rows = jnp.pad(block.T, ((0, missing), (0, 0)))
+        return jax.lax.optimization_barrier(rows.reshape(-1, tile, rows.shape[1]))
+
+    def test(pair):
+        a, b = (rows.T for rows in pair)
+        return column_dots(a, b), column_norms(b)
+
+    tested = jax.lax.map(test, (tiles(x), tiles(y)))
+    dots, norms = jax.lax.optimization_barrier(tested)
+    return dots.reshape(-1)[:k], norms.reshape(-1)[:k]
 
 
 def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:

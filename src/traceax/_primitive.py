@@ -34,7 +34,7 @@ from ._frechet import SpectralBlocks
 from ._operator import apply_block, space_of, with_array_leaves
 from ._orthogonal import column_dots
 from ._spectral_function import SpectralFunction
-from ._stream import ProbeStream
+from ._stream import CountedBlocks, CountedStream, ProbeStream
 
 
 class Outcome(NamedTuple):
@@ -44,6 +44,7 @@ class Outcome(NamedTuple):
     standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
     result: RESULTS
     stats: dict[str, PyTree[Array]]
+    kept: PyTree[Array] | None  # for a later estimate to go on from
 
 
 class Problem(NamedTuple):
@@ -76,6 +77,7 @@ def _evaluate(problem: Problem):
     # A new dictionary: `stats` may belong to the estimator.
     defaults = {"degrees_of_freedom": jnp.inf, "largest_product": jnp.nan}
     stats = {**defaults, **stats}
+    kept = stats.pop("kept", None)
     value, standard_error = jtu.tree_map(jnp.asarray, (value, standard_error))
     result = explain(
         stats.pop("result", RESULTS.successful),
@@ -103,7 +105,7 @@ def _evaluate(problem: Problem):
     standard_error = jtu.tree_map(error_bar, value, standard_error)
     value = jtu.tree_map(finished, value)
     stats = jtu.tree_map(_as_array, stats)
-    return Outcome(value, standard_error, result, stats), blocks
+    return Outcome(value, standard_error, result, stats, kept), blocks
 
 
 def _as_array(x):
@@ -219,6 +221,8 @@ def _pair(operator, t_operator, blocks):
 
     if isinstance(blocks, ProbeStream):
         return blocks.sum(lambda Omega: of(Omega, Omega / blocks.k))
+    if isinstance(blocks, CountedBlocks | CountedStream):
+        return blocks.sum(of)
     return of(*blocks)
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Complex, Float, Inexact, Int, Key, UInt32
 
+from ._basis import growing_basis
 from ._hash import normals, normals64, probe_streams, signs, words
 from ._operator import Space
-from ._orthogonal import orthonormalise
+from ._orthogonal import tested_columns
 from ._sharding import on_one_cpu, place
 
 
@@ -232,7 +233,7 @@ class SphereSampler(_EntrywiseSampler):
 
     def rows(self, probes, dtype):
         rows = _normals(self.generator, probes, dtype)
-        lengths = jnp.sqrt(jnp.sum(jnp.abs(rows) ** 2, axis=1))
+        _, lengths = tested_columns(rows.T, rows.T)
         return rows * (math.sqrt(probes.n) / lengths)[:, None].astype(dtype)
 
 
@@ -245,8 +246,7 @@ class OrthogonalSampler(Sampler):
     also by an estimator that takes products in chunks.
 
     Rotation invariant. Not independent: estimators that leave one probe out refuse it.
-    Probe j depends on those before it, and a larger k extends the sequence, up to
-    rounding.
+    Probe j depends on those before it, and a larger k extends the sequence.
 
     **Raises:**
 
@@ -267,11 +267,12 @@ class OrthogonalSampler(Sampler):
                 f"got k = {k}."
             )
         block = NormalSampler().sample(key, n, k, dtype)
-        Q, R = orthonormalise(block)
+        Q, R = growing_basis(block)
         # Haar needs a positive diagonal of R, which also makes Q a function of block.
         diagonal = jnp.diagonal(R)
         phase = diagonal / jnp.abs(diagonal).astype(dtype)
-        return Q * (math.sqrt(n) * phase)[None, :].astype(dtype)
+        scaled = Q * (math.sqrt(n) * phase)[None, :].astype(dtype)
+        return jax.lax.optimization_barrier(scaled.T).T
 
 
 class ShardedSampler(Sampler):

@@ -108,3 +108,12 @@ def replicate(x: Array) -> Array:
     """A copy of all of `x` on every device, where its type says that it is spread."""
     sharding = replicated_like(x)
     return x if sharding is None else jax.sharding.reshard(x, sharding)
+
+
+def zeros_beside(x: Array, shape: tuple[int, int]) -> Array:
+    """Zeros on every device of the mesh that a block is on."""
+    zeros, sharding = jnp.zeros(shape, x.dtype), jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return zeros
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec(None, None))
+    return jax.sharding.reshard(zeros, everywhere)

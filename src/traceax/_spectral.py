@@ -13,10 +13,10 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 from ._base import check_budget, init_state
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.krylov_aware import KrylovAwareEstimator
+from ._known_diagonal import known_diagonal
 from ._operator import (
     is_diagonal,
     is_positive_semidefinite,
-    known_diagonal,
     space_of,
 )
 from ._orthogonal import largest_entry, power_of_two_scale

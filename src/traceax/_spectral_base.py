@@ -10,7 +10,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
-from ._base import check_budget, init_state
+from ._base import StoredKey, check_budget, init_state
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._frechet import SpectralBlocks
 from ._operator import apply_block, is_positive_semidefinite, space_of
@@ -30,10 +30,27 @@ class SpectralState(eqx.Module):
     - `lower`: a number that no eigenvalue is below, or `None`.
     """
 
-    key: Key[Array, ""]
+    _key: StoredKey
     operator: lx.AbstractLinearOperator
     function: SpectralFunction
-    lower: Float[Array, ""] | None = None
+    lower: Float[Array, ""] | None
+
+    def __init__(
+        self,
+        key: Key[Array, ""],
+        operator: lx.AbstractLinearOperator,
+        function: SpectralFunction,
+        lower: Float[Array, ""] | None = None,
+    ):
+        self._key = StoredKey(key)
+        self.operator = operator
+        self.function = function
+        self.lower = lower
+
+    @property
+    def key(self) -> Key[Array, ""]:
+        """A typed key."""
+        return self._key.typed
 
 
 class SpectralOutcome(NamedTuple):

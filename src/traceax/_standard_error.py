@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 from ._orthogonal import inner
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
-_GRAM_PROBES = 16
+GRAM_PROBES = 16
 # Errors in units of eps and of what is added up, for results exact but for rounding.
 _ROUNDING = 4
 
@@ -30,8 +30,12 @@ def independent_samples(
     norms: Float[Array, " m"],
     grams: Inexact[Array, "c g g"],
     exact: Inexact[Array, " e"] | None = None,
+    *,
+    active: Bool[Array, " m"] | None = None,
 ) -> ErrorBar:
     r"""The error bar of the mean of independent samples `w_j^* A w_j`.
+
+    `active` says which samples there are, all by default; at least two of them.
 
     `norms` are the `|A w_j|`, `grams` matrices `w_i^* A w_j` of several sets of probes
     (see `gram`), and `exact` what else is added up to the value, for the error of
@@ -49,20 +53,21 @@ def independent_samples(
     skewness of `w^* A w` for a Hermitian A is `8 (tr A^3)^2 / (tr A^2)^3`, and
     `M_ij M_jl M_li`, of three probes, is an unbiased estimate of `tr A^3`.
     """
-    (m,) = samples.shape
-    mean = jnp.mean(samples)
-    if m == 1:
+    samples, norms, m = _counted(active, samples, norms)
+    mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
+    if samples.shape[0] == 1:
         return _unknown(mean)
     unit = _unit(jnp.maximum(jnp.max(jnp.abs(samples)), jnp.max(norms)))
-    deviations = (samples - mean) / unit.astype(samples.dtype)
+    (deviations,) = _there(active, (samples - mean) / unit.astype(samples.dtype))
     variance = jnp.sum(jnp.abs(deviations) ** 2) / (m - 1)
-    tied = 2.0 ** (1 - m) * 2 * jnp.mean((norms / unit) ** 2)
+    tied = jnp.exp2(1.0 - m) * 2 * jnp.sum((norms / unit) ** 2) / m
     variance = jnp.where(variance < 0.01 * tied, tied, variance) / m
     skewness = jnp.maximum(
-        _squared_skewness(deviations), _gram_squared_skewness(grams / _largest(grams))
+        _squared_skewness(deviations, m),
+        _gram_squared_skewness(grams / _largest(grams), active),
     )
     inverse = 1 / (m - 1) + _skewed(skewness, m)
-    magnitude = jnp.mean(jnp.abs(samples)) + jnp.mean(norms)
+    magnitude = jnp.sum(jnp.abs(samples)) / m + jnp.sum(norms) / m
     if exact is not None:
         magnitude = magnitude + jnp.sum(jnp.abs(exact))
     return _error_bar(mean, unit, variance, inverse, magnitude)
@@ -73,7 +78,7 @@ def gram(
 ) -> Inexact[Array, "g g"]:
     """`w_i^* A w_j` of the first probes, from which `independent_samples` sees the
     skewness."""
-    return inner(probes[:, :_GRAM_PROBES], products[:, :_GRAM_PROBES])
+    return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
 
 
 def leave_one_out_samples(
@@ -83,6 +88,7 @@ def leave_one_out_samples(
     orthogonal_dimension: int | None = None,
     *,
     known: Bool[Array, "m m"] | None = None,
+    active: Bool[Array, " m"] | None = None,
 ) -> ErrorBar:
     r"""The error bar of the mean of leave-one-out samples.
 
@@ -91,7 +97,8 @@ def leave_one_out_samples(
     mean up to tenfold. `pairs[i, j]`, `t_ij`, is sample i with probe j left out of
     everything. The diagonal of `pairs` is not used. `magnitude` bounds what was added
     up to a sample, for the error of rounding. `known` says which pairs are given, all
-    by default: the mean over these stands for the mean over all.
+    by default: the mean over these stands for the mean over all. `active` says which
+    samples there are, all by default; at least two of them.
 
     *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not
     depend on probe j. So `t_j - t` has mean 0 against `t_ij - t`, `t_i - t` against
@@ -125,12 +132,15 @@ def leave_one_out_samples(
     value and 0.7 J are added; these two weights are measured, not derived. Skewness
     counts as for independent samples.
     """
-    (m,) = samples.shape
-    mean = jnp.mean(samples)
-    if m == 1:
+    samples, _, m = _counted(active, samples, samples)
+    mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
+    (most,) = samples.shape
+    if most == 1:
         return _unknown(mean)
-    off_diagonal = ~jnp.eye(m, dtype=bool) if known is None else known
-    deviations = samples - mean
+    off_diagonal = ~jnp.eye(most, dtype=bool) if known is None else known
+    if active is not None:
+        off_diagonal = off_diagonal & active[:, None] & active[None, :]
+    (deviations,) = _there(active, samples - mean)
     differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
     largest = jnp.maximum(jnp.max(jnp.abs(deviations)), jnp.max(jnp.abs(differences)))
     unit = _unit(largest)
@@ -150,7 +160,7 @@ def leave_one_out_samples(
     variance = jnp.maximum(jnp.sum(contributions), jnp.sum(alone) / 2)
     relative = contributions / jnp.where(variance == 0, 1, variance)
     uneven = jnp.clip(jnp.sum(relative**2) - 1 / m, 0, 1) / 2
-    skewness = _squared_skewness(deviations)
+    skewness = _squared_skewness(deviations, m)
     inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
     return _error_bar(mean, unit, variance, inverse, magnitude)
 
@@ -188,7 +198,19 @@ def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:
     return ErrorBar(mean, jnp.full((), jnp.nan, real), jnp.zeros((), real))
 
 
-def _skewed(squared_skewness: ArrayLike, m: int) -> Float[Array, ""]:
+def _counted(active, *arrays: Inexact[Array, " m"]):
+    """Arrays that are 0 where nothing is there, and how many there are."""
+    if active is None:
+        return *arrays, arrays[0].shape[0]
+    real = jnp.finfo(arrays[0].dtype).dtype
+    return *_there(active, *arrays), jnp.sum(active).astype(real)
+
+
+def _there(active, *arrays: Inexact[Array, " m"]):
+    return arrays if active is None else [jnp.where(active, x, 0) for x in arrays]
+
+
+def _skewed(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
     """What skewness adds to `1 / nu`.
 
     The coverage of a two-sided t interval has the expansion (Hall, "The Bootstrap and
@@ -203,10 +225,12 @@ def _skewed(squared_skewness: ArrayLike, m: int) -> Float[Array, ""]:
     return jnp.asarray(0.9 * squared_skewness / (m + 2))
 
 
-def _squared_skewness(deviations: Inexact[Array, " m"]) -> Float[Array, ""]:
+def _squared_skewness(
+    deviations: Inexact[Array, " most"], m: ArrayLike
+) -> Float[Array, ""]:
     # Of the real and the imaginary parts, the larger.
     def of(x):
-        second, third = jnp.mean(x**2), jnp.mean(x**3)
+        second, third = jnp.sum(x**2) / m, jnp.sum(x**3) / m
         return _ratio(third**2, second**3)
 
     if not jnp.iscomplexobj(deviations):
@@ -214,14 +238,19 @@ def _squared_skewness(deviations: Inexact[Array, " m"]) -> Float[Array, ""]:
     return jnp.maximum(of(deviations.real), of(deviations.imag))
 
 
-def _gram_squared_skewness(gram: Inexact[Array, "c g g"]) -> Float[Array, ""]:
+def _gram_squared_skewness(
+    gram: Inexact[Array, "c g g"], active: Bool[Array, " m"] | None = None
+) -> Float[Array, ""]:
     sets, g, _ = gram.shape
     # (tr A^3)^2 <= (tr A^2)^3, and a circular complex probe is half as skewed.
     most = 4.0 if jnp.iscomplexobj(gram) else 8.0
     if g < 3:
         return jnp.full((), most, jnp.finfo(gram.dtype).dtype)
+    if active is not None:
+        # Probes that there are not have a Gram matrix of zeros.
+        g = jnp.minimum(jnp.sum(active), g).astype(jnp.finfo(gram.dtype).dtype)
     triples = sets * g * (g - 1) * (g - 2)
-    gram = jnp.where(jnp.eye(g, dtype=bool)[None], 0, gram)
+    gram = jnp.where(jnp.eye(gram.shape[1], dtype=bool)[None], 0, gram)
 
     def of(hermitian):
         squared = jnp.matmul(hermitian, hermitian, precision=jax.lax.Precision.HIGHEST)

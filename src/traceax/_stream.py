@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Inexact, Key, PyTree
+from jaxtyping import Array, Inexact, Int, Key, PyTree
 
-from ._operator import columns_at_once
+from ._operator import most_columns
 from ._samplers import Sampler, ranges_of
+from ._sharding import side_by_side
 
 
 class ProbeStream(eqx.Module):
@@ -36,14 +38,36 @@ class ProbeStream(eqx.Module):
     chunk_size: int = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
 
-    def map(
-        self, fn: Callable[[Inexact[Array, "n c"]], PyTree[Array]]
-    ) -> tuple[PyTree[Array] | None, PyTree[Array] | None]:
-        """`fn` of every chunk: results stacked, and that of a smaller last chunk.
+    def draw(self, start: int, number: int) -> Inexact[Array, "n {number}"]:
+        """The probes `start, ..., start + number - 1`."""
+        return self.source()(start, number)
 
-        Either is `None` if there is no such chunk.
+    def source(self) -> Callable[[Any, int], Inexact[Array, "n _"]]:
+        """`draw`, for a start that may be traced. Call it outside of a loop.
+
+        A sampler that draws all or none does so here.
         """
-        return self._map(fn, lambda of: of)
+        probes = ranges_of(self.sampler)
+        if probes is not None:
+            return lambda start, number: probes(
+                self.key, start, self.n, number, self.dtype
+            )
+        rows = self.sampler.sample(self.key, self.n, self.k, self.dtype).T
+
+        def drawn(start, number):
+            if isinstance(start, int):
+                return rows[start : start + number].T
+            padded = jnp.pad(rows, ((0, number), (0, 0)))
+            return jax.lax.dynamic_slice_in_dim(padded, start, number).T
+
+        return drawn
+
+    def map(
+        self, fn: Callable[[Inexact[Array, "n c"]], PyTree[Array]], first: int = 0
+    ) -> PyTree[Array]:
+        """`fn` of every whole chunk from the first one on, stacked."""
+        stacked, _ = self._map(fn, lambda of: of, first=first, last=False)
+        return stacked
 
     def sum(self, fn: Callable[[Inexact[Array, "n c"]], Array]) -> Array:
         """The sum of `fn` over chunks. Derivatives draw the probes again."""
@@ -54,7 +78,7 @@ class ProbeStream(eqx.Module):
         parts = self._map(lambda block: jnp.sum(fn(block)), saving_nothing)
         return ft.reduce(op.add, [jnp.sum(part) for part in jtu.tree_leaves(parts)])
 
-    def _map(self, fn, transform):
+    def _map(self, fn, transform, *, first: int = 0, last: bool = True):
         whole, rest = divmod(self.k, self.chunk_size)
         probes = ranges_of(self.sampler)
         assert probes is not None
@@ -63,22 +87,112 @@ class ProbeStream(eqx.Module):
             return fn(probes(self.key, start, self.n, size, self.dtype))
 
         of = transform(of)
-        stacked = last = None
-        if whole:
-            starts = jnp.arange(whole) * self.chunk_size
+        stacked = of_last = None
+        if whole > first:
+            starts = jnp.arange(first, whole) * self.chunk_size
             stacked = jax.lax.map(lambda start: of(start, self.chunk_size), starts)
-        if rest:
-            last = of(whole * self.chunk_size, rest)
-        return stacked, last
+        if rest and last:
+            of_last = of(whole * self.chunk_size, rest)
+        return stacked, of_last
 
 
-def chunk_size(given: int | None, sampler: Sampler, n: int, k: int) -> int:
-    """How many of k probes to draw at once; k for samplers that draw all or none."""
+class CountedBlocks(eqx.Module):
+    """Blocks V and Z of which columns beyond a count, known at run time, are 0.
+
+    Each is given in parts of the same width, the columns of which are counted alike. A
+    chunk of columns is looked at only if it is needed, by any lane of a `vmap`.
+
+    **Attributes:**
+
+    - `V`, `Z`: the parts.
+    - `count`: how many columns of each part there are.
+    - `chunk_size`: how many are looked at at once.
+    """
+
+    V: list[Inexact[Array, "n m"]]
+    Z: list[Inexact[Array, "n m"]]
+    count: Int[Array, ""]
+    chunk_size: int = eqx.field(static=True)
+
+    def sum(
+        self, fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], Array]
+    ) -> Array:
+        """The sum of `fn(V, Z)` over chunks. Derivatives keep nothing of a chunk."""
+        size, most = self.chunk_size, self.V[0].shape[1]
+        missing = -most % size
+
+        def rows(block):
+            return jnp.pad(block.T, ((0, missing), (0, 0)))
+
+        parts = [[rows(block) for block in blocks] for blocks in (self.V, self.Z)]
+
+        def of(start):
+            V, Z = (
+                side_by_side(
+                    *[jax.lax.dynamic_slice_in_dim(x, start, size).T for x in blocks]
+                )
+                for blocks in parts
+            )
+            return fn(V, Z)
+
+        return _sum_of_needed(of, -(-most // size), size, self.count)
+
+
+class CountedStream(eqx.Module):
+    """As `ProbeStream`, of as many probes as a count that is known at run time.
+
+    **Attributes:**
+
+    - `stream`: of the most probes there could be.
+    - `count`: how many there are.
+    """
+
+    stream: ProbeStream
+    count: Int[Array, ""]
+
+    def sum(
+        self, fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], Array]
+    ) -> Array:
+        """The sum of `fn(V, Z)` over chunks. Derivatives draw the probes again."""
+        stream, size = self.stream, self.stream.chunk_size
+        draw = stream.source()
+
+        def of(start):
+            block = draw(start, size)
+            there = jnp.arange(size, dtype=start.dtype) + start < self.count
+            V = jnp.where(there[None, :], block, 0)
+            return fn(V, V / self.count.astype(V.dtype))
+
+        return _sum_of_needed(of, -(-stream.k // size), size, self.count)
+
+
+def _sum_of_needed(of, number: int, size: int, count: Int[Array, ""]) -> Array:
+    of = jax.checkpoint(of)
+    zero = jax.eval_shape(of, jnp.zeros((), jnp.int32))
+
+    def add(total, i):
+        start = i * size
+        # Of all lanes: a condition that differs between them would be no condition.
+        needed = eqxi.unvmap_any(start < count)
+        more = jax.lax.cond(
+            needed, of, lambda _: jnp.zeros(zero.shape, zero.dtype), start
+        )
+        return total + more, None
+
+    total = jnp.zeros(zero.shape, zero.dtype)
+    return jax.lax.scan(add, total, jnp.arange(number, dtype=jnp.int32))[0]
+
+
+def chunk(n: int, most: int) -> int:
+    """How many of at most so many columns of counted blocks to look at at once."""
+    return min(most_columns(n), max(8, -(-most // 8)), most)
+
+
+def chunk_size(given: int | None, sampler: Sampler, n: int) -> int:
+    """How many probes to draw at once; n for samplers that draw all or none."""
     if ranges_of(sampler) is None:
-        return k
-    if given is not None:
-        return min(given, k)
-    return columns_at_once(n, k)
+        return n
+    return most_columns(n) if given is None else given
 
 
 def without_numpy(given: Any) -> Any:

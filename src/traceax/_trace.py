@@ -7,22 +7,24 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, Inexact, Key
+from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._base import TraceEstimator, check_budget, init_state
+from ._base import TraceEstimator, check_budget, estimate_until, init_state
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
 from ._failure import explain
+from ._known_diagonal import known_diagonal
 from ._operator import (
     Space,
     has_real_trace,
     is_negative_semidefinite,
     is_positive_semidefinite,
-    known_diagonal,
     space_of,
 )
+from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from ._tolerance import FEWEST, make_tolerance
 
 
 class CHOICES(eqx.Enumeration):
@@ -45,6 +47,10 @@ def trace(
     k: int,
     estimator: TraceEstimator | None = None,
     *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
     r"""Estimates the trace of a linear operator from at most `k` products with it.
@@ -77,8 +83,17 @@ def trace(
     - `operator`: a square lineax operator, over arrays or PyTrees, real or complex.
     - `k`: a positive Python int, the budget of products.
     - `estimator`: a [`traceax.TraceEstimator`][], used on the whole operator as given.
+    - `rtol`, `atol`: if one is given, products are taken until half of the interval at
+        `level` is at most `atol + rtol |value|`, and at most k of them, or n - 1. Each
+        a real number, which may be traced: one program serves all. The interval is
+        valid though it was looked at repeatedly; see the page on tolerances. Taken by
+        [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
+        [`traceax.XNysTraceEstimator`][].
+    - `level`: of that interval, a Python number between 0 and 1.
+    - `progress_meter`: shows how far an estimate to a tolerance is; nothing by default.
+        See [`traceax.TextProgressMeter`][].
     - `throw`: whether a failure raises an error at run time, or is only reported in
-        `result`.
+        `result`. A tolerance that is not met is one.
 
     **Returns:**
 
@@ -94,6 +109,8 @@ def trace(
     state = init_state(key, operator, where)
     space = space_of(operator)
     k = check_budget(k, where)
+    tolerance = make_tolerance(rtol, atol, level, space, where)
+    check_meter(progress_meter, where)
     if estimator is not None:
         if not isinstance(estimator, TraceEstimator):
             raise TypeError(
@@ -101,7 +118,15 @@ def trace(
                 f"{estimator!r}; pass an instance, such as traceax.XTraceEstimator()."
             )
         given_state = estimator.init(state.key, operator)
-        estimate = estimator.estimate(given_state, k, throw=throw)
+        estimate = estimator.estimate(
+            given_state,
+            k,
+            rtol=rtol,
+            atol=atol,
+            level=level,
+            progress_meter=progress_meter,
+            throw=throw,
+        )
         return _with_choice(estimate, CHOICES.given)
 
     split = _split(operator, k)
@@ -118,9 +143,16 @@ def trace(
     else:
         budget = k - split.num_matvecs
         factor, rest = _without_factors(split.rest)
-        estimator, choice = _choose(rest, budget)
+        few = tolerance is None or space_of(rest).size <= FEWEST
+        estimator, choice = _choose(rest, budget, exact=few)
         rest_state = estimator.init(state.key, rest)
-        estimate = estimator.estimate(rest_state, budget, throw=False)
+        if tolerance is None:
+            estimate = estimator.estimate(rest_state, budget, throw=False)
+        else:
+            part = tolerance.of_part(factor, split.exact)
+            estimate = estimate_until(
+                estimator, rest_state, budget, part, progress_meter, throw=False
+            )
     if split.exact is not None or factor is not None:
         real = has_real_trace(operator)
         estimate = _combine(estimate, operator, factor, split, space, real=real)
@@ -204,10 +236,10 @@ def _without_factors(
 
 
 def _choose(
-    operator: lx.AbstractLinearOperator, k: int
+    operator: lx.AbstractLinearOperator, k: int, *, exact: bool
 ) -> tuple[TraceEstimator, CHOICES]:
     semidefinite = _is_semidefinite(operator)
-    if k >= space_of(operator).size:
+    if exact and k >= space_of(operator).size:
         return HutchinsonEstimator(), CHOICES.budget
     if semidefinite and k >= 2:
         return XNysTraceEstimator(), CHOICES.xnystrace

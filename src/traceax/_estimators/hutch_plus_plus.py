@@ -3,15 +3,15 @@
 import jax
 import jax.numpy as jnp
 
-from .._base import TraceEstimator, init_state
-from .._operator import apply_block, space_of
+from .._base import TraceEstimator, init_state, kept_parts
+from .._basis import growing_basis
+from .._operator import extend_products, space_of
 from .._orthogonal import (
     column_dots,
     column_norms,
     combine,
     inner,
     largest_entry,
-    orthonormalise,
 )
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import side_by_side
@@ -35,7 +35,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
     |---|---|
     | operator | any, PyTrees, complex |
     | products | k, all used: 2 (k // 3) on the range, l = k - 2 (k // 3) on the rest; all on the rest for k < 4 |
-    | beyond the products | O(n k^2) time, three n x 2k/3 blocks; the derivative holds three |
+    | beyond the products | O(n k^2) time, eight n x k/3 blocks; the derivative holds three |
     | bias | none |
     | standard error | from the residual probes; NaN for k = 1 |
     | derivative | `<Z, dA V>` with `V = [Q, G]`, `Z = [Q, G / l]`; k - k // 3 products with dA; unbiased for any dA |
@@ -63,29 +63,42 @@ class HutchPlusPlusEstimator(TraceEstimator):
         n, dtype = space.size, space.compute_dtype
         sampler = laid_out(self.sampler, space)
         # A single residual probe would leave the error unknown.
-        sketch_size = k // 3 if k >= 4 else 0
+        known_Y, known_AQ, known_APsi = kept_parts(state, 3)
+        sketch_size = _sketch_size(state, k)
         num_residual = k - 2 * sketch_size
         sketch_key, residual_key = jax.random.split(state.key)
         Omega = sampler.sample(sketch_key, n, sketch_size, dtype)
         Psi = sampler.sample(residual_key, n, num_residual, dtype)
-        Y = apply_block(operator, Omega)
-        Q, _ = orthonormalise(Y)
-        G = Psi - combine(Q, inner(Q, Psi))
-        # One block of products where the sketch no longer matters.
-        V = side_by_side(Q, G)
-        AV = apply_block(operator, V)
-        quadratics = column_dots(V, AV)
-        low_rank = quadratics[:sketch_size]
+        (Y,) = extend_products(operator, (Omega, known_Y))
+        Q, _ = growing_basis(Y)
+        # Of the probes themselves: what is left of them depends on all of the sketch,
+        # and products with it could not be used again.
+        AQ, APsi = extend_products(operator, (Q, known_AQ), (Psi, known_APsi))
+        inside = inner(Q, Psi)
+        G, AG = Psi - combine(Q, inside), APsi - combine(AQ, inside)
+        low_rank = column_dots(Q, AQ)
         residual, standard_error, freedom = independent_samples(
-            quadratics[sketch_size:],
-            column_norms(AV[:, sketch_size:]),
-            gram(G, AV[:, sketch_size:])[None],
-            low_rank,
+            column_dots(G, AG), column_norms(AG), gram(G, AG)[None], low_rank
         )
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            "largest_product": largest_entry(Y if sketch_size else AV),
+            "largest_product": largest_entry(Y if sketch_size else APsi),
+            "kept": [Y, AQ, APsi],
         }
-        Z = side_by_side(Q, G / num_residual)
-        return jnp.sum(low_rank) + residual, standard_error, stats, (V, Z)
+        blocks = side_by_side(Q, G), side_by_side(Q, G / num_residual)
+        return jnp.sum(low_rank) + residual, standard_error, stats, blocks
+
+
+def _sketch_size(state, k: int) -> int:
+    size = k // 3 if k >= 4 else 0
+    known_Y, _, known_APsi = kept_parts(state, 3)
+    if known_Y is None:
+        return size
+    # No more new products than were allowed for, also where one probe less is wanted.
+    sketch, residual = known_Y.shape[1], known_APsi.shape[1]
+    while 2 * (size - sketch) + max(k - 2 * size - residual, 0) > (
+        k - state.kept.budget
+    ):
+        size -= 1
+    return size

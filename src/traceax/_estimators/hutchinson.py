@@ -3,14 +3,23 @@
 import math
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 
-from .._base import TraceEstimator, init_state
-from .._operator import apply_block, space_of
-from .._orthogonal import column_dots, column_norms, largest_entry
+from .._base import TraceEstimator, init_state, kept_parts
+from .._operator import apply_block, extend_products, space_of
+from .._orthogonal import column_dots, column_norms, tested_columns
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
-from .._standard_error import gram, independent_samples
-from .._stream import ProbeStream, check_chunk_size, chunk_size, without_numpy
+from .._sharding import side_by_side
+from .._standard_error import GRAM_PROBES, gram, independent_samples
+from .._stream import (
+    CountedStream,
+    ProbeStream,
+    check_chunk_size,
+    chunk_size,
+    without_numpy,
+)
+from .._tolerance import phases, there, unknown_error, until
 
 
 class HutchinsonEstimator(TraceEstimator):
@@ -60,39 +69,126 @@ class HutchinsonEstimator(TraceEstimator):
 
     def compute(self, state, k):
         space = space_of(state.operator)
-        n, dtype = space.size, space.compute_dtype
         sampler = laid_out(self.sampler, space)
+        size = chunk_size(self.chunk_size, self.sampler, space.size)
+        stream = ProbeStream(
+            state.key, sampler, space.size, k, size, space.compute_dtype
+        )
+        # Of each probe, of the first probes of each whole chunk, and, of a chunk that
+        # has only begun, the products of its first probes.
+        samples, norms, grams, head = kept_parts(state, 4)
+        of_probes = [] if samples is None else [(samples, norms)]
+        of_chunks = [] if grams is None else [grams]
+        done = 0 if samples is None else samples.shape[0]
 
-        def test(Omega):
-            Y = apply_block(state.operator, Omega)
-            of_probes = column_dots(Omega, Y), column_norms(Y)
-            return of_probes, gram(Omega, Y), largest_entry(Y)
+        def test(block):
+            (Y,) = extend_products(state.operator, (block, None))
+            return tested_columns(block, Y), Y[:, :GRAM_PROBES]
 
-        size = chunk_size(self.chunk_size, self.sampler, n, k)
-        if size == k:
-            Omega = sampler.sample(state.key, n, k, dtype)
-            (samples, norms), grams, largest = test(Omega)
-            grams = grams[None]
-            blocks = Omega, Omega / k
+        def test_whole(block):
+            tested, products = test(block)
+            return tested, gram(block, products)
+
+        begin, end = done // size * size, min((done // size + 1) * size, k)
+        if done > begin and end > done:
+            tested, more = test(stream.draw(done, end - done))
+            of_probes.append(tested)
+            head = side_by_side(head, more)[:, :GRAM_PROBES]
+            if end == begin + size:
+                first = stream.draw(begin, min(size, GRAM_PROBES))
+                of_chunks.append(gram(first, head)[None])
+                head = None
+            done = end
+        if done + size <= k:
+            tested, stacked = stream.map(test_whole, done // size)
+            of_probes.append(tuple(x.reshape(-1) for x in tested))
+            of_chunks.append(stacked)
+            done = k // size * size
+        Omega = stream.draw(0, k) if k < size else None
+        if done < k:
+            block = stream.draw(done, k - done) if done or Omega is None else Omega
+            tested, head = test(block)
+            of_probes.append(tested)
+
+        samples, norms = jax.lax.optimization_barrier(
+            tuple(jnp.concatenate(x) for x in zip(*of_probes, strict=True))
+        )
+        if of_chunks:
+            grams = jnp.concatenate(of_chunks)
+            tested = grams
         else:
-            blocks = ProbeStream(state.key, sampler, n, k, size, dtype)
-            whole, last = blocks.map(test)
-            assert whole is not None
-            of_probes, grams, largest = whole
-            samples, norms = (x.reshape(-1) for x in of_probes)
-            largest = jnp.max(largest)
-            if last is not None:
-                (more_samples, more_norms), _, more_largest = last
-                samples = jnp.concatenate([samples, more_samples])
-                norms = jnp.concatenate([norms, more_norms])
-                largest = jnp.maximum(largest, more_largest)
-        value, standard_error, freedom = independent_samples(samples, norms, grams)
+            assert Omega is not None
+            assert head is not None
+            tested = gram(Omega, head)[None]
+        value, standard_error, freedom = independent_samples(samples, norms, tested)
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.
-            standard_error = standard_error * math.sqrt(1 - k / n)
+            standard_error = standard_error * math.sqrt(1 - k / space.size)
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            "largest_product": largest,
+            "largest_product": jnp.max(norms),
+            "kept": [samples, norms, grams, head],
         }
+        blocks = stream if Omega is None else (Omega, Omega / k)
         return value, standard_error, stats, blocks
+
+    def compute_until(self, state, k, tolerance, meter):
+        space = space_of(state.operator)
+        n, dtype = space.size, space.compute_dtype
+        sampler = laid_out(self.sampler, space)
+        widest = chunk_size(self.chunk_size, self.sampler, n)
+        size = min(widest, max(8, -(-k // 8)))
+        stream = ProbeStream(state.key, sampler, n, k, size, dtype)
+        draw = stream.source()
+        few = min(k, GRAM_PROBES)
+
+        def step(carry, count, phase):
+            samples, norms, head, products = carry
+            block = draw(count, phase.width)
+            Y = apply_block(state.operator, block)
+            if phase.end <= GRAM_PROBES:
+                head = jax.lax.dynamic_update_slice_in_dim(head, Y.T, count, 0)
+                products = gram(draw(0, few), head.T)
+            tested = column_dots(block, Y), column_norms(Y)
+            samples, norms = (
+                jax.lax.dynamic_update_slice(x, new, (count,))
+                for x, new in zip((samples, norms), tested, strict=True)
+            )
+            return samples, norms, head, products
+
+        def look(carry, count, phase):
+            samples, norms, _, products = carry
+            bar = independent_samples(
+                samples[: phase.end],
+                norms[: phase.end],
+                products[None],
+                active=there(count, phase.end),
+            )
+            if not self.sampler.independent:
+                left = 1 - count.astype(space.real_dtype) / n
+                bar = bar._replace(standard_error=bar.standard_error * jnp.sqrt(left))
+            return bar, carry
+
+        carry = (
+            jnp.zeros(k, dtype),
+            jnp.zeros(k, space.real_dtype),
+            jnp.zeros((few, n), dtype),
+            jnp.zeros((few, few), dtype),
+        )
+        reached = until(
+            tolerance,
+            meter,
+            phases(k, widest),
+            carry,
+            step,
+            look,
+            unknown_error(space),
+        )
+        mean, standard_error, freedom = reached.bar
+        stats = {
+            "num_matvecs": reached.taken,
+            "degrees_of_freedom": freedom,
+            "largest_product": jnp.max(reached.carry[1]),
+        }
+        return mean, standard_error, stats, CountedStream(stream, reached.taken)

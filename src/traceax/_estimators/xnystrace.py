@@ -3,14 +3,17 @@
 import math
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, Key
+from jaxtyping import Array, Bool, Float, Inexact, Key
 
-from .._base import TraceEstimator, init_state
+from .._base import Kept, StoredKey, TraceEstimator, init_state, kept_parts
+from .._basis import extend_at_once
 from .._estimate import RESULTS
 from .._leave_one_out import (
+    floor_diagonal,
     leave_one_out,
     left_out_of_dependent,
     normalise_columns,
@@ -18,6 +21,7 @@ from .._leave_one_out import (
 )
 from .._operator import (
     apply_block,
+    extend_products,
     is_negative_semidefinite,
     is_positive_semidefinite,
     space_of,
@@ -26,19 +30,29 @@ from .._orthogonal import (
     combine,
     eigh,
     inner,
+    inverse_conjugate_transpose,
     largest_entry,
     matmul,
     orthonormalise,
     power_of_two_scale,
 )
 from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
-from .._standard_error import leave_one_out_samples
+from .._standard_error import ErrorBar, leave_one_out_samples
+from .._stream import CountedBlocks, ProbeStream, chunk
+from .._tolerance import phases, there, unknown_error, until
 
 
 class XNysTraceState(eqx.Module):
-    key: Key[Array, ""]
+    """As `TraceState`, and whether the operator is negative semidefinite."""
+
+    _key: StoredKey
     operator: lx.AbstractLinearOperator
     negative: bool = eqx.field(static=True)
+    kept: Kept | None = None
+
+    @property
+    def key(self) -> Key[Array, ""]:
+        return self._key.typed
 
 
 class XNysTraceEstimator(TraceEstimator):
@@ -101,7 +115,7 @@ class XNysTraceEstimator(TraceEstimator):
             )
         # Zero is both.
         negative = negative and not is_positive_semidefinite(operator)
-        return XNysTraceState(state.key, operator, negative)
+        return XNysTraceState(StoredKey(state.key), operator, negative)
 
     def compute(self, state, k):
         operator = state.operator
@@ -110,8 +124,17 @@ class XNysTraceEstimator(TraceEstimator):
         Omega = laid_out(self.sampler, space).sample(
             state.key, n, k, space.compute_dtype
         )
-        U, T = orthonormalise(Omega)
-        AU = apply_block(operator, U)
+        # Products of the probes themselves, which a later estimate can use again. Random
+        # probes are well conditioned, so that those of U are as good as taken directly.
+        # Of length 1, about: solvers inside an operator have absolute tolerances.
+        (known_Y,) = kept_parts(state, 1)
+        length = 2.0 ** round(math.log2(n) / 2)
+        (unit_Y,) = extend_products(operator, (Omega / length, known_Y))
+        Y = unit_Y * length
+        # Barriers, so that the same is compiled for products that were known before.
+        U, T = orthonormalise(jax.lax.optimization_barrier(Omega.T).T)
+        inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
+        U, T, AU = jax.lax.optimization_barrier((U, T, combine(Y, inverse)))
         scale = power_of_two_scale(AU)
         sign = -1 if state.negative else 1
         samples, pairs, shift, magnitude, result = _leave_one_out_traces(
@@ -124,16 +147,91 @@ class XNysTraceEstimator(TraceEstimator):
         standard_error = scale * standard_error
 
         # The derivative's blocks need probes with independent columns. Those of U are
-        # orthogonal to each other; A Omega = (A U) T costs no product.
-        Q, R = orthonormalise(AU)
-        loo = leave_one_out(Omega, Q, matmul(R, T), resphere=self.resphere)
+        # orthogonal to each other.
+        Q, R = orthonormalise(Y)
+        loo = leave_one_out(Omega, Q, R, resphere=self.resphere)
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
             "result": result,
-            "largest_product": largest_entry(AU),
+            "largest_product": largest_entry(unit_Y),
+            "kept": [unit_Y],
         }
         return value, standard_error, stats, stand_in(Omega, loo)
+
+    def compute_until(self, state, k, tolerance, meter):
+        operator = state.operator
+        space = space_of(operator)
+        n, dtype = space.size, space.compute_dtype
+        sampler = laid_out(self.sampler, space)
+        draw = ProbeStream(state.key, sampler, n, k, k, dtype).source()
+        sign = -1 if state.negative else 1
+
+        def step(carry, count, phase):
+            rows, T, _ = carry
+            Omega = draw(count, phase.width)
+            U, columns = extend_at_once(rows[1][: phase.end], Omega.T, count)
+            AU = apply_block(operator, U.T)
+            rows = [
+                jax.lax.dynamic_update_slice_in_dim(x, new, count, 0)
+                for x, new in zip(rows, (Omega.T, U, AU.T), strict=True)
+            ]
+            T = jax.lax.dynamic_update_slice(T, columns, (0 * count, count))
+            return rows, T, RESULTS.successful
+
+        def look(carry, count, phase):
+            rows, T, _ = carry
+            _, U, AU = (x[: phase.end].T for x in rows)
+            scale = power_of_two_scale(AU)
+            active = there(count, phase.end)
+            samples, pairs, shift, magnitude, result = _leave_one_out_traces(
+                U,
+                T[: phase.end, : phase.end],
+                AU,
+                (sign / scale).astype(AU.dtype),
+                resphere=self.resphere,
+                active=active,
+            )
+            dimension = n - count.astype(scale.dtype) + 2 if self.resphere else None
+            mean, error, freedom = leave_one_out_samples(
+                samples, pairs, magnitude, dimension, active=active
+            )
+            bar = ErrorBar(sign * scale * (mean - n * shift), scale * error, freedom)
+            return bar, (rows, T, result)
+
+        carry = (
+            [jnp.zeros((k, n), dtype)] * 3,
+            jnp.zeros((k, k), dtype),
+            RESULTS.successful,
+        )
+        reached = until(
+            tolerance,
+            meter,
+            phases(k),
+            carry,
+            step,
+            look,
+            unknown_error(space, real=True),
+        )
+        rows, T, result = reached.carry
+        Omega, _, AU = (x.T for x in rows)
+        active = there(reached.taken, k)
+        Q, R = orthonormalise(AU)
+        Q = jnp.where(active[None, :], Q, 0)  # not what it was filled with
+        loo = leave_one_out(
+            Omega, Q, matmul(R, T), resphere=self.resphere, active=active
+        )
+        stats = {
+            "num_matvecs": reached.taken,
+            "degrees_of_freedom": reached.bar.degrees_of_freedom,
+            "result": result,
+            "largest_product": largest_entry(AU),
+        }
+        V, Z = stand_in(Omega, loo, active)
+        blocks = CountedBlocks(
+            [V[:, :k], V[:, k:]], [Z[:, :k], Z[:, k:]], reached.taken, chunk(n, k)
+        )
+        return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
 
 def _leave_one_out_traces(
@@ -143,6 +241,7 @@ def _leave_one_out_traces(
     unit: Inexact[Array, ""],
     *,
     resphere: bool,
+    active: Bool[Array, " k"] | None = None,
 ) -> tuple[
     Float[Array, " k"], Float[Array, "k k"], Float[Array, ""], Float[Array, ""], RESULTS
 ]:
@@ -179,10 +278,15 @@ def _leave_one_out_traces(
     equal `mu`, and bias the value by a multiple of `mu n`; a floor of `mu / 2` does not.
     """
     n, k = U.shape
+    identity = jnp.eye(k, dtype=Y.dtype)
+    count, outside = k, jnp.zeros_like(identity)
+    if active is not None:
+        count = jnp.sum(active).astype(jnp.finfo(Y.dtype).dtype)
+        outside = jnp.where(active[:, None], 0, identity)
     if resphere:
-        left_out, dimension = jnp.eye(k, dtype=Y.dtype), n - k + 1
+        left_out, dimension = identity, n - count + 1
     else:
-        left_out, basis = left_out_of_dependent(T)
+        left_out, basis = left_out_of_dependent(T + outside)
         U, Y, dimension = combine(U, basis), combine(Y, basis), 1
     norm = jnp.linalg.norm(Y.T * unit)
     nonzero = norm != 0
@@ -191,9 +295,12 @@ def _leave_one_out_traces(
     H = inner(U, Y) * unit
     noise = jnp.linalg.norm(H - H.conj().T)
     mu = eps * norm
-    mu = jnp.where(noise > math.sqrt(k) * mu, noise, mu)
+    mu = jnp.where(noise > count**0.5 * mu, noise, mu)
     Y_mu = Y * unit + mu.astype(Y.dtype) * U
-    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * jnp.eye(k, dtype=Y.dtype)
+    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * identity
+    if active is not None:
+        # Columns that there are not take no part: eigenvalues of order 1 of their own.
+        H_mu = H_mu + outside * norm.astype(Y.dtype)
     eigenvalues, vectors = eigh(H_mu)
     # A tag can be wrong: neither noise nor rounding does this.
     limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)

@@ -1,19 +1,18 @@
 """XTrace: a low-rank part from every probe, tested on the probe that it left out."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 
-from .._base import TraceEstimator, init_state
+from .._base import TraceEstimator, init_state, kept_parts
+from .._basis import extend_at_once, growing_basis
 from .._leave_one_out import leave_one_out, leave_one_out_traces, stand_in
-from .._operator import apply_block, space_of
-from .._orthogonal import (
-    column_dots,
-    column_norms,
-    largest_entry,
-    orthonormalise,
-)
+from .._operator import apply_block, extend_products, space_of
+from .._orthogonal import column_dots, column_norms, largest_entry
 from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
+from .._stream import CountedBlocks, ProbeStream, chunk
+from .._tolerance import phases, there, unknown_error, until
 
 
 class XTraceEstimator(TraceEstimator):
@@ -68,7 +67,7 @@ class XTraceEstimator(TraceEstimator):
         return init_state(key, operator, "XTraceEstimator.init")
 
     def compute(self, state, k):
-        if k < 4:
+        if k < 4 or _projection_exceeds(state, k):
             return self._without_projection(state, k)
         operator = state.operator
         space = space_of(operator)
@@ -76,18 +75,77 @@ class XTraceEstimator(TraceEstimator):
         Omega = laid_out(self.sampler, space).sample(
             state.key, space.size, m, space.compute_dtype
         )
-        Y = apply_block(operator, Omega)
-        Q, R = orthonormalise(Y)
+        known_Y, known_AQ = kept_parts(state, 2)
+        (Y,) = extend_products(operator, (Omega, known_Y))
+        Q, R = growing_basis(Y)
+        (AQ,) = extend_products(operator, (Q, known_AQ))
         loo = leave_one_out(Omega, Q, R, resphere=self.resphere)
-        AQ = apply_block(operator, loo.Q)
         traces = leave_one_out_traces(Omega, Y, AQ, loo, resphere=self.resphere)
         value, standard_error, freedom = leave_one_out_samples(*traces)
         stats = {
             "num_matvecs": 2 * m,
             "degrees_of_freedom": freedom,
             "largest_product": largest_entry(Y),
+            "kept": [Y, AQ],
         }
         return value, standard_error, stats, stand_in(Omega, loo)
+
+    def compute_until(self, state, k, tolerance, meter):
+        operator = state.operator
+        space = space_of(operator)
+        n, dtype = space.size, space.compute_dtype
+        m = k // 2
+        sampler = laid_out(self.sampler, space)
+        draw = ProbeStream(state.key, sampler, n, m, m, dtype).source()
+
+        def step(carry, count, phase):
+            rows, R = carry
+            Omega = draw(count, phase.width)
+            Y = apply_block(operator, Omega)
+            Q, columns = extend_at_once(rows[2][: phase.end], Y.T, count)
+            AQ = apply_block(operator, Q.T)
+            rows = [
+                jax.lax.dynamic_update_slice_in_dim(x, new, count, 0)
+                for x, new in zip(rows, (Omega.T, Y.T, Q, AQ.T), strict=True)
+            ]
+            return rows, jax.lax.dynamic_update_slice(R, columns, (0 * count, count))
+
+        def left_out(carry, count, end):
+            rows, R = carry
+            Omega, Y, Q, AQ = (x[:end].T for x in rows)
+            active = there(count, end)
+            loo = leave_one_out(
+                Omega, Q, R[:end, :end], resphere=self.resphere, active=active
+            )
+            return Omega, Y, AQ, loo, active
+
+        def look(carry, count, phase):
+            Omega, Y, AQ, loo, active = left_out(carry, count, phase.end)
+            traces = leave_one_out_traces(Omega, Y, AQ, loo, resphere=self.resphere)
+            return leave_one_out_samples(*traces, active=active), carry
+
+        carry = [jnp.zeros((m, n), dtype)] * 4, jnp.zeros((m, m), dtype)
+        reached = until(
+            tolerance,
+            meter,
+            phases(m),
+            carry,
+            step,
+            look,
+            unknown_error(space),
+            fewest=4,
+        )
+        Omega, Y, _, loo, active = left_out(reached.carry, reached.taken, m)
+        stats = {
+            "num_matvecs": 2 * reached.taken,
+            "degrees_of_freedom": reached.bar.degrees_of_freedom,
+            "largest_product": largest_entry(Y),
+        }
+        V, Z = stand_in(Omega, loo, active)
+        blocks = CountedBlocks(
+            [V[:, :m], V[:, m:]], [Z[:, :m], Z[:, m:]], reached.taken, chunk(n, m)
+        )
+        return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
     def _without_projection(self, state, k):
         # Of two probes each leaves the other a single direction to find, and a single
@@ -100,7 +158,8 @@ class XTraceEstimator(TraceEstimator):
         if self.resphere:
             a = space.size / jnp.real(column_dots(Omega, Omega))
         weights = a.astype(Omega.dtype)
-        Y = apply_block(state.operator, Omega)
+        known_Y, _ = kept_parts(state, 2)
+        (Y,) = extend_products(state.operator, (Omega, known_Y))
         value, standard_error, freedom = independent_samples(
             weights * column_dots(Omega, Y), column_norms(Y), gram(Omega, Y)[None]
         )
@@ -108,5 +167,15 @@ class XTraceEstimator(TraceEstimator):
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
             "largest_product": largest_entry(Y),
+            "kept": [Y, None],
         }
         return value, standard_error, stats, (Omega, Omega * (weights / k)[None, :])
+
+
+def _projection_exceeds(state, k: int) -> bool:
+    # From the up to three products of a run without projection, a few more may not
+    # allow for it: those with Q are all still to be taken.
+    known_Y, known_AQ = kept_parts(state, 2)
+    if known_Y is None or known_AQ is not None:
+        return False
+    return max(k // 2 - known_Y.shape[1], 0) + k // 2 > k - state.kept.budget

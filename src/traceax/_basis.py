@@ -1,0 +1,245 @@
+r"""Orthonormal bases that grow: earlier vectors keep every bit when later ones come.
+
+`orthonormalise` factorises a block as a whole, and its columns depend on the width of
+the block in the last bits. Here column j of Q and R depends on columns 0, ..., j of the
+block alone, to the last bit: what was computed with Q can be used again for a wider
+block. To that end
+
+- every product of matrices has a fixed shape: columns are taken in tiles of a size that
+    depends on n alone, the last one padded with zeros;
+- every decision is made for each column from those before it.
+
+Pure kernels. Arrays of vectors are (k, n), a vector a row.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact, Int
+
+from ._orthogonal import (
+    FEW_ROWS,
+    cholesky,
+    combine,
+    householder,
+    inner,
+    matmul,
+    noise,
+)
+from ._sharding import replicate, whole_columns, zeros_beside
+
+# Passes over a tile. One for random vectors, two or three where rank is lost.
+_MOST_PASSES = 10
+
+
+def tile_size(n: int) -> int:
+    """How many columns are taken at once."""
+    if n <= FEW_ROWS:
+        return min(n, 16)
+    return 8 if n <= 2**16 else 16
+
+
+class _Tile(NamedTuple):
+    """Vectors X of a tile that become orthonormal, and what they were made of.
+
+    The given vectors are `basis^T C + X^T M`.
+    """
+
+    X: Inexact[Array, "c n"]
+    C: Inexact[Array, "k c"]
+    M: Inexact[Array, "c c"]
+    settled: Bool[Array, " c"]
+    passes: Int[Array, ""]
+
+
+def growing_basis(
+    block: Inexact[Array, "n k"],
+) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"]]:
+    """`Q (n, k)`, orthonormal to rounding for blocks of any rank, and R, as
+    `orthonormalise` has them, and with the same leading columns for any wider block.
+
+    O(n k^2) time, twice that of `orthonormalise`; one block besides the given one and
+    the result.
+    """
+    n, k = block.shape
+    if k == 0:
+        return block, jnp.zeros((0, 0), block.dtype)
+    size = tile_size(n)
+    number = -(-k // size)
+    rows = jnp.pad(whole_columns(block).T, ((0, number * size - k), (0, 0)))
+    present = jnp.arange(number * size) < k
+
+    def tile(j, carry):
+        basis, R = carry
+        start = j * size
+        given = jax.lax.dynamic_slice_in_dim(rows, start, size)
+        here = jax.lax.dynamic_slice_in_dim(present, start, size)
+        Q, columns = extend(basis, given, j, here)
+        basis = jax.lax.dynamic_update_slice_in_dim(basis, Q, start, 0)
+        return basis, jax.lax.dynamic_update_slice_in_dim(R, columns, start, 1)
+
+    basis, R = jnp.zeros_like(rows), zeros_beside(rows, (len(rows), len(rows)))
+    done = 0
+    if n <= FEW_ROWS:
+        # As fast as a single pass, and mostly all of it. LAPACK would leave out zeros at
+        # the end, and then group the columns before them otherwise.
+        given = jnp.where(present[:size, None], rows[:size], 1)
+        Q, upper = householder(replicate(given.T))
+        basis = basis.at[:size].set(jnp.where(present[:size, None], Q.T, 0))
+        R = R.at[:size, :size].set(upper)
+        done = 1
+    if number > done:
+        basis, R = jax.lax.fori_loop(done, number, tile, (basis, R))
+    # A barrier, so that this is compiled alike whatever becomes of it.
+    basis, R = jax.lax.optimization_barrier((basis[:k], R[:k, :k]))
+    return basis.T, R
+
+
+def extend(
+    basis: Inexact[Array, "k n"],
+    given: Inexact[Array, "c n"],
+    j: Int[Array, ""] | int,
+    present: Bool[Array, " c"],
+) -> tuple[Inexact[Array, "c n"], Inexact[Array, "k c"]]:
+    """The tile j of an orthonormal basis, of which tiles before j are given.
+
+    **Returns:** orthonormal vectors, 0 where none is present, and the coordinates of
+    the given vectors in the basis with these at tile j.
+    """
+
+    def project(X, active):
+        def off_tile(i, carry):
+            X, C = carry
+            Q = jax.lax.dynamic_slice_in_dim(basis, i * len(X), len(X))
+            inside = jnp.where(active[None, :], inner(Q.T, X.T), 0)
+            X = X - combine(Q.T, inside).T
+            return X, jax.lax.dynamic_update_slice_in_dim(C, inside, i * len(X), 0)
+
+        C = zeros_beside(X, (len(basis), len(X)))
+        return jax.lax.fori_loop(0, j, off_tile, (X, C))
+
+    X, C, M = _orthonormalise(given, project, present, jnp.asarray(j))
+    columns = jax.lax.dynamic_update_slice_in_dim(C, M, j * len(given), 0)
+    return X, columns
+
+
+def extend_at_once(
+    basis: Inexact[Array, "k n"], given: Inexact[Array, "c n"], start: Int[Array, ""]
+) -> tuple[Inexact[Array, "c n"], Inexact[Array, "k c"]]:
+    """Orthonormal vectors `start, ..., start + c - 1` of a basis that is 0 from there.
+
+    As `extend`, but for any start, and faster: not the same to the last bit for another
+    c or k.
+    """
+
+    def project(X, active):
+        inside = jnp.where(active[None, :], inner(basis.T, X.T), 0)
+        return X - combine(basis.T, inside).T, inside
+
+    present = jnp.ones(len(given), bool)
+    X, C, M = _orthonormalise(given, project, present, start)
+    return X, jax.lax.dynamic_update_slice_in_dim(C, M, start, 0)
+
+
+def _orthonormalise(
+    given: Inexact[Array, "c n"],
+    project: Callable[..., tuple[Inexact[Array, "c n"], Inexact[Array, "k c"]]],
+    present: Bool[Array, " c"],
+    number: Int[Array, ""],
+) -> tuple[Inexact[Array, "c n"], Inexact[Array, "k c"], Inexact[Array, "c c"]]:
+    """Vectors orthonormal to each other and to a basis, and the coordinates C in the
+    basis and M in these of the given ones.
+
+    `project(X, active)` takes from the active vectors of X what they have in the basis,
+    and returns what is left and the coordinates of what was taken. `number` tells
+    tiles apart.
+    """
+    largest = jnp.max(jnp.abs(given), axis=1)
+    scale = _power_of_two(largest)
+    c, n = given.shape
+    dtype, eps = given.dtype, jnp.finfo(given.dtype).eps
+    identity = jnp.eye(c, dtype=dtype)
+
+    def another_pass(tile):
+        active = ~tile.settled
+
+        # Signs of norm eps, for what is 0 once the rest of the basis is taken out. Others
+        # each time: in a small space they may be in the span of the rest.
+        fill = noise(c, n, dtype, number * _MOST_PASSES + tile.passes)
+        fill = fill * (float(eps) / n**0.5)
+        again = active & (tile.passes > 0)
+        X = tile.X + jnp.where(again[:, None], fill, 0)
+        X, C = project(X, active)
+        lower, inverse, settled = _factor(X, C, n)
+        # Vectors that are orthonormal stay as they are.
+        change = jnp.where(active[None, :], inverse.conj().T, identity)
+        back = jnp.where(active[None, :], lower.conj().T, identity)
+        return _Tile(
+            combine(X.T, change).T,
+            tile.C + matmul(C, tile.M),
+            matmul(back, tile.M),
+            tile.settled | settled,
+            tile.passes + 1,
+        )
+
+    coordinates = jax.eval_shape(project, given, present)[1]
+    tile = _Tile(
+        given / scale[:, None].astype(dtype),
+        zeros_beside(given, coordinates.shape),
+        zeros_beside(given, (c, c)) + identity,
+        ~present,
+        jnp.zeros((), jnp.int32),
+    )
+    tile = jax.lax.while_loop(
+        lambda tile: ~jnp.all(tile.settled) & (tile.passes < _MOST_PASSES),
+        another_pass,
+        tile,
+    )
+    # 0 for a vector of zeros, of which Q is the fill.
+    weights = jnp.where(largest == 0, 0, scale).astype(dtype)[None, :]
+    X = jnp.where(present[:, None], tile.X, 0)
+    return X, tile.C * weights, tile.M * weights
+
+
+def _factor(
+    X: Inexact[Array, "c n"], C: Inexact[Array, "k c"], n: int
+) -> tuple[Inexact[Array, "c c"], Inexact[Array, "c c"], Bool[Array, " c"]]:
+    r"""L and L^-1 with `X X^* = conj(L L^*)`, and which vectors `conj(L^-1) X` is
+    orthonormal for, from the first up to the first that is not.
+
+    As `orthonormalise` does: where the Gram matrix is singular to rounding a multiple
+    of the identity is added, from the first vector on that needs it.
+    """
+    c, eps = X.shape[0], float(jnp.finfo(X.dtype).eps)
+    gram = inner(X.T, X.T)
+    squares = jnp.real(jnp.diagonal(gram))
+    lengths = jnp.sqrt(squares)
+    lengths = jnp.where(lengths == 0, 1, lengths)
+    unit = lengths.astype(X.dtype)
+    identity = jnp.eye(c, dtype=X.dtype)
+    correlations = gram / (unit[:, None] * unit[None, :])
+    correlations = jnp.where(identity == 1, identity, correlations)
+    shift = c * (c + 32 + n**0.25) * eps
+    _, inverse = cholesky(correlations + shift * identity)
+    regular = 4 * c * shift * _of_rows(inverse) <= 1
+    shifts = jnp.where(regular, 0, shift).astype(X.dtype)
+    lower, inverse = cholesky(correlations + jnp.diag(shifts))
+    # Errors of products are about eps; they grow by the inverse, and by what was
+    # subtracted in relation to what is left.
+    taken = (jnp.sum(jnp.abs(C) ** 2, axis=0) <= 3 * squares) & (squares > 0)
+    taken = jnp.cumprod(taken.astype(jnp.int32)) == 1
+    settled = regular & (_of_rows(inverse) <= 4) & taken
+    return lower * unit[:, None], inverse / unit[None, :], settled
+
+
+def _of_rows(inverse: Inexact[Array, "c c"]) -> Float[Array, " c"]:
+    """The largest square of the length of a row, of this row and those before it."""
+    return jax.lax.cummax(jnp.sum(jnp.abs(inverse) ** 2, axis=1))
+
+
+def _power_of_two(largest: Float[Array, " c"]) -> Float[Array, " c"]:
+    info = jnp.finfo(largest.dtype)
+    scale = jax.lax.reduce_precision(largest / 2, info.nexp, 0)
+    return jnp.where((scale == 0) | ~jnp.isfinite(largest), 1, scale)

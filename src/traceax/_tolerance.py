@@ -1,0 +1,225 @@
+r"""Estimates to a tolerance: how many products are taken is decided while they are taken.
+
+Shapes are those of the largest budget. Loops over probes fill buffers of that size, and
+an error bar is looked at after every step. Steps grow with what was taken before, so that
+there are few looks, that products stay products of blocks, and that what is taken beyond
+need is a fraction of it. Between looks nothing is computed twice but error bars.
+
+The loops are in phases of equal steps. Each phase sees as much of the buffers as it can
+fill, so that early looks are cheap. docs/tolerances.md has the rule and its derivation.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
+
+from ._estimate import student_t_quantile
+from ._operator import Space
+from ._progress import ProgressMeter
+from ._standard_error import ErrorBar
+
+# Probes of the first phase: so many in each of four steps.
+_FIRST = 4
+# In units of 1 / count; measured.
+_WIDENED = 2.0
+# Products that are taken before the first look, at least.
+FEWEST = 8
+
+
+class Tolerance(eqx.Module):
+    """When an error bar is good enough.
+
+    - `rtol`, `atol`: half of the interval at most `atol + rtol |value|`.
+    - `level`: of the interval.
+    - `factor`, `offset`: the value is `factor` times that of the loop, plus `offset`.
+    """
+
+    rtol: Float[Array, ""]
+    atol: Float[Array, ""]
+    level: float = eqx.field(static=True)
+    factor: Inexact[Array, ""]
+    offset: Inexact[Array, ""]
+
+    def half_width(self, bar: ErrorBar) -> Float[Array, ""]:
+        """Of the interval of the whole value."""
+        error = bar.standard_error
+        probability = jnp.asarray((1 + self.level) / 2, error.dtype)
+        quantile = student_t_quantile(probability, bar.degrees_of_freedom)
+        scaled = jnp.abs(self.factor).astype(error.dtype) * error
+        return jnp.where(error == 0, 0, quantile * scaled)
+
+    def allowed(self, bar: ErrorBar) -> Float[Array, ""]:
+        """The largest half width that is good enough."""
+        dtype = bar.standard_error.dtype
+        # The loop's may be known to be real where the whole is not.
+        mean = bar.mean.astype(self.factor.dtype)
+        value = jnp.abs(self.factor * mean + self.offset)
+        return self.atol.astype(dtype) + self.rtol.astype(dtype) * value.astype(dtype)
+
+    def met(self, bar: ErrorBar) -> Bool[Array, ""]:
+        """Whether the interval is good enough. False for an unknown error."""
+        return self.half_width(bar) <= self.allowed(bar)
+
+    def of_part(
+        self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
+    ) -> "Tolerance":
+        """The same tolerance, seen from a part of the value."""
+        return Tolerance(
+            self.rtol,
+            self.atol,
+            self.level,
+            self.factor if factor is None else jax.lax.stop_gradient(factor),
+            self.offset if offset is None else jax.lax.stop_gradient(offset),
+        )
+
+
+def make_tolerance(
+    rtol: ArrayLike | None,
+    atol: ArrayLike | None,
+    level: float,
+    space: Space,
+    where: str,
+) -> Tolerance | None:
+    """Checks; `None` if neither is given."""
+    if isinstance(level, bool) or not isinstance(level, float | int):
+        raise TypeError(
+            f"{where}: level must be a Python number, got {level!r} of type "
+            f"{type(level).__name__}; write 0.95 for an interval of 95 %."
+        )
+    if not 0 < level < 1:
+        raise ValueError(
+            f"{where}: level must lie strictly between 0 and 1, got {level}; write "
+            "0.95 for an interval of 95 %."
+        )
+    if rtol is None and atol is None:
+        return None
+    given = []
+    for name, asked in (("rtol", rtol), ("atol", atol)):
+        x = 0.0 if asked is None else asked
+        if isinstance(x, str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x):
+            raise TypeError(
+                f"{where}: {name} must be a real number, got {x!r}; write 1e-2 for two "
+                "digits."
+            )
+        known = not isinstance(x, jax.core.Tracer)
+        if known and not 0 <= float(np.asarray(x)) < math.inf:
+            raise ValueError(
+                f"{where}: {name} must be finite and not negative, got {x}."
+            )
+        given.append(jnp.asarray(x).astype(space.real_dtype))
+    one = jnp.ones((), space.compute_dtype)
+    relative, absolute = given
+    return Tolerance(relative, absolute, float(level), one, jnp.zeros_like(one))
+
+
+class Phase(NamedTuple):
+    """Equal steps of `width` probes, until there are `end`."""
+
+    width: int
+    end: int
+
+
+def phases(most: int, widest: int | None = None) -> list[Phase]:
+    """Steps of at most half, mostly a third or a quarter, of the probes before them."""
+    found: list[Phase] = []
+    count, width = 0, _FIRST
+    while count < most:
+        steps = 4 if not found else 2
+        if widest is not None and 2 * width > widest:
+            steps = most  # no wider ones follow
+        steps = min(steps, (most - count) // width)
+        if steps == 0:
+            found.append(Phase(most - count, most))
+            break
+        count += steps * width
+        found.append(Phase(width, count))
+        if widest is None or 2 * width <= widest:
+            width *= 2
+    return found
+
+
+def widened(bar: ErrorBar, count: Int[Array, ""]) -> ErrorBar:
+    """The error bar, for being looked at again and again.
+
+    Of errors estimated too small and too large, the small ones end the loop.
+    """
+    error = bar.standard_error
+    return bar._replace(
+        standard_error=error * (1 + _WIDENED / count.astype(error.dtype))
+    )
+
+
+class Progress(NamedTuple):
+    """Where the loop of an estimate to a tolerance is."""
+
+    carry: Any
+    taken: Int[Array, ""]
+    bar: ErrorBar
+    stop: Bool[Array, ""]
+    meter: Any
+
+
+def until(
+    tolerance: Tolerance,
+    meter: ProgressMeter,
+    schedule: list[Phase],
+    carry: Any,
+    step: Callable[[Any, Int[Array, ""], Phase], Any],
+    look: Callable[[Any, Int[Array, ""], Phase], tuple[ErrorBar, Any]],
+    bar: ErrorBar,
+    fewest: int = FEWEST,
+) -> Progress:
+    """Takes steps until the tolerance is met, the value is not finite, or all are taken.
+
+    `step` returns what a loop carries, after the probes `count, ..., count + width - 1`;
+    `look` the error bar of the first `count` probes, and what the loop carries on. `bar` is of the dtypes of `look`.
+    """
+    most = schedule[-1].end
+    progress = Progress(
+        carry, jnp.asarray(0, jnp.int32), bar, jnp.asarray(False), meter.init()
+    )
+    for phase in schedule:
+
+        def body(progress: Progress, phase=phase) -> Progress:
+            carry = step(progress.carry, progress.taken, phase)
+            count = progress.taken + phase.width
+            bar, carry = look(carry, count, phase)
+            bar = widened(bar, count)
+            bar = ErrorBar(
+                *(x.astype(y.dtype) for x, y in zip(bar, progress.bar, strict=True))
+            )
+            stop = tolerance.met(bar) & (count >= fewest)
+            stop = stop | ~jnp.isfinite(bar.mean)
+            fraction = count.astype(bar.standard_error.dtype) / most
+            fraction = jnp.where(stop, 1, fraction)
+            return Progress(
+                carry, count, bar, stop, meter.step(progress.meter, fraction)
+            )
+
+        def proceed(progress: Progress, phase=phase) -> Bool[Array, ""]:
+            return ~progress.stop & (progress.taken < phase.end)
+
+        progress = jax.lax.while_loop(proceed, body, progress)
+    meter.close(progress.meter)
+    return progress
+
+
+def there(count: Int[Array, ""], most: int) -> Bool[Array, " {most}"]:
+    """Which of the most probes there could be there are."""
+    return jnp.arange(most, dtype=count.dtype) < count
+
+
+def unknown_error(space: Space, *, real: bool = False) -> ErrorBar:
+    """Before the first look."""
+    dtype = space.real_dtype if real else space.compute_dtype
+    nothing = jnp.zeros((), space.real_dtype)
+    return ErrorBar(
+        jnp.zeros((), dtype), jnp.full((), jnp.inf, space.real_dtype), nothing
+    )

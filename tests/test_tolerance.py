@@ -1,0 +1,284 @@
+"""Estimates to a tolerance."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import (
+    OPERATORS,
+    PSD,
+    as_operator,
+    assert_close,
+    exact_trace,
+    float_dtype,
+    matrix,
+    parameters,
+    z_score,
+)
+
+import traceax as tx
+from traceax._tolerance import phases
+
+N = 100
+ESTIMATORS = {
+    "hutchinson": tx.HutchinsonEstimator(),
+    "xtrace": tx.XTraceEstimator(),
+    "xnystrace": tx.XNysTraceEstimator(),
+}
+named = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def half_width(estimate, level=0.95):
+    low, high = estimate.confidence_interval(level)
+    return (high - low) / 2
+
+
+@eqx.filter_jit
+def _run(keys, operator, estimator, rtol):
+    def one(key):
+        estimate = tx.trace(key, operator, 64, estimator, rtol=rtol, throw=False)
+        met = estimate.result == tx.RESULTS.successful
+        products = estimate.stats["num_matvecs"]
+        return estimate.value, estimate.confidence_interval(), products, met
+
+    return jax.vmap(one)(keys)
+
+
+@pytest.mark.x64
+@named
+@pytest.mark.parametrize("spectrum", ["flat", "exp"])
+def test_intervals_hold_the_truth_though_looked_at_repeatedly(name, spectrum):
+    a = matrix(spectrum, N)
+    keys = jr.split(jr.key(5), 400)
+    results = _run(keys, as_operator(a, psd=True), ESTIMATORS[name], 0.05)
+    values, (low, high), products, met = jax.tree.map(np.asarray, results)
+    truth = np.trace(a)
+    # Three standard errors below 94 %.
+    least = 0.94 - 3 * np.sqrt(0.94 * 0.06 / 400)
+    assert np.mean((low <= truth) & (truth <= high)) > least
+    if met.any():
+        within = np.abs(values - truth) <= 0.05 * np.abs(values)
+        assert np.mean(within[met]) > least
+    # Interval and tolerance agree about what was met.
+    half = (high - low) / 2
+    assert np.all((half <= 0.05 * np.abs(values) * (1 + 1e-9)) == met)
+    assert np.all(products[~met] == 64)
+    if name != "hutchinson":
+        assert met.all()
+        assert len(np.unique(products)) > 1 or spectrum == "flat"
+
+
+@named
+def test_one_program_serves_all_tolerances(key, name, monkeypatch):
+    estimator = ESTIMATORS[name]
+    operator = as_operator(matrix("flat", N), psd=True)
+    calls = []
+
+    @jax.jit
+    def run(rtol):
+        calls.append(rtol)
+        return tx.trace(key, operator, 32, estimator, rtol=rtol, throw=False)
+
+    estimates = [run(rtol) for rtol in (0.5, 0.1, 1e-9)]
+    assert len(calls) == 1
+    products = [int(x.stats["num_matvecs"]) for x in estimates]
+    assert products[0] <= products[1] <= products[2] == 32 > products[0]
+    assert estimates[0].result == tx.RESULTS.successful
+    assert estimates[2].result == tx.RESULTS.tolerance_not_met
+    assert half_width(estimates[0]) <= 0.5 * estimates[0].value
+    # Lanes that stop at different times.
+    lanes = jax.vmap(run)(jnp.asarray([0.5, 0.1, 1e-9], float_dtype()))
+    for i, estimate in enumerate(estimates):
+        assert lanes.stats["num_matvecs"][i] == products[i]
+        assert_close(lanes.value[i], estimate.value, rtol=1e-4)
+        assert_close(lanes.standard_error[i], estimate.standard_error, rtol=1e-2)
+
+
+@pytest.mark.x64
+@named
+def test_derivatives_at_different_stops(key, name):
+    estimator = ESTIMATORS[name]
+    a = jnp.asarray(matrix("exp", N))
+
+    def estimate(scale, rtol):
+        operator = lx.MatrixLinearOperator(scale**2 * a, PSD)
+        return tx.trace(key, operator, 32, estimator, rtol=rtol, throw=False).value
+
+    rtols = jnp.asarray([0.3, 0.05, 1e-9])
+    derivatives = jax.vmap(jax.grad(estimate), (None, 0))(1.3, rtols)
+    for rtol, derivative in zip(rtols, derivatives, strict=True):
+        assert_close(jax.grad(estimate)(1.3, rtol), derivative, rtol=1e-8)
+        _, tangent = jax.jvp(estimate, (1.3, rtol), (1.0, 0 * rtol))
+        assert_close(tangent, derivative, rtol=1e-8)
+        # Unlike the value, an unbiased estimate for any change of the operator.
+        assert abs(derivative / (2 * 1.3 * jnp.trace(a)) - 1) < 0.5
+    second = jax.hessian(estimate)(1.3, 0.05)
+    assert_close(second, jax.grad(estimate)(1.3, 0.05) / 1.3, rtol=1e-8)
+
+
+@pytest.mark.x64
+@named
+def test_gradients_are_unbiased(name):
+    estimator = ESTIMATORS[name]
+    a = jnp.asarray(matrix("exp", 40))
+    direction = jnp.asarray(matrix("flat", 40, seed=4))
+
+    def value(t, key):
+        operator = lx.MatrixLinearOperator(a + t * direction, PSD)
+        return tx.trace(key, operator, 38, estimator, rtol=0.1, throw=False).value
+
+    gradients = jax.jit(jax.vmap(jax.grad(value), (None, 0)))(
+        0.0, jr.split(jr.key(2), 600)
+    )
+    assert z_score(gradients, jnp.trace(direction)) < 4
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_operators_of_every_kind(key, kind):
+    def value(given, rtol):
+        operator = OPERATORS[kind](given)
+        estimate = tx.trace(key, operator, 20, rtol=rtol, throw=False)
+        return estimate.value, estimate.stats["num_matvecs"]
+
+    given = parameters(24)
+    (loose, few), (tight, many) = value(given, 0.5), value(given, 1e-3)
+    exact = exact_trace(OPERATORS[kind](given))
+    assert few < many
+    assert_close(loose, exact, rtol=0.5)
+    assert_close(tight, exact, rtol=0.1)
+    # Forward and reverse mode are two ways to the same derivative.
+    gradient, _ = jax.jit(jax.grad(value, has_aux=True))(given, 0.1)
+    direction = parameters(24, seed=8)
+    _, (tangent, _) = jax.jvp(lambda x: value(x, 0.1), (given,), (direction,))
+    along = sum(
+        jnp.vdot(x, y)
+        for x, y in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True)
+    )
+    assert_close(along, tangent, rtol=1e-4)
+
+
+def test_complex_operators(key):
+    a = matrix("exp", N, complex=True)
+    for operator in (as_operator(a), as_operator(a, psd=True)):
+        estimate = tx.trace(key, operator, 60, rtol=0.1)
+        assert_close(jnp.real(estimate.value), np.trace(a).real, rtol=0.15)
+        assert estimate.stats["num_matvecs"] < 60
+
+
+def test_the_tolerance_is_of_the_whole_value(key):
+    a = as_operator(matrix("poly", N), psd=True)
+    ones = lx.DiagonalLinearOperator(jnp.full(N, 100.0, float_dtype()))
+    alone = tx.trace(key, a, 80, rtol=1e-3, throw=False)
+    # The exact part makes it easy.
+    beside = tx.trace(key, -2.0 * a + ones, 80, rtol=1e-3)
+    assert beside.stats["num_matvecs"] == 8 < alone.stats["num_matvecs"]
+    assert half_width(beside) <= 1e-3 * abs(beside.value) * 1.001
+    absolute = tx.trace(key, a, 80, atol=0.5)
+    assert half_width(absolute) <= 0.5
+    wide = tx.trace(key, a, 80, atol=0.5, level=0.5)
+    assert wide.stats["num_matvecs"] <= absolute.stats["num_matvecs"]
+    assert half_width(wide, 0.5) <= 0.5
+
+
+def test_small_problems(key):
+    for n in (1, 8, 9):
+        a = matrix("flat", n)
+        estimate = tx.trace(key, as_operator(a), 40, rtol=1e-12, throw=False)
+        if n <= 8:
+            assert_close(estimate.value, np.trace(a), rtol=1e-5)
+            assert estimate.result == tx.RESULTS.successful
+        assert estimate.stats["num_matvecs"] <= n
+    for k in (2, 9):
+        estimate = tx.trace(
+            key, as_operator(matrix("flat", 30)), k, rtol=1e-12, throw=False
+        )
+        assert estimate.result == tx.RESULTS.tolerance_not_met
+        assert estimate.stats["num_matvecs"] <= k
+    zero = lx.MatrixLinearOperator(jnp.zeros((30, 30), float_dtype()), PSD)
+    for estimator in ESTIMATORS.values():
+        estimate = tx.trace(key, zero, 20, estimator, rtol=1e-3)
+        assert estimate.value == 0
+    exact = tx.trace(key, lx.IdentityLinearOperator(zero.in_structure()), 5, rtol=0)
+    assert exact.value == 30
+
+
+def test_failures(key):
+    operator = as_operator(matrix("flat", N))
+    with pytest.raises(Exception, match="tolerance was not met"):
+        jax.block_until_ready(tx.trace(key, operator, 10, rtol=1e-9).value)
+    nan = lx.MatrixLinearOperator(operator.matrix.at[0, 0].set(jnp.nan))
+    failed = tx.trace(key, nan, 80, rtol=1e-9, throw=False)
+    assert failed.result == tx.RESULTS.nonfinite
+    assert failed.stats["num_matvecs"] < 80
+
+
+def test_closures_over_tracers(key):
+    a = jnp.asarray(matrix("exp", 40), float_dtype())
+
+    def value(scale, estimator):
+        operator = lx.FunctionLinearOperator(
+            lambda v: scale * (a @ v), jax.eval_shape(lambda: a[0]), PSD
+        )
+        return tx.trace(key, operator, 16, estimator, rtol=0.5, throw=False).value
+
+    for estimator in ESTIMATORS.values():
+        derivative = jax.grad(value)(2.0, estimator)
+        assert_close(derivative, jnp.trace(a), rtol=0.5)
+
+        def doubled(state, estimator=estimator):
+            return state[0] + 1, state[1] + value(state[1], estimator)
+
+        _, total = jax.lax.while_loop(
+            lambda state: state[0] < 2, doubled, (0, jnp.ones((), float_dtype()))
+        )
+        factor = 1 + value(jnp.ones((), float_dtype()), estimator)
+        assert_close(total, factor**2, rtol=1e-3)
+
+
+def test_looks():
+    for most in (1, 3, 4, 7, 16, 50, 200, 1001):
+        schedule = phases(most)
+        ends = [phase.end for phase in schedule]
+        assert ends[-1] == most
+        start = 0
+        for phase in schedule:
+            assert (phase.end - start) % phase.width == 0
+            assert phase.width <= max(4, start // 2)
+            start = phase.end
+    assert all(phase.width <= 4 for phase in phases(50, widest=4))
+
+
+def test_wrong_arguments(key):
+    operator = as_operator(matrix("flat", 20))
+    for wrong in (-1.0, np.nan, np.inf):
+        with pytest.raises(ValueError, match="rtol must be finite and not negative"):
+            tx.trace(key, operator, 10, rtol=wrong)
+    for wrong in ("tight", 1j, np.ones(2)):
+        with pytest.raises(TypeError, match="atol must be a real number, got"):
+            tx.trace(key, operator, 10, atol=wrong)
+    with pytest.raises(ValueError, match="level must lie strictly between 0 and 1"):
+        tx.trace(key, operator, 10, rtol=0.1, level=95)
+    with pytest.raises(TypeError, match="level must be a Python number"):
+        tx.trace(key, operator, 10, rtol=0.1, level="95 %")  # pyright: ignore
+    with pytest.raises(TypeError, match="takes no tolerance; use"):
+        tx.trace(key, operator, 10, tx.HutchPlusPlusEstimator(), rtol=0.1)
+    with pytest.raises(TypeError, match="progress_meter must be a traceax"):
+        tx.trace(key, operator, 10, progress_meter=tx.TextProgressMeter)  # pyright: ignore
+
+
+def test_progress_is_shown(key, capfd):
+    operator = as_operator(matrix("poly", N), psd=True)
+    meter = tx.TextProgressMeter()
+    for rtol in (0.2, 1e-9):
+        estimate = tx.trace(
+            key, operator, 40, rtol=rtol, progress_meter=meter, throw=False
+        )
+        jax.block_until_ready(estimate.value)
+        jax.effects_barrier()
+        shown = [float(x.strip("% ")) for x in capfd.readouterr().out.split("\n") if x]
+        assert shown == sorted(shown)
+        assert shown[-1] == 100
