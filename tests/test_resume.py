@@ -43,36 +43,37 @@ def saved_and_loaded(state):
     return eqx.tree_deserialise_leaves(file, empty)
 
 
-def assert_same(name, one, other):
-    check = np.testing.assert_array_equal
-    if name == "hutchinson-chunks" and not is_x64():
-        # Products in a loop over chunks are compiled otherwise.
-        check = assert_close
+def assert_same(one, other):
     for x, y in zip(
         (one.value, one.standard_error, one.stats),
         (other.value, other.standard_error, other.stats),
         strict=True,
     ):
-        jax.tree.map(check, x, y)
+        jax.tree.map(np.testing.assert_array_equal, x, y)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize(
+    "name",
+    ESTIMATORS if is_x64() else ["hutchinson", "hutch++", "xtrace", "xnystrace"],
+)
 def test_going_on_is_one_run(key, name):
     estimator = ESTIMATORS[name]
     operator = as_operator(matrix("exp", N), psd=True)
     state = estimator.init(key, operator)
     whole = estimator.estimate(state, 40)
     begun = estimator.estimate(state, 12)
-    assert_same(name, estimator.estimate(begun.state, 28), whole)
+    assert_same(estimator.estimate(begun.state, 28), whole)
     loaded = saved_and_loaded(begun.state)
-    assert_same(name, estimator.estimate(loaded, 28), whole)
+    assert_same(estimator.estimate(loaded, 28), whole)
     if name in ("hutchinson-chunks", "xtrace"):
         further = estimator.estimate(estimator.estimate(begun.state, 11).state, 17)
-        assert_same(name, further, whole)
+        assert_same(further, whole)
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize(
+    "name", ["hutchinson-chunks", "hutch++", "xtrace", "xnystrace"]
+)
 def test_only_new_products_are_taken(name):
     a, taken = jnp.asarray(matrix("exp", N)), []
 

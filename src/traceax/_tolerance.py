@@ -6,7 +6,7 @@ there are few looks, that products stay products of blocks, and that what is tak
 need is a fraction of it. Between looks nothing is computed twice but error bars.
 
 The loops are in phases of equal steps. Each phase sees as much of the buffers as it can
-fill, so that early looks are cheap. docs/tolerances.md has the rule and its derivation.
+fill, so that early looks are cheap. docs/budgets.md has the rule and its derivation.
 """
 
 import math
@@ -27,9 +27,10 @@ from ._standard_error import ErrorBar
 
 # Probes of the first phase: so many in each of four steps.
 _FIRST = 4
-# In units of 1 / count; measured.
+# In units of 1 / count. The smallest integer for which intervals of normal samples keep
+# their level for every tolerance, simulated.
 _WIDENED = 2.0
-# Products that are taken before the first look, at least.
+# Products that are taken before a loop may stop.
 FEWEST = 8
 
 
@@ -127,7 +128,10 @@ class Phase(NamedTuple):
 
 
 def phases(most: int, widest: int | None = None) -> list[Phase]:
-    """Steps of at most half, mostly a third or a quarter, of the probes before them."""
+    """Steps of a half and a third of the probes before them, in turn.
+
+    None is wider than `widest`.
+    """
     found: list[Phase] = []
     count, width = 0, _FIRST
     while count < most:
@@ -179,7 +183,8 @@ def until(
     """Takes steps until the tolerance is met, the value is not finite, or all are taken.
 
     `step` returns what a loop carries, after the probes `count, ..., count + width - 1`;
-    `look` the error bar of the first `count` probes, and what the loop carries on. `bar` is of the dtypes of `look`.
+    `look` the error bar of the first `count` probes, and what the loop carries on. `bar`
+    has the dtypes of what `look` returns. No loop stops with less than `fewest` probes.
     """
     most = schedule[-1].end
     progress = Progress(
