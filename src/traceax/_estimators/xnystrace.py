@@ -129,12 +129,14 @@ class XNysTraceEstimator(TraceEstimator):
         # Of length 1, about: solvers inside an operator have absolute tolerances.
         (known_Y,) = kept_parts(state, 1)
         length = 2.0 ** round(math.log2(n) / 2)
-        (unit_Y,) = extend_products(operator, (Omega / length, known_Y))
-        Y = unit_Y * length
-        # Barriers, so that the same is compiled for products that were known before.
-        U, T = orthonormalise(jax.lax.optimization_barrier(Omega.T).T)
+        probes = Omega / length
+        (Y,) = extend_products(operator, (probes, known_Y))
+        # Barriers, so that the same is compiled for products that were known before. Of
+        # blocks as they are in memory.
+        U, T = orthonormalise(jax.lax.optimization_barrier(probes.T).T)
         inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
-        U, T, AU = jax.lax.optimization_barrier((U, T, combine(Y, inverse)))
+        U, T, AU = jax.lax.optimization_barrier((U.T, T, combine(Y, inverse).T))
+        U, T, AU = U.T, T * length, AU.T
         scale = power_of_two_scale(AU)
         sign = -1 if state.negative else 1
         samples, pairs, shift, magnitude, result = _leave_one_out_traces(
@@ -149,13 +151,13 @@ class XNysTraceEstimator(TraceEstimator):
         # The derivative's blocks need probes with independent columns. Those of U are
         # orthogonal to each other.
         Q, R = orthonormalise(Y)
-        loo = leave_one_out(Omega, Q, R, resphere=self.resphere)
+        loo = leave_one_out(Omega, Q, R * length, resphere=self.resphere)
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
             "result": result,
-            "largest_product": largest_entry(unit_Y),
-            "kept": [unit_Y],
+            "largest_product": largest_entry(Y),
+            "kept": [Y],
         }
         return value, standard_error, stats, stand_in(Omega, loo)
 
