@@ -16,7 +16,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree, UInt32
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._operator import apply_block, check_operator, has_real_trace, space_of
 from ._orthogonal import largest_entry
-from ._primitive import estimate_trace
+from ._primitive import Outcome, estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._standard_error import ErrorBar
 from ._stream import ProbeStream
@@ -218,9 +218,7 @@ def _estimate(
     outcome = estimate_trace(estimator, state, total, real=real)
     if outcome.kept is not None and hasattr(state, "kept"):
         state = _with_kept(state, Kept(total, outcome.kept))
-    value, error, result, stats, _ = outcome
-    estimate = Estimate(value, error, result, stats, state)
-    return raise_failure(estimate) if throw else estimate
+    return _finish(outcome, state, throw=throw)
 
 
 def _with_kept(state: Any, kept: Kept | None) -> Any:
@@ -247,7 +245,12 @@ def estimate_until(
         state = _with_kept(state, None)
     real = has_real_trace(state.operator)
     adaptive = _Adaptive(estimator, tolerance, meter)
-    value, error, result, stats, _ = estimate_trace(adaptive, state, k, real=real)
+    outcome = estimate_trace(adaptive, state, k, real=real)
+    return _finish(outcome, state, throw=throw)
+
+
+def _finish(outcome: Outcome, state: Any, *, throw: bool) -> Estimate:
+    value, error, result, stats, _ = outcome
     estimate = Estimate(value, error, result, stats, state)
     return raise_failure(estimate) if throw else estimate
 

@@ -27,6 +27,7 @@ from ._orthogonal import (
     inner,
     matmul,
     noise,
+    power_of_two,
 )
 from ._sharding import replicate, whole_columns, zeros_beside
 
@@ -157,7 +158,7 @@ def _orthonormalise(
     tiles apart.
     """
     largest = jnp.max(jnp.abs(given), axis=1)
-    scale = _power_of_two(largest)
+    scale = power_of_two(largest)
     c, n = given.shape
     dtype, eps = given.dtype, jnp.finfo(given.dtype).eps
     identity = jnp.eye(c, dtype=dtype)
@@ -237,9 +238,3 @@ def _factor(
 def _of_rows(inverse: Inexact[Array, "c c"]) -> Float[Array, " c"]:
     """The largest square of the length of a row, of this row and those before it."""
     return jax.lax.cummax(jnp.sum(jnp.abs(inverse) ** 2, axis=1))
-
-
-def _power_of_two(largest: Float[Array, " c"]) -> Float[Array, " c"]:
-    info = jnp.finfo(largest.dtype)
-    scale = jax.lax.reduce_precision(largest / 2, info.nexp, 0)
-    return jnp.where((scale == 0) | ~jnp.isfinite(largest), 1, scale)

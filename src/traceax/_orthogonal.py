@@ -314,7 +314,11 @@ def power_of_two_scale(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
 
     Dividing by it is exact, and squares neither overflow nor underflow afterwards.
     """
-    largest = largest_entry(block)
+    return power_of_two(largest_entry(block))
+
+
+def power_of_two(largest: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """As `power_of_two_scale`, of the largest entry, or of several."""
     info = jnp.finfo(largest.dtype)
     # Rounded to no digits behind the leading one, and not up to infinity.
     scale = jax.lax.reduce_precision(largest / 2, info.nexp, 0)

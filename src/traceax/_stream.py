@@ -183,9 +183,14 @@ def _sum_of_needed(of, number: int, size: int, count: Int[Array, ""]) -> Array:
     return jax.lax.scan(add, total, jnp.arange(number, dtype=jnp.int32))[0]
 
 
-def chunk(n: int, most: int) -> int:
-    """How many of at most so many columns of counted blocks to look at at once."""
-    return min(most_columns(n), max(8, -(-most // 8)), most)
+def counted_halves(
+    V: Inexact[Array, "n 2m"], Z: Inexact[Array, "n 2m"], count: Int[Array, ""]
+) -> CountedBlocks:
+    """Blocks of two parts side by side, of which each has `count` columns."""
+    n, m = V.shape[0], V.shape[1] // 2
+    size = min(most_columns(n), max(8, -(-m // 8)), m)
+    of_V, of_Z = ([block[:, :m], block[:, m:]] for block in (V, Z))
+    return CountedBlocks(of_V, of_Z, count, size)
 
 
 def chunk_size(given: int | None, sampler: Sampler, n: int) -> int:

@@ -216,6 +216,18 @@ def until(
     return progress
 
 
+def put(
+    buffers: list[Inexact[Array, "most ..."]],
+    new: list[Inexact[Array, "width ..."]],
+    count: Int[Array, ""],
+) -> list[Inexact[Array, "most ..."]]:
+    """Buffers with what a step found of each probe, from probe `count` on."""
+    return [
+        jax.lax.dynamic_update_slice_in_dim(x, y, count, 0)
+        for x, y in zip(buffers, new, strict=True)
+    ]
+
+
 def there(count: Int[Array, ""], most: int) -> Bool[Array, " {most}"]:
     """Which of the most probes there could be there are."""
     return jnp.arange(most, dtype=count.dtype) < count

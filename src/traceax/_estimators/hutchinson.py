@@ -19,7 +19,7 @@ from .._stream import (
     chunk_size,
     without_numpy,
 )
-from .._tolerance import phases, there, unknown_error, until
+from .._tolerance import phases, put, there, unknown_error, until
 
 
 class HutchinsonEstimator(TraceEstimator):
@@ -148,13 +148,10 @@ class HutchinsonEstimator(TraceEstimator):
             block = draw(count, phase.width)
             Y = apply_block(state.operator, block)
             if phase.end <= GRAM_PROBES:
-                head = jax.lax.dynamic_update_slice_in_dim(head, Y.T, count, 0)
+                (head,) = put([head], [Y.T], count)
                 products = gram(draw(0, few), head.T)
-            tested = column_dots(block, Y), column_norms(Y)
-            samples, norms = (
-                jax.lax.dynamic_update_slice(x, new, (count,))
-                for x, new in zip((samples, norms), tested, strict=True)
-            )
+            tested = [column_dots(block, Y), column_norms(Y)]
+            samples, norms = put([samples, norms], tested, count)
             return samples, norms, head, products
 
         def look(carry, count, phase):

@@ -38,8 +38,8 @@ from .._orthogonal import (
 )
 from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
 from .._standard_error import ErrorBar, leave_one_out_samples
-from .._stream import CountedBlocks, ProbeStream, chunk
-from .._tolerance import phases, there, unknown_error, until
+from .._stream import ProbeStream, counted_halves
+from .._tolerance import phases, put, there, unknown_error, until
 
 
 class XNysTraceState(eqx.Module):
@@ -174,10 +174,7 @@ class XNysTraceEstimator(TraceEstimator):
             Omega = draw(count, phase.width)
             U, columns = extend_at_once(rows[1][: phase.end], Omega.T, count)
             AU = apply_block(operator, U.T)
-            rows = [
-                jax.lax.dynamic_update_slice_in_dim(x, new, count, 0)
-                for x, new in zip(rows, (Omega.T, U, AU.T), strict=True)
-            ]
+            rows = put(rows, [Omega.T, U, AU.T], count)
             T = jax.lax.dynamic_update_slice(T, columns, (0 * count, count))
             return rows, T, RESULTS.successful
 
@@ -229,10 +226,7 @@ class XNysTraceEstimator(TraceEstimator):
             "result": result,
             "largest_product": largest_entry(AU),
         }
-        V, Z = stand_in(Omega, loo, active)
-        blocks = CountedBlocks(
-            [V[:, :k], V[:, k:]], [Z[:, :k], Z[:, k:]], reached.taken, chunk(n, k)
-        )
+        blocks = counted_halves(*stand_in(Omega, loo, active), reached.taken)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
 

@@ -11,8 +11,8 @@ from .._operator import apply_block, extend_products, space_of
 from .._orthogonal import column_dots, column_norms, largest_entry
 from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
-from .._stream import CountedBlocks, ProbeStream, chunk
-from .._tolerance import phases, there, unknown_error, until
+from .._stream import ProbeStream, counted_halves
+from .._tolerance import phases, put, there, unknown_error, until
 
 
 class XTraceEstimator(TraceEstimator):
@@ -104,10 +104,7 @@ class XTraceEstimator(TraceEstimator):
             Y = apply_block(operator, Omega)
             Q, columns = extend_at_once(rows[2][: phase.end], Y.T, count)
             AQ = apply_block(operator, Q.T)
-            rows = [
-                jax.lax.dynamic_update_slice_in_dim(x, new, count, 0)
-                for x, new in zip(rows, (Omega.T, Y.T, Q, AQ.T), strict=True)
-            ]
+            rows = put(rows, [Omega.T, Y.T, Q, AQ.T], count)
             return rows, jax.lax.dynamic_update_slice(R, columns, (0 * count, count))
 
         def left_out(carry, count, end):
@@ -141,10 +138,7 @@ class XTraceEstimator(TraceEstimator):
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
             "largest_product": largest_entry(Y),
         }
-        V, Z = stand_in(Omega, loo, active)
-        blocks = CountedBlocks(
-            [V[:, :m], V[:, m:]], [Z[:, :m], Z[:, m:]], reached.taken, chunk(n, m)
-        )
+        blocks = counted_halves(*stand_in(Omega, loo, active), reached.taken)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
     def _without_projection(self, state, k):
