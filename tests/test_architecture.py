@@ -36,6 +36,8 @@ LAYERS = [
     "_standard_error",
     "_tolerance",
     "_primitive",
+    "_state",
+    "_deflation",
     "_base",
     "_spectral_base",
     "_estimators",

@@ -3,10 +3,9 @@
 from importlib.metadata import version as _version
 
 from ._base import TraceEstimator as TraceEstimator
-from ._base import TraceState as TraceState
-from ._base import init_state as init_state
 from ._estimate import RESULTS as RESULTS
 from ._estimate import Estimate as Estimate
+from ._estimators.delta_shift import DeltaShiftEstimator as DeltaShiftEstimator
 from ._estimators.hutch_plus_plus import (
     HutchPlusPlusEstimator as HutchPlusPlusEstimator,
 )
@@ -44,6 +43,8 @@ from ._spectral import von_neumann_entropy as von_neumann_entropy
 from ._spectral_base import SpectralEstimator as SpectralEstimator
 from ._spectral_base import SpectralOutcome as SpectralOutcome
 from ._spectral_base import SpectralState as SpectralState
+from ._state import TraceState as TraceState
+from ._state import init_state as init_state
 from ._stream import ProbeStream as ProbeStream
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace

@@ -1,93 +1,22 @@
 """The abstract class of estimators, and the contract for writing a new one."""
 
 import abc
-import operator as op
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
-import jax.core
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree, UInt32
+from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from ._estimate import RESULTS, Estimate, raise_failure
-from ._operator import apply_block, check_operator, has_real_trace, space_of
+from ._operator import apply_block, has_real_trace, space_of
 from ._orthogonal import largest_entry
 from ._primitive import Outcome, estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._standard_error import ErrorBar
+from ._state import Kept, check_budget
 from ._stream import ProbeStream
 from ._tolerance import FEWEST, Tolerance, make_tolerance
-
-
-class StoredKey(eqx.Module):
-    """A typed key as an ordinary array, which `eqx.tree_serialise_leaves` can save."""
-
-    data: UInt32[Array, "..."]
-    implementation: Any = eqx.field(static=True)
-
-    def __init__(self, key: Key[Array, ""]):
-        self.data = jax.random.key_data(key)
-        self.implementation = jax.random.key_impl(key)
-
-    @property
-    def typed(self) -> Key[Array, ""]:
-        return jax.random.wrap_key_data(self.data, impl=self.implementation)
-
-
-class Kept(eqx.Module):
-    """What an estimate keeps of its products, for a later one to go on from.
-
-    **Attributes:**
-
-    - `budget`: how many products were allowed so far.
-    - `parts`: arrays, as the estimator's `compute` returned them.
-    """
-
-    budget: int = eqx.field(static=True)
-    parts: PyTree[Array]
-
-
-class TraceState(eqx.Module):
-    """The state of an estimator that needs no set-up.
-
-    A PyTree of ordinary arrays, besides the operator's leaves: it can be saved by
-    `eqx.tree_serialise_leaves`, and loaded into the state of an equal run.
-
-    **Attributes:**
-
-    - `key`: a typed key.
-    - `operator`: the operator whose trace is estimated.
-    - `kept`: what earlier estimates keep of their products; `None` for a new state.
-    """
-
-    _key: StoredKey
-    operator: lx.AbstractLinearOperator
-    kept: Kept | None
-
-    def __init__(
-        self,
-        key: Key[Array, ""],
-        operator: lx.AbstractLinearOperator,
-        kept: Kept | None = None,
-    ):
-        self._key = StoredKey(key)
-        self.operator = operator
-        self.kept = kept
-
-    @property
-    def key(self) -> Key[Array, ""]:
-        """A typed key."""
-        return self._key.typed
-
-
-def kept_parts(state: Any, number: int) -> Sequence[Any]:
-    """What a state keeps, of so many parts; `None` for each if it keeps nothing."""
-    kept = getattr(state, "kept", None)
-    return [None] * number if kept is None else kept.parts
 
 
 class TraceEstimator(eqx.Module):
@@ -142,7 +71,9 @@ class TraceEstimator(eqx.Module):
             standard error makes the interval a Student t interval; a
             [`traceax.RESULTS`][] item under `"result"` reports a failure. Arrays under
             `"kept"` are handed to a later estimate that goes on from this one, as
-            `state.kept.parts`, and `k` is then the sum of both budgets;
+            `state.kept.parts`, and `k` is then the sum of both budgets. A method
+            `carry_over(state, fresh)` puts what is kept into the fresh state of an
+            operator that has changed, see `refresh`;
         - blocks of shape `(n, p)`, in the order of the operator's flattened structure,
             with `E[V Z^*] = I`; or a [`traceax.ProbeStream`][], which draws them when
             they are needed.
@@ -197,6 +128,47 @@ class TraceEstimator(eqx.Module):
             return _estimate(self, state, k, throw=throw)
         return estimate_until(self, state, k, tolerance, progress_meter, throw=throw)
 
+    def refresh(
+        self, state: Any, key: Key[Array, ""], operator: lx.AbstractLinearOperator
+    ) -> Any:
+        """The state for an operator that has changed, as by a step of training.
+
+        What an earlier estimate found helps to estimate the trace of the changed operator
+        from fresh probes. With directions in which products were large, the trace on them
+        is exact, and the probes test the rest. They don't depend on the fresh probes: the
+        estimate is as unbiased as one that begins anew.
+
+        | | what is used again |
+        |---|---|
+        | XTrace, Hutch++ | directions in which products were large, for half of the products |
+        | DeltaShift | the estimate, its probes, and such directions |
+        | others | nothing: the state is that of `init` |
+
+        **Arguments:**
+
+        - `state`: of an estimate without a tolerance, or of `init`.
+        - `key`: a single key, other than those before.
+        - `operator`: of the same structure as that of the state.
+
+        **Returns:**
+
+        A state, which keeps no products: what is taken up from it is a new budget.
+
+        **Raises:**
+
+        - as `init`; `ValueError` for an operator of another structure.
+        """
+        fresh = self.init(key, operator)
+        where = f"{type(self).__name__}.refresh"
+        old, new = (space_of(x.operator) for x in (state, fresh))
+        if (old.structure, old.compute_dtype) != (new.structure, new.compute_dtype):
+            raise ValueError(
+                f"{where}: the operator must have the structure of the state's, "
+                f"{old.structure}, got {new.structure}; begin anew with init."
+            )
+        carry_over = getattr(self, "carry_over", None)
+        return fresh if carry_over is None else carry_over(state, fresh)
+
     def evaluate(self, state: Any, k: int):
         """`compute`, or the exact answer where the budget allows it."""
         if k < space_of(state.operator).size:
@@ -217,7 +189,10 @@ def _estimate(
             total = max(size - 1, kept.budget)
     outcome = estimate_trace(estimator, state, total, real=real)
     if outcome.kept is not None and hasattr(state, "kept"):
-        state = _with_kept(state, Kept(total, outcome.kept))
+        kept = outcome.kept
+        if not isinstance(kept, Kept):
+            kept = Kept(total, kept)
+        state = _with_kept(state, kept)
     return _finish(outcome, state, throw=throw)
 
 
@@ -291,78 +266,3 @@ def _exact(operator: lx.AbstractLinearOperator):
     value = jnp.trace(products)
     stats = {"num_matvecs": space.size, "largest_product": largest_entry(products)}
     return value, jnp.zeros((), space.real_dtype), stats, (identity, identity)
-
-
-def init_state(
-    key: Key[Array, ""], operator: lx.AbstractLinearOperator, where: str = "init"
-) -> TraceState:
-    """Checks a key and an operator, and puts them into a state.
-
-    **Arguments:**
-
-    - `key`: a typed key or a legacy `uint32` key; the state holds a typed one.
-    - `operator`: a lineax operator.
-    - `where`: the name that error messages start with.
-
-    **Raises:**
-
-    - `TypeError` for anything but a single key, or for an operator that isn't a lineax
-        operator or that acts on integers.
-    - `ValueError` for an operator that isn't square (equal input and output
-        structures), or that mixes real and complex leaves.
-    """
-    check_operator(operator, where)
-    return TraceState(check_key(key, where), operator)
-
-
-def check_key(key: Any, where: str) -> Key[Array, ""]:
-    """A single typed key from a typed or legacy key."""
-    if isinstance(key, jax.Array | np.ndarray):
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            if key.shape == ():
-                return jnp.asarray(key)
-            got = f"an array of keys of shape {key.shape}"
-        elif key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] in (2, 4):
-            try:
-                return jax.random.wrap_key_data(jnp.asarray(key))
-            except (TypeError, ValueError):
-                got = f"uint32 key data of shape {key.shape}"
-        else:
-            got = f"an array of shape {key.shape} and dtype {key.dtype}"
-    else:
-        got = f"an object of type {type(key).__name__}"
-    raise TypeError(
-        f"{where}: key must be a single key, got {got}; make one with "
-        "jax.random.key(0), split several with jax.random.split and use jax.vmap over "
-        "them. The arguments start (key, operator)."
-    )
-
-
-def check_budget(k: Any, where: str) -> int:
-    """`k` as a positive Python int."""
-    if isinstance(k, jax.core.Tracer):
-        raise TypeError(
-            f"{where}: k must be a Python int known at trace time, got a traced value; "
-            "pass it as a static argument."
-        )
-    if isinstance(k, bool | np.bool_):
-        raise TypeError(
-            f"{where}: k must be an integer, got the boolean {k}; pass the number of "
-            "matrix-vector products that may be used."
-        )
-    try:
-        if isinstance(k, jax.Array):
-            raise TypeError
-        budget = op.index(k)
-    except TypeError:
-        raise TypeError(
-            f"{where}: k must be a Python int, got {k!r} of type {type(k).__name__}; "
-            "pass the number of matrix-vector products that may be used, for example "
-            "int(k)."
-        ) from None
-    if budget < 1:
-        raise ValueError(
-            f"{where}: k must be at least 1, got {budget}; it is the number of "
-            "matrix-vector products that may be used."
-        )
-    return budget

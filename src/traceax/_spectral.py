@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
-from ._base import check_budget, init_state
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.krylov_aware import KrylovAwareEstimator
 from ._known_diagonal import known_diagonal
@@ -26,6 +25,7 @@ from ._spectral_base import (
     evaluation_result,
 )
 from ._spectral_function import spectral_function, tree_of
+from ._state import check_budget, init_state
 
 
 def trace_function(

@@ -10,13 +10,13 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
-from ._base import StoredKey, check_budget, init_state
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._frechet import SpectralBlocks
 from ._operator import apply_block, is_positive_semidefinite, space_of
 from ._orthogonal import eigh, largest_entry
 from ._primitive import estimate_trace
 from ._spectral_function import SpectralFunction, spectral_function, tree_of
+from ._state import StoredKey, check_budget, init_state
 
 
 class SpectralState(eqx.Module):

@@ -73,6 +73,21 @@ def independent_samples(
     return _error_bar(mean, unit, variance, inverse, magnitude)
 
 
+def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
+    """The error bar of a sum of independent estimates, by Satterthwaite's rule."""
+    errors = jnp.stack([bar.standard_error for bar in bars])
+    freedoms = jnp.stack([bar.degrees_of_freedom for bar in bars])
+    unit = _unit(jnp.max(errors))
+    variances = (errors / unit) ** 2
+    variance = jnp.sum(variances)
+    uncertain = jnp.sum(variances**2 / freedoms)
+    freedom = jnp.where(
+        variance == 0, jnp.max(freedoms), _ratio(variance**2, uncertain)
+    )
+    mean = jnp.sum(jnp.stack([bar.mean for bar in bars]))
+    return ErrorBar(mean, unit * jnp.sqrt(variance), freedom)
+
+
 def gram(
     probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]
 ) -> Inexact[Array, "g g"]:

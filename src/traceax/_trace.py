@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._base import TraceEstimator, check_budget, estimate_until, init_state
+from ._base import TraceEstimator, estimate_until
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
@@ -24,6 +24,7 @@ from ._operator import (
     space_of,
 )
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from ._state import check_budget, init_state
 from ._tolerance import FEWEST, make_tolerance
 
 

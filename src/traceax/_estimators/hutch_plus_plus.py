@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from .._base import TraceEstimator, init_state, kept_parts
+from .._base import TraceEstimator
 from .._basis import growing_basis
+from .._deflation import deflated_trace, with_basis
 from .._operator import extend_products, space_of
 from .._orthogonal import (
     column_dots,
@@ -16,6 +17,7 @@ from .._orthogonal import (
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import side_by_side
 from .._standard_error import gram, independent_samples
+from .._state import init_state, kept_parts
 
 
 class HutchPlusPlusEstimator(TraceEstimator):
@@ -57,7 +59,14 @@ class HutchPlusPlusEstimator(TraceEstimator):
     def init(self, key, operator):
         return init_state(key, operator, "HutchPlusPlusEstimator.init")
 
+    def carry_over(self, state, fresh):
+        """What `refresh` uses again: the range of products."""
+        _, *products = kept_parts(state, 3)
+        return with_basis(state, fresh, *products)
+
     def compute(self, state, k):
+        if state.basis is not None:
+            return deflated_trace(state, k, self.sampler, resphere=False)
         operator = state.operator
         space = space_of(operator)
         n, dtype = space.size, space.compute_dtype

@@ -6,12 +6,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._base import TraceEstimator, init_state, kept_parts
+from .._base import TraceEstimator
 from .._operator import apply_block, extend_products, space_of
 from .._orthogonal import column_dots, column_norms, tested_columns
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import side_by_side
 from .._standard_error import GRAM_PROBES, gram, independent_samples
+from .._state import init_state, kept_parts
 from .._stream import (
     CountedStream,
     ProbeStream,

@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Bool, Float, Inexact, Key
 
-from .._base import Kept, StoredKey, TraceEstimator, init_state, kept_parts
+from .._base import TraceEstimator
 from .._basis import extend_at_once
 from .._estimate import RESULTS
 from .._leave_one_out import (
@@ -38,6 +38,7 @@ from .._orthogonal import (
 )
 from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
 from .._standard_error import ErrorBar, leave_one_out_samples
+from .._state import Kept, StoredKey, init_state, kept_parts
 from .._stream import ProbeStream, counted_halves
 from .._tolerance import phases, put, there, unknown_error, until
 

@@ -4,13 +4,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._base import TraceEstimator, init_state, kept_parts
+from .._base import TraceEstimator
 from .._basis import extend_at_once, growing_basis
+from .._deflation import deflated_trace, with_basis
 from .._leave_one_out import leave_one_out, leave_one_out_traces, stand_in
 from .._operator import apply_block, extend_products, space_of
 from .._orthogonal import column_dots, column_norms, largest_entry
 from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
+from .._state import init_state, kept_parts
 from .._stream import ProbeStream, counted_halves
 from .._tolerance import phases, put, there, unknown_error, until
 
@@ -66,7 +68,15 @@ class XTraceEstimator(TraceEstimator):
     def init(self, key, operator):
         return init_state(key, operator, "XTraceEstimator.init")
 
+    def carry_over(self, state, fresh):
+        """What `refresh` uses again: the range of products with the basis."""
+        _, AQ = kept_parts(state, 2)
+        nothing = None if AQ is None else AQ[:, :0]
+        return with_basis(state, fresh, AQ, nothing)
+
     def compute(self, state, k):
+        if state.basis is not None:
+            return deflated_trace(state, k, self.sampler, resphere=self.resphere)
         if k < 4 or _projection_exceeds(state, k):
             return self._without_projection(state, k)
         operator = state.operator

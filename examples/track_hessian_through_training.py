@@ -1,0 +1,156 @@
+"""Follow the trace of a Hessian through training, each step helped by those before.
+
+A network with one hidden layer learns to read digits (the data that ships with
+scikit-learn). After each of 50 steps of training the trace of its Hessian is estimated:
+
+- from scratch, by XTrace, with 20 and with 40 products with the Hessian a step;
+- by `DeltaShiftEstimator` with 20, and 40 for the first, which has no past. `refresh` hands
+  the state of each estimate to the next step: a basis of the Hessian's large directions,
+  which follows them, and probes that see how the Hessian changes.
+
+The script prints the errors, checks that the estimate that remembers needs half of the
+products for less than the same error, and that its intervals hold the truth, and draws
+both.
+
+    python examples/track_hessian_through_training.py track_hessian.png
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+import traceax as tx
+
+PRODUCTS, STEPS, REPEATS = 20, 50, 3
+IMAGES, HIDDEN = 500, 8
+
+digits = load_digits()
+images = jnp.asarray(digits.data[:IMAGES] / 16, jnp.float32)
+labels = jnp.asarray(digits.target[:IMAGES])
+
+
+def loss(parameters):
+    hidden = jnp.tanh(images @ parameters["w"] + parameters["b"])
+    logits = hidden @ parameters["v"] + parameters["c"]
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def gradient(parameters, _):
+    return jax.grad(loss)(parameters)
+
+
+def hessian(parameters):
+    return lx.JacobianLinearOperator(gradient, parameters, tags=lx.symmetric_tag)
+
+
+@jax.jit
+def exact_trace(parameters):
+    return jnp.trace(hessian(parameters).as_matrix())
+
+
+optimiser = optax.adam(1e-2)
+
+
+@jax.jit
+def train(parameters, optimiser_state):
+    updates, optimiser_state = optimiser.update(
+        jax.grad(loss)(parameters), optimiser_state
+    )
+    return optax.apply_updates(parameters, updates), optimiser_state
+
+
+def path_of_training():
+    """The parameters after each step."""
+    w_key, v_key = jax.random.split(jax.random.key(0))
+    parameters = {
+        "w": jax.random.normal(w_key, (64, HIDDEN)) / 8,
+        "b": jnp.zeros(HIDDEN),
+        "v": jax.random.normal(v_key, (HIDDEN, 10)) / HIDDEN**0.5,
+        "c": jnp.zeros(10),
+    }
+    optimiser_state = optimiser.init(parameters)
+    found = []
+    for _ in range(STEPS):
+        parameters, optimiser_state = train(parameters, optimiser_state)
+        found.append(parameters)
+    return found
+
+
+def from_scratch(key, path, k):
+    """An estimate after each step, by XTrace."""
+    keys = jax.random.split(key, len(path))
+    estimator = tx.XTraceEstimator()
+    return [
+        tx.trace(key, hessian(parameters), k, estimator)
+        for key, parameters in zip(keys, path, strict=True)
+    ]
+
+
+def tracked(key, path, k):
+    """An estimate after each step, from the state of the one before."""
+    first, *keys = jax.random.split(key, len(path))
+    estimator = tx.DeltaShiftEstimator()
+    state = estimator.init(first, hessian(path[0]))
+    estimates = [estimator.estimate(state, 2 * k)]
+    for key, parameters in zip(keys, path[1:], strict=True):
+        state = estimator.refresh(estimates[-1].state, key, hessian(parameters))
+        estimates.append(estimator.estimate(state, k))
+    return estimates
+
+
+def values(estimates):
+    return np.asarray([estimate.value for estimate in estimates])
+
+
+def main(figure):
+    path = path_of_training()
+    truth = np.asarray([exact_trace(parameters) for parameters in path])
+    keys = jax.random.split(jax.random.key(1), REPEATS)
+    print(f"{STEPS} steps, {REPEATS} runs, root mean square error of the trace")
+
+    def report(name, runs):
+        errors = np.stack([values(run) for run in runs]) - truth
+        relative = (errors / truth) ** 2
+        all_steps, later = (np.sqrt(np.mean(relative[:, s:])) for s in (0, STEPS // 2))
+        print(f"{name:26s} {100 * all_steps:.2f} %, second half {100 * later:.2f} %")
+        return all_steps
+
+    errors, scratch = {}, {}
+    for k in (PRODUCTS, 2 * PRODUCTS):
+        scratch[k] = [from_scratch(key, path, k) for key in keys]
+        errors[k] = report(f"from scratch, {k} products", scratch[k])
+    runs = [tracked(key, path, PRODUCTS) for key in keys]
+    error = report(f"tracked, {PRODUCTS} products", runs)
+    assert error < errors[2 * PRODUCTS], "tracking saves half of the products"
+
+    intervals = np.asarray([[e.confidence_interval() for e in run] for run in runs])
+    inside = (intervals[..., 0] <= truth) & (truth <= intervals[..., 1])
+    print(f"95 % intervals that hold the truth: {100 * inside.mean():.0f} %")
+    # Errors of neighbouring steps are alike, so there are few independent ones.
+    assert inside.mean() > 0.85
+
+    steps = np.arange(1, STEPS + 1)
+    plt.figure(figsize=(7, 4))
+    plt.plot(
+        steps, values(scratch[PRODUCTS][0]), ".", color="0.6", label="from scratch"
+    )
+    plt.fill_between(steps, *intervals[0].T, alpha=0.3, label="tracked, 95 % interval")
+    plt.plot(steps, values(runs[0]), color="C0", label="tracked")
+    plt.plot(steps, truth, "k--", linewidth=1, label="exact")
+    plt.xlabel("step of training")
+    plt.ylabel("trace of the Hessian")
+    plt.title(f"{PRODUCTS} products with the Hessian a step")
+    plt.legend()
+    plt.tight_layout()
+    plt.savefig(figure, dpi=150)
+    print(f"wrote {figure}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "track_hessian.png")

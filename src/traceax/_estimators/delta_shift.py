@@ -1,0 +1,348 @@
+"""DeltaShift: the trace of an operator that changes slowly, from its changes.
+
+| symbol | meaning |
+|---|---|
+| r | vectors of the basis B |
+| p | probes of the past: fresh at the last estimate, used again at this one |
+| f | fresh probes, of this estimate |
+| g | weight of the fresh probes of the last estimate in it |
+"""
+
+import math
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact, Int
+
+from .._base import TraceEstimator
+from .._deflation import Deflated, deflate, leading_range
+from .._operator import apply_block, space_of
+from .._orthogonal import column_dots, largest_entry, orthonormalise
+from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
+from .._sharding import side_by_side
+from .._standard_error import ErrorBar, independent_samples, sum_of_independent
+from .._state import Kept, StoredKey, TraceState, init_state
+from .._stream import without_numpy
+
+# Products that are enough for two probes of the past and two fresh ones.
+_FEWEST = 4
+
+
+class _Past(eqx.Module):
+    """What is known of the operator as it was.
+
+    The estimate was `rest + weight * mean(samples)`, of fresh probes and of what doesn't
+    depend on these.
+
+    - `key`, `number`: of the fresh probes, and of estimates so far.
+    - `basis`: orthonormal, of no fresh probe.
+    - `samples`, `gram`, `error`: of the fresh probes, and the error of their mean.
+    - `rest`: with its error.
+    - `rest_variance`: of `rest`, in units of the variance of a sample.
+    """
+
+    key: StoredKey
+    number: Int[Array, ""]
+    basis: Inexact[Array, "n r"]
+    samples: Inexact[Array, " f"]
+    gram: Inexact[Array, "g g"]
+    error: ErrorBar
+    weight: Float[Array, ""]
+    rest: ErrorBar
+    rest_variance: Float[Array, ""]
+
+
+class DeltaShiftEstimator(TraceEstimator):
+    r"""The trace of an operator that changes from estimate to estimate, from its changes.
+
+    `refresh` the state of each estimate with the next operator:
+
+    ```python
+    estimate = estimator.estimate(estimator.init(key, operator), k)
+    for key, operator in steps:
+        state = estimator.refresh(estimate.state, key, operator)
+        estimate = estimator.estimate(state, k)
+    ```
+
+    Half of the probes are those that were fresh at the last estimate, where the samples
+    `s_j` of the operator as it was are known. What they find now, `u_j`, and what probes
+    that are fresh now find, `x_j`, are mixed with the last estimate
+    `rest + g mean(s_j)`:
+
+        value = a mean(x_j) + b mean(u_j) + c (rest - (1 - g) mean(s_j)),    a + b = 1
+
+    with the weights of least variance. Where the operator changes little the difference
+    of the two samples of a probe is small, `c` is near 1, and the probes of many steps
+    count; where it jumps, `c` is near 0. All samples are of what a basis leaves, on which
+    the trace is exact, and which follows the operator by a step of subspace iteration at
+    no cost.
+
+    *Use when* a trace is wanted again and again along a path: the Hessian in training, a
+    kernel matrix while its parameters are found. For a single operator use
+    [`traceax.XTraceEstimator`][].
+
+    | | |
+    |---|---|
+    | operator | any, PyTrees, complex |
+    | products | k, all used; none with the operator as it was |
+    | beyond the products | O(n k^2) time, six n x k blocks; a state keeps the basis |
+    | bias | of second order: the weights are estimated from the same probes, but only from ratios of their products |
+    | standard error | of independent parts, by step; NaN for k = 1 |
+    | derivative | `<Z, dA V>`, about k products with dA; unbiased but for the weights |
+
+    `stats["weight_of_past"]` is c.
+
+    Fewer than 4 products are those of independent probes, and nothing is carried over.
+
+    **Arguments:**
+
+    - `sampler`: of the probes, independent ones. Rotation invariant if `resphere`.
+    - `resphere`: whether to divide by the length of each projected probe, which
+        removes its fluctuation.
+    - `basis_size`: the most vectors of the basis; 3 k / 10 by default, and never more.
+        With 0, and signs, there is no linear algebra beside the products.
+
+    **Raises:**
+
+    - `ValueError` for `resphere=True` with a sampler that isn't rotation invariant, or
+        for a sampler whose probes aren't independent.
+
+    **Reference:** Dharangutte and Musco, "Dynamic Trace Estimation", NeurIPS 2021,
+    arXiv:2110.13752, for the recursion. They apply both operators to fresh probes. Here
+    the probes of the last estimate are used again: k products instead of 2 k for as many
+    differences, and the operator as it was isn't needed.
+    """
+
+    sampler: Sampler = NormalSampler()
+    resphere: bool = eqx.field(default=True, static=True)
+    basis_size: int | None = eqx.field(
+        default=None, static=True, converter=without_numpy
+    )
+
+    def __check_init__(self):
+        name = type(self).__name__
+        check_sampler(self.sampler, name, resphere=self.resphere, independent=True)
+        size = self.basis_size
+        if size is None:
+            return
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(
+                f"{name}: basis_size must be an int or None, got {size!r} of type "
+                f"{type(size).__name__}."
+            )
+        if size < 0:
+            raise ValueError(f"{name}: basis_size must not be negative, got {size}.")
+
+    def init(self, key, operator):
+        return init_state(key, operator, "DeltaShiftEstimator.init")
+
+    def carry_over(self, state, fresh):
+        """What `refresh` uses again: all that is known of the past."""
+        return TraceState(fresh.key, fresh.operator, state.kept)
+
+    def compute(self, state, k):
+        if state.kept is None:
+            return self._first(state, k)
+        return self._next(state, state.kept.parts, k)
+
+    def _first(self, state, k):
+        sketch_key, key = jax.random.split(state.key)
+        n = space_of(state.operator).size
+        r = self._most_vectors(k)
+        B = jnp.zeros((n, r), space_of(state.operator).compute_dtype)
+        if r:
+            sketch = self._draw(state, sketch_key, r)
+            B, _ = orthonormalise(apply_block(state.operator, sketch))
+        Omega = self._draw(state, key, k - 2 * r)
+        AB, products = _split(apply_block(state.operator, side_by_side(B, Omega)), r)
+        exact = column_dots(B, AB)
+        fresh = deflate(B, AB, Omega, products, resphere=self.resphere)
+        gram = self._gram(fresh, n - r)
+        bar = independent_samples(fresh.samples, fresh.norms, gram[None], exact)
+        total = jnp.sum(exact)
+        one, nothing = jnp.ones_like(bar.standard_error), jnp.zeros_like
+        kept = None
+        if k >= _FEWEST:
+            kept = _Past(
+                StoredKey(key),
+                jnp.asarray(1, jnp.int32),
+                leading_range(AB, fresh.G[:, :0], number=r),
+                total + fresh.samples,
+                gram,
+                bar,
+                one,
+                ErrorBar(nothing(bar.mean), nothing(one), jnp.full_like(one, jnp.inf)),
+                nothing(one),
+            )
+        stats = {
+            "num_matvecs": k,
+            "degrees_of_freedom": bar.degrees_of_freedom,
+            "largest_product": largest_entry(products),
+            "weight_of_past": nothing(one),
+            "kept": None if kept is None else Kept(0, kept),
+        }
+        G = fresh.G
+        blocks = side_by_side(B, G), side_by_side(B, G / G.shape[1])
+        return total + bar.mean, bar.standard_error, stats, blocks
+
+    def _next(self, state, past: _Past, k: int):
+        if k < _FEWEST:
+            return self._first(TraceState(state.key, state.operator), k)
+        r = min(self._most_vectors(k), past.basis.shape[1])
+        p = min((k - r) // 2, past.samples.shape[0])
+        f = k - r - p
+        # Not the key of the state: an estimate may be asked for again.
+        key = jax.random.fold_in(state.key, past.number)
+        B = past.basis[:, :r]
+        Omega = side_by_side(
+            B, self._draw(state, past.key.typed, p), self._draw(state, key, f)
+        )
+        products = apply_block(state.operator, Omega)
+        (AB, of_probes), (_, probes) = _split(products, r), _split(Omega, r)
+        deflated = deflate(B, AB, probes, of_probes, resphere=self.resphere)
+        parts = [_split(block, p) for block in deflated]
+        again, fresh = (Deflated(*part) for part in zip(*parts, strict=True))
+        exact = jnp.sum(column_dots(B, AB))
+        u, s, x = exact + again.samples, past.samples[:p], exact + fresh.samples
+
+        past = _reduced(past, p)
+        g = past.weight
+        n = space_of(state.operator).size
+        gram, fresh_gram = (self._gram(part, n - r) for part in (again, fresh))
+        mix = _mix(gram, past.gram, g, past.rest_variance, p, f)
+        a, b, c = (y.astype(x.dtype) for y in mix.weights)
+        back = (1 - g).astype(x.dtype)
+        changes = b * u - c * back * s
+        gram = b * gram - c * back * past.gram
+        # |D w| for the mixed operator D of norm sqrt(mean |w_i^* D w_j|^2).
+        norm = jnp.full((p,), jnp.sqrt(_mean_product(gram, gram)))
+        change = independent_samples(changes, norm, gram[None], exact[None])
+        rest = sum_of_independent(change, _times(c, past.rest))
+        newest = independent_samples(x, fresh.norms, fresh_gram[None], exact[None])
+        total = sum_of_independent(rest, _times(a, newest))
+
+        kept = _Past(
+            StoredKey(key),
+            past.number + 1,
+            leading_range(AB, again.AG, number=r),
+            x,
+            fresh_gram,
+            newest,
+            mix.weights[0],
+            rest,
+            mix.rest_variance,
+        )
+        stats = {
+            "num_matvecs": k,
+            "degrees_of_freedom": total.degrees_of_freedom,
+            "largest_product": largest_entry(products),
+            "weight_of_past": mix.weights[2],
+            "kept": Kept(0, kept),
+        }
+        V = side_by_side(B, fresh.G, again.G)
+        Z = side_by_side(B, a / f * fresh.G, b / p * again.G)
+        return total.mean, total.standard_error, stats, (V, Z)
+
+    def _most_vectors(self, k: int) -> int:
+        size = max(min(3 * k // 10, k - _FEWEST), 0)
+        return size if self.basis_size is None else min(self.basis_size, size)
+
+    def _gram(self, probes: Deflated, dimension: int) -> Inexact[Array, "g g"]:
+        return probes.gram(dimension if self.resphere else None)
+
+    def _draw(self, state, key, number: int) -> Inexact[Array, "n {number}"]:
+        space = space_of(state.operator)
+        sampler = laid_out(self.sampler, space)
+        return sampler.sample(key, space.size, number, space.compute_dtype)
+
+
+def _split(block: Inexact[Array, "n k"], first: int):
+    return block[:, :first], block[:, first:]
+
+
+def _times(factor: Inexact[Array, ""], bar: ErrorBar) -> ErrorBar:
+    error = jnp.abs(factor) * bar.standard_error
+    return ErrorBar(factor * bar.mean, error, bar.degrees_of_freedom)
+
+
+def _reduced(past: _Past, p: int) -> _Past:
+    """The same estimate, with p fresh probes; the others are part of the rest."""
+    (f,) = past.samples.shape
+    if p == f:
+        return past
+    g, others = past.weight, past.samples[p:]
+    share = (f - p) / f
+    mean = share * g.astype(others.dtype) * jnp.mean(others)
+    error = math.sqrt(share) * g * past.error.standard_error
+    more = ErrorBar(mean, error, past.error.degrees_of_freedom)
+    return _Past(
+        past.key,
+        past.number,
+        past.basis,
+        past.samples[:p],
+        past.gram[:p, :p],
+        past.error,
+        g * (p / f),
+        sum_of_independent(past.rest, more),
+        past.rest_variance + share * g**2 / f,
+    )
+
+
+class _Mix(NamedTuple):
+    weights: tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
+    rest_variance: Float[Array, ""]
+
+
+def _mix(
+    now: Inexact[Array, "g g"],
+    before: Inexact[Array, "g g"],
+    g: Float[Array, ""],
+    rest_variance: Float[Array, ""],
+    p: int,
+    f: int,
+) -> _Mix:
+    r"""The weights a, b, c of least variance.
+
+    In units of the variance of a sample of the operator as it is, let `kappa` be that of
+    the operator as it was, `rho` the covariance of the two samples of a probe, and `nu` the
+    variance of the rest. With `h = 1 - g` the variance of the value is
+
+        a^2 / f + (b^2 - 2 b c h rho + c^2 h^2 kappa) / p + c^2 nu,    a = 1 - b .
+
+    For c it is least at `c = b h rho / (p D)` with `D = h^2 kappa / p + nu`, and then for b
+    at `b = (1 / f) / (1 / f + 1 / p - (h rho / p)^2 / D)`.
+
+    *Bias.* The covariance of `w^* A w` and `w^* B w` is proportional to `tr A B`, of which
+    `w_i^* A w_j` and `w_i^* B w_j` are an estimate from pairs of probes, p (p - 1) of
+    them. That of a few samples would be noise; and weights that follow the size of the
+    samples bias an estimate that adds up over steps: a probe that finds much of the
+    operator would count for more. So only ratios enter, of products of the same probes,
+    and `nu` is computed from those, and not from samples.
+    """
+    unit = jnp.maximum(jnp.max(jnp.abs(now)), jnp.max(jnp.abs(before)))
+    unit = jnp.where(unit == 0, 1, unit).astype(now.dtype)
+    now, before = now / unit, before / unit
+    size = _mean_product(now, now)
+    size = jnp.where(size == 0, jnp.inf, size)
+    kappa = _mean_product(before, before) / size
+    rho = _mean_product(now, before) / size
+    nu, h = kappa * rest_variance, 1 - g
+    D = h**2 * kappa / p + nu
+    shared = jnp.where(D == 0, 0, h * rho / (p * jnp.where(D == 0, 1, D)))
+    b = (1 / f) / (1 / f + 1 / p - h * rho / p * shared)
+    c = b * shared
+    change = (b**2 - 2 * b * c * h * rho + (c * h) ** 2 * kappa) / p
+    return _Mix((1 - b, b, c), change + c**2 * nu)
+
+
+def _mean_product(
+    x: Inexact[Array, "g g"], y: Inexact[Array, "g g"]
+) -> Float[Array, ""]:
+    """The mean of `x_ij^* y_ij`, i and j different, of what quadratic forms see."""
+    g = x.shape[0]
+    if not jnp.iscomplexobj(x):
+        x, y = (x + x.T) / 2, (y + y.T) / 2
+    products = jnp.where(jnp.eye(g, dtype=bool), 0, jnp.real(x.conj() * y))
+    return jnp.sum(products) / (g * (g - 1))

@@ -1,0 +1,281 @@
+"""States taken over from an operator that has changed since."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import (
+    as_operator,
+    assert_close,
+    complex_dtype,
+    float_dtype,
+    haar,
+    matrix,
+    rounding,
+    z_score,
+)
+from test_resume import assert_same, saved_and_loaded
+
+import traceax as tx
+
+N, K, STEPS = 40, 12, 6
+ESTIMATORS = {
+    "hutch++": tx.HutchPlusPlusEstimator(),
+    "xtrace": tx.XTraceEstimator(),
+    "xtrace-plain": tx.XTraceEstimator(tx.RademacherSampler(), resphere=False),
+    "delta-shift": tx.DeltaShiftEstimator(),
+    "delta-shift-plain": tx.DeltaShiftEstimator(
+        tx.RademacherSampler(), resphere=False, basis_size=0
+    ),
+}
+named = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def path(change=0.02, complex=False, name="poly"):
+    """Matrices that rotate and grow a little from each to the next."""
+    a = matrix(name, N, complex) + 0.2 * matrix("nonsymmetric", N, complex) / N
+    step = change * np.log(2) * (haar(N, 7, complex) - haar(N, 8, complex)) / 2
+    found = []
+    for _ in range(STEPS):
+        found.append(a)
+        a = (1 + change) * (a + step @ a + a @ step.conj().T)
+    return np.stack(found)
+
+
+def along(key, matrices, estimator, k=K):
+    """The estimates of each of the matrices."""
+    keys = jr.split(key, len(matrices))
+    state = estimator.init(keys[0], lx.MatrixLinearOperator(matrices[0]))
+    estimates = [estimator.estimate(state, k, throw=False)]
+    for key, a in zip(keys[1:], matrices[1:], strict=True):
+        operator = lx.MatrixLinearOperator(a)
+        state = estimator.refresh(estimates[-1].state, key, operator)
+        estimates.append(estimator.estimate(state, k, throw=False))
+    return estimates
+
+
+@eqx.filter_jit
+def many(matrices, estimator, number, k=K):
+    def one(key):
+        estimates = along(key, matrices, estimator, k)
+        inside = [
+            (jnp.real(low) <= jnp.real(jnp.trace(a)))
+            & (jnp.real(jnp.trace(a)) <= jnp.real(high))
+            for a, (low, high) in zip(
+                matrices, [x.confidence_interval() for x in estimates], strict=True
+            )
+        ]
+        return (
+            jnp.stack([x.value for x in estimates]),
+            jnp.stack([x.standard_error for x in estimates]),
+            jnp.asarray(inside),
+        )
+
+    return jax.lax.map(one, jr.split(jr.key(3), number), batch_size=100)
+
+
+@pytest.mark.x64
+@named
+@pytest.mark.parametrize("complex", [False, True])
+def test_estimates_along_a_path_are_unbiased(name, complex):
+    matrices = path(complex=complex)
+    truth = np.trace(matrices, axis1=1, axis2=2)
+    number = 500 if complex else 2000
+    results = many(jnp.asarray(matrices), ESTIMATORS[name], number)
+    values, errors, inside = map(np.asarray, results)
+    for step in range(STEPS):
+        assert z_score(values[:, step], truth[step]) < 4
+    # A bias of 2 % does not pass.
+    assert complex or z_score(1.02 * values[:, -1], truth[-1]) > 4
+    mean_square = np.mean(np.abs(values - truth) ** 2, axis=0)
+    ratio = np.sqrt(np.mean(errors**2, axis=0) / mean_square)
+    assert np.all((ratio > 0.85) & (ratio < 1.5)), ratio
+    if not complex:  # then of the real part alone
+        assert np.all(np.mean(inside, axis=0) > 0.92)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("name", "spectrum", "k"),
+    [("xtrace", "poly", K * 3 // 2), ("delta-shift", "flat", 2 * K)],
+)
+def test_what_is_taken_over_is_worth_products(name, spectrum, k):
+    matrices = jnp.asarray(path(0.002, name=spectrum))
+    truth = np.trace(matrices[-1])
+    values, _, _ = map(np.asarray, many(matrices, ESTIMATORS[name], 300))
+    anew = np.asarray(many(matrices[-1:], tx.XTraceEstimator(), 300, k)[0])
+    errors = [np.sqrt(np.mean((x[:, -1] - truth) ** 2)) for x in (values, anew)]
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.x64
+def test_an_operator_that_jumps_is_not_estimated_from_its_past(key):
+    a, b = (matrix("flat", N, seed=seed) for seed in (1, 2))
+    matrices = jnp.asarray(np.stack([1e3 * (a - 2 * np.eye(N)), b]))
+    estimator = tx.DeltaShiftEstimator(basis_size=0)
+    values, errors, _ = map(np.asarray, many(matrices, estimator, 400))
+    assert z_score(values[:, -1], np.trace(b)) < 4
+    scratch, _, _ = map(np.asarray, many(matrices[1:], estimator, 400))
+    assert values[:, -1].std() < 1.1 * scratch[:, 0].std()
+    assert np.abs(values[:, -1] - np.trace(b)).max() < 10 * np.mean(errors[:, -1])
+
+
+@named
+def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
+    estimator = ESTIMATORS[name]
+    first, second = (as_operator(a) for a in path()[:2])
+    state = estimator.estimate(estimator.init(key, first), K).state
+    state = estimator.refresh(state, jr.key(1), second)
+    other = saved_and_loaded(state)
+    estimate = estimator.estimate(state, K)
+    assert_same(estimate, estimator.estimate(other, K))
+    assert estimate.stats["num_matvecs"] == K
+    more = estimator.estimate(estimate.state, 8)
+    if "delta" not in name:
+        assert more.stats["num_matvecs"] == K + 8
+        assert_close(
+            more.value, estimator.estimate(state, K + 8).value, rtol=rounding()
+        )
+    else:
+        # The operator as it is, with further probes.
+        assert more.stats["num_matvecs"] == 8
+        assert more.stats["weight_of_past"] > 0.2
+        assert abs(more.value - np.trace(path()[1])) < 6 * more.standard_error
+
+
+@named
+def test_transforms_of_a_path(key, name):
+    estimator = ESTIMATORS[name]
+    matrices = jnp.asarray(path(), float_dtype())
+    estimates = along(key, matrices, estimator)
+
+    @jax.jit
+    def scanned(state, keys, matrices):
+        def step(state, given):
+            key, a = given
+            operator = lx.MatrixLinearOperator(a)
+            estimate = estimator.estimate(estimator.refresh(state, key, operator), K)
+            return estimate.state, estimate.value
+
+        return jax.lax.scan(step, state, (keys, matrices))[1]
+
+    keys = jr.split(key, STEPS)
+    values = scanned(estimates[1].state, keys[2:], matrices[2:])
+    assert_close(values, jnp.stack([x.value for x in estimates[2:]]), rtol=rounding())
+    lanes = jax.vmap(lambda key: along(key, matrices[:2], estimator)[-1].value)(keys)
+    alone = along(keys[2], matrices[:2], estimator)[-1].value
+    assert_close(lanes[2], alone, rtol=rounding())
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
+def test_derivatives_are_those_of_the_operator_as_it_is(name):
+    estimator = ESTIMATORS[name]
+    first, second = jnp.asarray(path()[:2])
+    direction = jnp.asarray(matrix("nonsymmetric", N, seed=4))
+
+    def last(key, first, second):
+        return along(key, (first, second), estimator)[-1].value
+
+    @jax.jit
+    @jax.vmap
+    def derivatives(key):
+        of_first, of_second = jax.grad(last, (1, 2))(key, first, second)
+        tangent = jax.jvp(lambda a: last(key, first, a), (second,), (direction,))[1]
+        return jnp.sum(of_second * direction), tangent, jnp.max(jnp.abs(of_first))
+
+    backward, forward, of_past = derivatives(jr.split(jr.key(0), 2000))
+    assert_close(backward, forward, rtol=1e-7, atol=1e-9)
+    assert np.all(of_past == 0)
+    assert z_score(forward, jnp.trace(direction)) < 4
+
+
+@named
+@pytest.mark.parametrize("scale", [1e-20, 0.0])
+def test_scales(key, name, scale):
+    matrices = jnp.asarray(path(), float_dtype())
+    *_, last = along(key, matrices, ESTIMATORS[name])
+    *_, scaled = along(key, scale * matrices, ESTIMATORS[name])
+    assert_close(scaled.value, scale * last.value, rtol=1e-3)
+    assert_close(scaled.standard_error, scale * last.standard_error, rtol=1e-2)
+    assert scaled.result == tx.RESULTS.successful
+
+
+@named
+@pytest.mark.parametrize(
+    "ks", [(1, 1), (3, 4), (4, 3), (4, 5), (6, 30), (30, 6), (12, N)]
+)
+def test_budgets(key, name, ks):
+    estimator = ESTIMATORS[name]
+    first, second = (as_operator(a) for a in path()[:2])
+    estimate = estimator.estimate(estimator.init(key, first), ks[0])
+    state = estimator.refresh(estimate.state, jr.key(1), second)
+    estimate = estimator.estimate(state, ks[1])
+    assert ks[1] - 2 <= estimate.stats["num_matvecs"] <= ks[1]
+    assert np.isnan(estimate.standard_error) == (ks[1] == 1)
+    truth = np.trace(path()[1])
+    if ks[1] == N:
+        assert estimate.standard_error == 0
+        assert_close(estimate.value, truth, rtol=rounding())
+    elif ks[1] > 1:
+        assert abs(estimate.value - truth) < 30 * estimate.standard_error
+    # And once more, from what this one left.
+    state = estimator.refresh(estimate.state, jr.key(2), first)
+    estimator.estimate(state, ks[0])
+
+
+def test_operators_over_pytrees_and_complex_ones(key):
+    estimator = tx.DeltaShiftEstimator()
+    a, b = path(complex=True)[:2]
+    estimates = along(key, jnp.asarray(np.stack([a, b]), complex_dtype()), estimator)
+    assert jnp.iscomplexobj(estimates[-1].value)
+    assert abs(estimates[-1].value - np.trace(b)) < 6 * estimates[-1].standard_error
+
+    def hessian(x):
+        def gradient(x, _):
+            return jax.grad(lambda x: jnp.sum(x["u"] ** 4) + jnp.prod(x["w"]) ** 2)(x)
+
+        return lx.JacobianLinearOperator(gradient, x)
+
+    x = {"u": jnp.linspace(1.0, 2.0, 9), "w": jnp.asarray([[1.0], [2.0]])}
+    state = estimator.estimate(estimator.init(key, hessian(x)), 8).state
+    x = jax.tree.map(lambda y: 1.01 * y, x)
+    state = estimator.refresh(state, jr.key(5), hessian(x))
+    estimate = estimator.estimate(state, 8)
+    truth = jnp.trace(hessian(x).as_matrix())
+    assert abs(estimate.value - truth) < 6 * estimate.standard_error
+
+
+def test_estimators_without_a_past_begin_anew(key):
+    operator = as_operator(matrix("exp", N), psd=True)
+    for estimator in (tx.HutchinsonEstimator(), tx.XNysTraceEstimator()):
+        state = estimator.estimate(estimator.init(key, operator), K).state
+        refreshed = estimator.refresh(state, jr.key(1), operator)
+        anew = estimator.init(jr.key(1), operator)
+        assert_same(estimator.estimate(refreshed, K), estimator.estimate(anew, K))
+    # As after an estimate to a tolerance, which keeps nothing.
+    estimator = tx.XTraceEstimator()
+    state = estimator.estimate(estimator.init(key, operator), 30, rtol=0.5).state
+    refreshed = estimator.refresh(state, jr.key(1), operator)
+    anew = estimator.init(jr.key(1), operator)
+    assert_same(estimator.estimate(refreshed, K), estimator.estimate(anew, K))
+
+
+def test_messages(key):
+    estimator = tx.DeltaShiftEstimator()
+    state = estimator.init(key, as_operator(np.eye(5)))
+    with pytest.raises(ValueError, match="must have the structure of the state's"):
+        estimator.refresh(state, key, as_operator(np.eye(6)))
+    with pytest.raises(TypeError, match="takes no tolerance"):
+        estimator.estimate(state, 4, rtol=0.1)
+    with pytest.raises(TypeError, match="basis_size must be an int"):
+        tx.DeltaShiftEstimator(basis_size=1.5)  # pyright: ignore
+    with pytest.raises(ValueError, match="basis_size must not be negative"):
+        tx.DeltaShiftEstimator(basis_size=-1)
+    with pytest.raises(ValueError, match="rotation-invariant"):
+        tx.DeltaShiftEstimator(tx.RademacherSampler())
+    with pytest.raises(ValueError, match="independent"):
+        tx.DeltaShiftEstimator(tx.OrthogonalSampler())
