@@ -46,6 +46,8 @@ from ._spectral_base import SpectralState as SpectralState
 from ._state import TraceState as TraceState
 from ._state import init_state as init_state
 from ._stream import ProbeStream as ProbeStream
+from ._streamed_mean import StreamedMean as StreamedMean
+from ._streamed_mean import StreamedMeanState as StreamedMeanState
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace
 

@@ -9,7 +9,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from ._estimate import RESULTS, Estimate, raise_failure
-from ._operator import apply_block, has_real_trace, space_of
+from ._operator import Space, apply_block, has_real_trace, space_of
 from ._orthogonal import largest_entry
 from ._primitive import Outcome, estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
@@ -192,11 +192,12 @@ def _estimate(
         kept = outcome.kept
         if not isinstance(kept, Kept):
             kept = Kept(total, kept)
-        state = _with_kept(state, kept)
-    return _finish(outcome, state, throw=throw)
+        state = with_kept(state, kept)
+    return finish(outcome, state, throw=throw)
 
 
-def _with_kept(state: Any, kept: Kept | None) -> Any:
+def with_kept(state: Any, kept: Kept | None) -> Any:
+    """A state that keeps something else."""
     return eqx.tree_at(lambda x: x.kept, state, kept, is_leaf=lambda x: x is None)
 
 
@@ -217,14 +218,15 @@ def estimate_until(
             "traceax.XNysTraceEstimator, or leave out rtol and atol."
         )
     if getattr(state, "kept", None) is not None:
-        state = _with_kept(state, None)
+        state = with_kept(state, None)
     real = has_real_trace(state.operator)
     adaptive = _Adaptive(estimator, tolerance, meter)
     outcome = estimate_trace(adaptive, state, k, real=real)
-    return _finish(outcome, state, throw=throw)
+    return finish(outcome, state, throw=throw)
 
 
-def _finish(outcome: Outcome, state: Any, *, throw: bool) -> Estimate:
+def finish(outcome: Outcome, state: Any, *, throw: bool) -> Estimate:
+    """What the primitive returned as an estimate."""
     value, error, result, stats, _ = outcome
     estimate = Estimate(value, error, result, stats, state)
     return raise_failure(estimate) if throw else estimate
@@ -259,10 +261,18 @@ class _Adaptive(eqx.Module):
 
 
 def _exact(operator: lx.AbstractLinearOperator):
-    # n products with the coordinate vectors.
     space = space_of(operator)
-    identity = jnp.eye(space.size, dtype=space.compute_dtype)
-    products = apply_block(operator, identity)
+    return exact_answer(space, apply_block(operator, identity_block(space)))
+
+
+def identity_block(space: Space) -> Inexact[Array, "n n"]:
+    """The coordinate vectors, n products with which make an answer exact."""
+    return jnp.eye(space.size, dtype=space.compute_dtype)
+
+
+def exact_answer(space: Space, products: Inexact[Array, "n n"]):
+    """What `evaluate` returns, from the products with the coordinate vectors."""
+    identity = identity_block(space)
     value = jnp.trace(products)
     stats = {"num_matvecs": space.size, "largest_product": largest_entry(products)}
     return value, jnp.zeros((), space.real_dtype), stats, (identity, identity)

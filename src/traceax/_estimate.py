@@ -53,6 +53,12 @@ class RESULTS(eqx.Enumeration):
         "its error bar are those of all of them. Allow for more products, or a larger "
         "tolerance; throw=False returns the estimate as it is."
     )
+    wrong_weights = (
+        "The weights of a streamed mean sum to zero, are not finite, or sum to another "
+        "number in another pass. Go over all of the data in every pass, with the same "
+        "weights; if there are several passes, the data must be read anew in each, which "
+        "an exhausted iterator does not."
+    )
     outside_domain = (
         "The function is not finite at an eigenvalue of the operator, such as a "
         "logarithm at 0 or of a negative number. Shift the operator (traceax.logdet "

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
 from ._estimate import RESULTS
 from ._orthogonal import largest_entry
+from ._unavailable import UnavailableLinearOperator
 
 
 def explain(
@@ -56,6 +57,8 @@ def explain(
 
 def solves_systems(operator: lx.AbstractLinearOperator) -> bool:
     """Whether a function in an operator solves linear systems with lineax."""
+    if isinstance(operator, UnavailableLinearOperator):
+        return False
 
     # A function of its own: equal methods are compared, and traced values can't be.
     def product(vector):

@@ -68,16 +68,10 @@ class HutchPlusPlusEstimator(TraceEstimator):
         if state.basis is not None:
             return deflated_trace(state, k, self.sampler, resphere=False)
         operator = state.operator
-        space = space_of(operator)
-        n, dtype = space.size, space.compute_dtype
-        sampler = laid_out(self.sampler, space)
-        # A single residual probe would leave the error unknown.
         known_Y, known_AQ, known_APsi = kept_parts(state, 3)
         sketch_size = _sketch_size(state, k)
         num_residual = k - 2 * sketch_size
-        sketch_key, residual_key = jax.random.split(state.key)
-        Omega = sampler.sample(sketch_key, n, sketch_size, dtype)
-        Psi = sampler.sample(residual_key, n, num_residual, dtype)
+        Omega, Psi = self._probes(state, sketch_size, num_residual)
         (Y,) = extend_products(operator, (Omega, known_Y))
         Q, _ = growing_basis(Y)
         # Of the probes themselves: what is left of them depends on all of the sketch,
@@ -98,9 +92,38 @@ class HutchPlusPlusEstimator(TraceEstimator):
         blocks = side_by_side(Q, G), side_by_side(Q, G / num_residual)
         return jnp.sum(low_rank) + residual, standard_error, stats, blocks
 
+    def passes(self, state, k):
+        """What each pass of a [`traceax.StreamedMean`][] multiplies."""
+        m = _size_of_new_sketch(k)
+
+        def probes():
+            return side_by_side(*self._probes(state, m, k - 2 * m))
+
+        def basis(products):
+            return growing_basis(products[:, :m])[0]
+
+        def parts(products, AQ=None):
+            Y, APsi = products[:, :m], products[:, m:]
+            return [Y, Y if AQ is None else AQ, APsi]
+
+        return [probes, basis] if m else [probes], parts
+
+    def _probes(self, state, sketch_size, num_residual):
+        space = space_of(state.operator)
+        n, dtype = space.size, space.compute_dtype
+        sampler = laid_out(self.sampler, space)
+        sketch_key, residual_key = jax.random.split(state.key)
+        Omega = sampler.sample(sketch_key, n, sketch_size, dtype)
+        return Omega, sampler.sample(residual_key, n, num_residual, dtype)
+
+
+def _size_of_new_sketch(k: int) -> int:
+    # A single residual probe would leave the error unknown.
+    return k // 3 if k >= 4 else 0
+
 
 def _sketch_size(state, k: int) -> int:
-    size = k // 3 if k >= 4 else 0
+    size = _size_of_new_sketch(k)
     known_Y, _, known_APsi = kept_parts(state, 3)
     if known_Y is None:
         return size

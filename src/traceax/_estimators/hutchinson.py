@@ -69,12 +69,8 @@ class HutchinsonEstimator(TraceEstimator):
         return init_state(key, operator, "HutchinsonEstimator.init")
 
     def compute(self, state, k):
-        space = space_of(state.operator)
-        sampler = laid_out(self.sampler, space)
-        size = chunk_size(self.chunk_size, self.sampler, space.size)
-        stream = ProbeStream(
-            state.key, sampler, space.size, k, size, space.compute_dtype
-        )
+        stream = self._stream(state, k)
+        size = stream.chunk_size
         # Of each probe, of the first probes of each whole chunk, and, of a chunk that
         # has only begun, the products of its first probes.
         samples, norms, grams, head = kept_parts(state, 4)
@@ -124,7 +120,7 @@ class HutchinsonEstimator(TraceEstimator):
         value, standard_error, freedom = independent_samples(samples, norms, tested)
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.
-            standard_error = standard_error * math.sqrt(1 - k / space.size)
+            standard_error = standard_error * math.sqrt(1 - k / stream.n)
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
@@ -133,6 +129,35 @@ class HutchinsonEstimator(TraceEstimator):
         }
         blocks = stream if Omega is None else (Omega, Omega / k)
         return value, standard_error, stats, blocks
+
+    def passes(self, state, k):
+        """What each pass of a [`traceax.StreamedMean`][] multiplies."""
+        stream = self._stream(state, k)
+        n, size = stream.n, stream.chunk_size
+        whole = k // size * size
+
+        def of_chunks(block):
+            return block[:, :whole].T.reshape(-1, size, n)[:, :GRAM_PROBES]
+
+        def parts(Y):
+            Omega = stream.draw(0, k)
+            samples, norms = tested_columns(Omega, Y)
+            grams = head = None
+            if whole:
+                grams = jax.vmap(lambda x, y: gram(x.T, y.T))(
+                    of_chunks(Omega), of_chunks(Y)
+                )
+            if whole < k:
+                head = Y[:, whole:][:, :GRAM_PROBES]
+            return [samples, norms, grams, head]
+
+        return [lambda: stream.draw(0, k)], parts
+
+    def _stream(self, state, k):
+        space = space_of(state.operator)
+        sampler = laid_out(self.sampler, space)
+        size = chunk_size(self.chunk_size, self.sampler, space.size)
+        return ProbeStream(state.key, sampler, space.size, k, size, space.compute_dtype)
 
     def compute_until(self, state, k, tolerance, meter):
         space = space_of(state.operator)

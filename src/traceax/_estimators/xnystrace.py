@@ -120,17 +120,12 @@ class XNysTraceEstimator(TraceEstimator):
 
     def compute(self, state, k):
         operator = state.operator
-        space = space_of(operator)
-        n = space.size
-        Omega = laid_out(self.sampler, space).sample(
-            state.key, n, k, space.compute_dtype
-        )
+        n = space_of(operator).size
         # Products of the probes themselves, which a later estimate can use again. Random
         # probes are well conditioned, so that those of U are as good as taken directly.
-        # Of length 1, about: solvers inside an operator have absolute tolerances.
-        (known_Y,) = kept_parts(state, 1)
-        length = 2.0 ** round(math.log2(n) / 2)
+        Omega, length = self._probes(state, k)
         probes = Omega / length
+        (known_Y,) = kept_parts(state, 1)
         (Y,) = extend_products(operator, (probes, known_Y))
         # Barriers, so that the same is compiled for products that were known before. Of
         # blocks as they are in memory.
@@ -161,6 +156,23 @@ class XNysTraceEstimator(TraceEstimator):
             "kept": [Y],
         }
         return value, standard_error, stats, stand_in(Omega, loo)
+
+    def passes(self, state, k):
+        """What each pass of a [`traceax.StreamedMean`][] multiplies."""
+
+        def probes():
+            Omega, length = self._probes(state, k)
+            return Omega / length
+
+        return [probes], lambda Y: [Y]
+
+    def _probes(self, state, k):
+        # Of length 1, about, once divided: solvers inside an operator have absolute
+        # tolerances.
+        space = space_of(state.operator)
+        sampler = laid_out(self.sampler, space)
+        Omega = sampler.sample(state.key, space.size, k, space.compute_dtype)
+        return Omega, 2.0 ** round(math.log2(space.size) / 2)
 
     def compute_until(self, state, k, tolerance, meter):
         operator = state.operator

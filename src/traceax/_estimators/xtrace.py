@@ -80,11 +80,8 @@ class XTraceEstimator(TraceEstimator):
         if k < 4 or _projection_exceeds(state, k):
             return self._without_projection(state, k)
         operator = state.operator
-        space = space_of(operator)
         m = k // 2
-        Omega = laid_out(self.sampler, space).sample(
-            state.key, space.size, m, space.compute_dtype
-        )
+        Omega = self._probes(state, m)
         known_Y, known_AQ = kept_parts(state, 2)
         (Y,) = extend_products(operator, (Omega, known_Y))
         Q, R = growing_basis(Y)
@@ -99,6 +96,13 @@ class XTraceEstimator(TraceEstimator):
             "kept": [Y, AQ],
         }
         return value, standard_error, stats, stand_in(Omega, loo)
+
+    def passes(self, state, k):
+        """What each pass of a [`traceax.StreamedMean`][] multiplies."""
+        if k < 4:
+            return [lambda: self._probes(state, k)], lambda Y: [Y, None]
+        blocks = [lambda: self._probes(state, k // 2), lambda Y: growing_basis(Y)[0]]
+        return blocks, lambda Y, AQ: [Y, AQ]
 
     def compute_until(self, state, k, tolerance, meter):
         operator = state.operator
@@ -151,13 +155,16 @@ class XTraceEstimator(TraceEstimator):
         blocks = counted_halves(*stand_in(Omega, loo, active), reached.taken)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
+    def _probes(self, state, number):
+        space = space_of(state.operator)
+        sampler = laid_out(self.sampler, space)
+        return sampler.sample(state.key, space.size, number, space.compute_dtype)
+
     def _without_projection(self, state, k):
         # Of two probes each leaves the other a single direction to find, and a single
         # probe none: test all, project none.
         space = space_of(state.operator)
-        Omega = laid_out(self.sampler, space).sample(
-            state.key, space.size, k, space.compute_dtype
-        )
+        Omega = self._probes(state, k)
         a = jnp.ones(k, space.real_dtype)
         if self.resphere:
             a = space.size / jnp.real(column_dots(Omega, Omega))
