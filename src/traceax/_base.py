@@ -1,10 +1,12 @@
 """The abstract class of estimators, and the contract for writing a new one."""
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
@@ -169,10 +171,10 @@ class TraceEstimator(eqx.Module):
         carry_over = getattr(self, "carry_over", None)
         return fresh if carry_over is None else carry_over(state, fresh)
 
-    def evaluate(self, state: Any, k: int):
-        """`compute`, or the exact answer where the budget allows it."""
+    def evaluate(self, state: Any, k: int, compute: Callable | None = None):
+        """`compute`, or another, or the exact answer where the budget allows it."""
         if k < space_of(state.operator).size:
-            return self.compute(state, k)
+            return (compute or self.compute)(state, k)
         return _exact(state.operator)
 
 
@@ -211,16 +213,14 @@ def estimate_until(
     throw: bool,
 ) -> Estimate:
     """An estimate that stops at a tolerance."""
-    if not hasattr(estimator, "compute_until"):
-        raise TypeError(
-            f"{type(estimator).__name__}.estimate: this estimator takes no tolerance; "
-            "use traceax.HutchinsonEstimator, traceax.XTraceEstimator or "
-            "traceax.XNysTraceEstimator, or leave out rtol and atol."
-        )
+    takers = (
+        "traceax.HutchinsonEstimator, traceax.XTraceEstimator or "
+        "traceax.XNysTraceEstimator"
+    )
+    adaptive = adaptive_estimator(estimator, tolerance, meter, takers)
     if getattr(state, "kept", None) is not None:
         state = with_kept(state, None)
     real = has_real_trace(state.operator)
-    adaptive = _Adaptive(estimator, tolerance, meter)
     outcome = estimate_trace(adaptive, state, k, real=real)
     return finish(outcome, state, throw=throw)
 
@@ -232,6 +232,18 @@ def finish(outcome: Outcome, state: Any, *, throw: bool) -> Estimate:
     return raise_failure(estimate) if throw else estimate
 
 
+def adaptive_estimator(
+    estimator: Any, tolerance: Tolerance, meter: ProgressMeter, takers: str
+) -> "_Adaptive":
+    """The estimator, stopping at a tolerance. `takers` are those that can."""
+    if not hasattr(estimator, "compute_until"):
+        raise TypeError(
+            f"{type(estimator).__name__}.estimate: this estimator takes no tolerance; "
+            f"use {takers}, or leave out rtol and atol."
+        )
+    return _Adaptive(estimator, tolerance, meter)
+
+
 class _Adaptive(eqx.Module):
     """An estimator that stops at a tolerance, as the primitive takes it."""
 
@@ -240,21 +252,26 @@ class _Adaptive(eqx.Module):
     meter: ProgressMeter = eqx.field(static=True)
 
     def evaluate(self, state: Any, k: int):
+        def until(state, k):
+            return self.estimator.compute_until(state, k, self.tolerance, self.meter)
+
         size = space_of(state.operator).size
-        if k >= size and size <= FEWEST:
-            return _exact(state.operator)
-        # A loop that fails to meet the tolerance leaves nothing for an exact answer.
-        k = min(k, size - 1)
-        if k < FEWEST:
-            value, error, stats, blocks = self.estimator.compute(state, k)
-            stats = {name: x for name, x in stats.items() if name != "kept"}
-        else:
-            value, error, stats, blocks = self.estimator.compute_until(
-                state, k, self.tolerance, self.meter
-            )
-        met = self.tolerance.met(ErrorBar(value, error, stats["degrees_of_freedom"]))
+        if size > FEWEST:
+            # A loop that fails to meet the tolerance leaves nothing for an exact answer.
+            k = min(k, size - 1)
+        outcome = self.estimator.evaluate(state, k, until if k >= FEWEST else None)
+        value, error, stats, blocks = outcome
+        stats = {name: x for name, x in stats.items() if name != "kept"}
+        # An exact answer has none.
+        infinite = jtu.tree_map(lambda x: jnp.full_like(x, jnp.inf), error)
+        freedom = stats.get("degrees_of_freedom", infinite)
+        bars = zip(*map(jtu.tree_leaves, (value, error, freedom)), strict=True)
+        # What is not finite has a cause of its own.
+        met = [
+            self.tolerance.met(ErrorBar(*bar)) | ~jnp.isfinite(bar[0]) for bar in bars
+        ]
+        met = jnp.stack(met).all()
         result = stats.get("result", RESULTS.successful)
-        met = met | ~jnp.isfinite(value)  # that has a cause of its own
         unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
         result = RESULTS.where(result == RESULTS.successful, unmet, result)
         return value, error, {**stats, "result": result}, blocks

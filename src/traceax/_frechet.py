@@ -31,15 +31,16 @@ import math
 from collections.abc import Callable
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._krylov import KrylovSpaces, arnoldi
-from ._operator import apply_block
+from ._operator import apply_block, most_columns
 from ._orthogonal import (
     column_dots,
     combine,
@@ -50,6 +51,7 @@ from ._orthogonal import (
     orthonormalise,
 )
 from ._spectral_function import SpectralFunction, derivative, divided_differences
+from ._stream import sum_of_needed
 
 
 class SpectralBlocks(eqx.Module):
@@ -65,6 +67,10 @@ class SpectralBlocks(eqx.Module):
     - `vectors`: from Ritz vectors to the Krylov basis, of which the first `width`
         columns span the starting vectors: `K = V S^*`.
     - `width`: the number of starting vectors.
+    - `count`: how many of the p Ritz pairs there are, where that is known at run time
+        only. Values beyond are copies of one of them, everything else is 0 there.
+    - `sizes`: numbers of pairs, ascending up to p, that second derivatives may cut the
+        blocks to.
     """
 
     basis: Inexact[Array, "n p"]
@@ -73,6 +79,19 @@ class SpectralBlocks(eqx.Module):
     probes: Inexact[Array, "p m"]
     vectors: Inexact[Array, "p p"]
     width: int = eqx.field(static=True)
+    count: Int[Array, ""] | None = None
+    sizes: tuple[int, ...] = eqx.field(static=True, default=())
+
+    def first(self, size: int) -> "SpectralBlocks":
+        """The blocks of the first pairs alone."""
+        return SpectralBlocks(
+            self.basis[:, :size],
+            self.values[:size],
+            self.coupling[:size, :size],
+            self.probes[:size],
+            self.vectors[:size, :size],
+            self.width,
+        )
 
     def tangents(
         self,
@@ -98,20 +117,36 @@ class SpectralBlocks(eqx.Module):
         return totals
 
     def _of_operator(self, function, operator, t_operator):
-        V = self.basis
-        W = product_tangent(operator, t_operator, V)
-        if W is None:
-            return None
-        totals = []
+        n, p = self.basis.shape
         differences = divided_differences(function, self.values, self.values)
         corrections = _second_order(operator, self, function)
-        for F, correction in zip(differences, corrections, strict=True):
-            dtype = np.result_type(F.dtype, V.dtype)
-            inside = F.conj().astype(dtype) * self.coupling.astype(dtype)
-            Z = combine(V.astype(dtype), inside) + correction.astype(dtype)
-            total = jnp.sum(column_dots(Z, W.astype(Z.dtype)))
-            totals.append(total if jnp.iscomplexobj(F) else jnp.real(total))
-        return totals
+        size = p if self.count is None else min(most_columns(n), max(8, -(-p // 8)), p)
+
+        def columns(x, start):
+            # All of them, if there is one chunk.
+            if size == p:
+                return x
+            padded = jnp.pad(x.T, ((0, -p % size), (0, 0)))
+            return jax.lax.dynamic_slice_in_dim(padded, start, size).T
+
+        def of(start):
+            V = columns(self.basis, start)
+            W = product_tangent(operator, t_operator, V)
+            if W is None:
+                return None
+            totals = []
+            for F, correction in zip(differences, corrections, strict=True):
+                dtype = np.result_type(F.dtype, V.dtype)
+                inside = F.conj().astype(dtype) * self.coupling.astype(dtype)
+                Z = combine(self.basis.astype(dtype), columns(inside, start))
+                Z = Z + columns(correction, start).astype(dtype)
+                total = jnp.sum(column_dots(Z, W.astype(Z.dtype)))
+                totals.append(total if jnp.iscomplexobj(F) else jnp.real(total))
+            return totals
+
+        if self.count is None:
+            return of(0)
+        return sum_of_needed(of, -(-p // size), size, self.count)
 
 
 def lanczos_blocks(spaces: KrylovSpaces) -> SpectralBlocks:
@@ -158,15 +193,27 @@ def _second_order(operator, blocks, function) -> list[Inexact[Array, "n p"]]:
 def _second_order_jvp(primals, tangents):
     operator, blocks, function = primals
     zeros = _second_order(operator, blocks, function)
-    W = product_tangent(operator, tangents[0], blocks.basis)
-    if W is None:
-        return zeros, [None for _ in zeros]
-    operator, function = not_again((operator, function))
+    p = blocks.basis.shape[1]
 
-    def slopes(points):
-        return derivative(function, points)
+    def of(size):
+        part = blocks.first(size)
+        W = product_tangent(operator, tangents[0], part.basis)
+        if W is None:
+            return [None for _ in zeros]
+        inside, outer = not_again((operator, function))
 
-    return zeros, frechet(operator, slopes, blocks, W)
+        def slopes(points):
+            return derivative(outer, points)
+
+        found = frechet(inside, slopes, part, W)
+        return [jnp.pad(x, ((0, 0), (0, p - size))) for x in found]
+
+    if blocks.count is None:
+        return zeros, of(p)
+    # As many pairs as any lane needs.
+    needed = eqxi.unvmap_max(blocks.count) > jnp.asarray(blocks.sizes[:-1], jnp.int32)
+    branches = [lambda size=size: of(size) for size in blocks.sizes]
+    return zeros, jax.lax.switch(jnp.sum(needed), branches)
 
 
 @eqx.filter_custom_jvp

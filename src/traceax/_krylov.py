@@ -50,6 +50,55 @@ class KrylovSpace(NamedTuple):
     largest_product: Float[Array, ""]
 
 
+class Arnoldi(NamedTuple):
+    """Where a run of Arnoldi's method is: j steps of the most there could be.
+
+    - `rows`: the basis, a vector after the other; zeros where there is none yet.
+    - `columns`: of the projected matrix, those of the first j - 1 blocks.
+    - `pending`: products with the last block, which make the next one.
+    - `largest`: the largest modulus of an entry of a product.
+    """
+
+    rows: Inexact[Array, "k n"]
+    columns: Inexact[Array, "k k"]
+    pending: Inexact[Array, "m n"]
+    largest: Float[Array, ""]
+
+
+def arnoldi_start(start: Inexact[Array, "n m"], most: int) -> Arnoldi:
+    """Before the first of at most so many steps."""
+    n, m = start.shape
+    k = m * most
+    return Arnoldi(
+        jnp.zeros((k, n), start.dtype),
+        jnp.zeros((k, k), start.dtype),
+        start.T,
+        jnp.zeros((), jnp.finfo(start.dtype).dtype),
+    )
+
+
+def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
+    """After step `j = 0, 1, ...`, which takes m products."""
+    rows, columns, pending, largest = run
+    m, _ = pending.shape
+    Q, H = _orthogonalise(rows, pending, j)
+    # The column of the step before, and below it the coupling to this block. The first
+    # step has none: what it writes comes last, and is zero.
+    columns = jax.lax.dynamic_update_slice_in_dim(columns, H, (j - 1) * m, 1)
+    coupling = jnp.where(j == 0, 0, inner(Q.T, pending.T))
+    columns = jax.lax.dynamic_update_slice(columns, coupling, (j * m, (j - 1) * m))
+    rows = jax.lax.dynamic_update_slice_in_dim(rows, Q, j * m, 0)
+    W = product(Q.T)
+    return Arnoldi(rows, columns, W.T, jnp.maximum(largest, largest_entry(W)))
+
+
+def arnoldi_columns(run: Arnoldi, steps: int | Int[Array, ""]) -> Inexact[Array, "k k"]:
+    """The block Hessenberg matrix after so many steps; zeros beyond."""
+    m, _ = run.pending.shape
+    last = inner(run.rows.T, run.pending.T)
+    return jax.lax.dynamic_update_slice_in_dim(run.columns, last, (steps - 1) * m, 1)
+
+
 def arnoldi(
     product: Product, start: Inexact[Array, "n m"], steps: int
 ) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"], Float[Array, ""]]:
@@ -58,31 +107,13 @@ def arnoldi(
     `m * steps <= n`. Takes `m * steps` products, O(n k^2) time, and the memory of K
     and a few blocks (n, m).
     """
-    n, m = start.shape
-    k = m * steps
-
-    # What a loop carries is laid out as it is written: a vector after the other.
-    def step(j, carry):
-        rows, columns, pending, largest = carry
-        Q, H = _orthogonalise(rows, pending, j)
-        # The column of the step before, and below it the coupling to this block. The
-        # first step has none: it writes where the next one will.
-        columns = jax.lax.dynamic_update_slice_in_dim(columns, H, (j - 1) * m, 1)
-        coupling = inner(Q.T, pending.T)
-        columns = jax.lax.dynamic_update_slice(columns, coupling, (j * m, (j - 1) * m))
-        rows = jax.lax.dynamic_update_slice_in_dim(rows, Q, j * m, 0)
-        W = product(Q.T)
-        return rows, columns, W.T, jnp.maximum(largest, largest_entry(W))
-
-    carry = (
-        jnp.zeros((k, n), start.dtype),
-        jnp.zeros((k, k), start.dtype),
-        start.T,
-        jnp.zeros((), jnp.finfo(start.dtype).dtype),
+    run = jax.lax.fori_loop(
+        0,
+        steps,
+        lambda j, run: arnoldi_step(product, run, j),
+        arnoldi_start(start, steps),
     )
-    rows, columns, pending, largest = jax.lax.fori_loop(0, steps, step, carry)
-    columns = columns.at[:, k - m :].set(inner(rows.T, pending.T))
-    return rows.T, columns, largest
+    return run.rows.T, arnoldi_columns(run, steps), run.largest
 
 
 def _orthogonalise(
@@ -121,9 +152,17 @@ def block_lanczos(
 
     Products, time and memory as for `arnoldi`.
     """
-    _, m = start.shape
-    basis, columns, largest = arnoldi(product, start, steps)
-    k = m * steps
+    return krylov_space(*arnoldi(product, start, steps), start)
+
+
+def krylov_space(
+    basis: Inexact[Array, "n k"],
+    columns: Inexact[Array, "k k"],
+    largest: Float[Array, ""],
+    start: Inexact[Array, "n m"],
+) -> KrylovSpace:
+    """Of a Hermitian operator, from what `arnoldi` returns."""
+    m, k = start.shape[1], columns.shape[0]
     block = jnp.arange(k) // m
     distance = block[None, :] - block[:, None]
     diagonal = jnp.where(distance == 0, columns, 0)

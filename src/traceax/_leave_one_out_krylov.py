@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float, Inexact, Int
 
-from ._orthogonal import matmul
+from ._orthogonal import eigh, matmul
 
 
 class LeftOut(NamedTuple):
@@ -40,16 +40,22 @@ class LeftOut(NamedTuple):
 
 
 def leave_probes_out(
-    T: Inexact[Array, "k k"], omega: Inexact[Array, "k m"], n: int
+    T: Inexact[Array, "k k"],
+    omega: Inexact[Array, "k m"],
+    n: int,
+    steps: int | Int[Array, ""] | None = None,
 ) -> LeftOut:
     """`LeftOut` for m probes, in O(k^3 m) time and O(k^2 m) memory.
+
+    `steps` is how many there are, if fewer than T and omega, which are 0 beyond, have
+    room for.
 
     Starting vectors are independent, so leaving one out leaves an independent space.
     A direction is kept if it is more than rounding: what depends on the probe left out
     must not enter its space, not even as noise.
     """
     k, m = omega.shape
-    steps = k // m
+    steps = k // m if steps is None else steps
     size = jnp.linalg.norm(T)
     tiny = 30 * jnp.finfo(T.dtype).eps
     probes = omega.T
@@ -68,7 +74,7 @@ def leave_probes_out(
             # Of the second block on, what is rounding is told by the size of T.
             return Y, matmul(Q, T.T), size
 
-        Y = jnp.zeros(((m - 1) * steps, k), T.dtype)
+        Y = jnp.zeros(((m - 1) * (k // m), k), T.dtype)
         carry = (Y, start, jnp.linalg.norm(omega))
         Y, _, _ = jax.lax.fori_loop(0, steps, step, carry)
         tested = jnp.stack([probes[i], probes[(i + 1) % m]])
@@ -81,18 +87,48 @@ def leave_probes_out(
 
 
 def shortened(
-    left_out: LeftOut, omega: Inexact[Array, "k m"], n: int, fewer: int
+    left_out: LeftOut, omega: Inexact[Array, "k m"], n: int, steps: int | Int[Array, ""]
 ) -> LeftOut:
-    """Of the spaces without one probe, those of some steps less."""
-    k, m = omega.shape
-    steps = k // m
+    """Of the spaces without one probe, those of so many steps."""
+    m = omega.shape[1]
 
     def lane(Y, probe):
-        Y = Y[: (m - 1) * (steps - fewer)]
+        Y = leading(Y, (m - 1) * steps)
         tested = _unit_rows(_without(Y, _without(Y, probe[None])))[0]
         return Y, tested, tested, n - jnp.round(jnp.sum(jnp.abs(Y) ** 2))
 
     return LeftOut(*jax.vmap(lane)(left_out.spaces[:m], omega.T))
+
+
+def leading(x: Inexact[Array, "k ..."], count: int | Int[Array, ""]) -> Array:
+    """The first `count` along an axis; with zeros beyond for a count that is traced."""
+    if isinstance(count, int):
+        return x[:count]
+    there = jnp.arange(x.shape[0], dtype=count.dtype) < count
+    return jnp.where(there.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+
+def ritz_pairs(
+    T: Inexact[Array, "k k"], count: int | Int[Array, ""]
+) -> tuple[Float[Array, " p"], Inexact[Array, "k p"]]:
+    """Eigenvalues and eigenvectors of the leading block of order `count` of T.
+
+    For a count that is traced `p = k`: eigenvalues beyond are copies of the last, so
+    that functions are finite there, with vectors of 0.
+    """
+    k = T.shape[0]
+    if isinstance(count, int):
+        values, vectors = eigh(T[:count, :count])
+        return values, jnp.zeros((k, count), T.dtype).at[:count].set(vectors)
+    there = jnp.arange(k, dtype=count.dtype) < count
+    block = leading(leading(T, count).T, count).T
+    # Decoupled, and above all that there is: the ones beyond come last.
+    above = 2 * jnp.max(jnp.sum(jnp.abs(block), axis=1))
+    above = jnp.where(above == 0, 1, above)
+    filled = block + jnp.diag(jnp.where(there, 0, above).astype(T.dtype))
+    values, vectors = eigh(filled)
+    vectors = leading(leading(vectors, count).T, count).T
+    return jnp.where(there, values, values[count - 1]), vectors
 
 
 def _without(Y: Inexact[Array, "p k"], W: Inexact[Array, "q k"]):

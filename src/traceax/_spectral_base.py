@@ -2,6 +2,7 @@
 
 import abc
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,13 +11,16 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
+from ._base import adaptive_estimator
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._frechet import SpectralBlocks
 from ._operator import apply_block, is_positive_semidefinite, space_of
 from ._orthogonal import eigh, largest_entry
 from ._primitive import estimate_trace
+from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._spectral_function import SpectralFunction, spectral_function, tree_of
 from ._state import StoredKey, check_budget, init_state
+from ._tolerance import make_tolerance
 
 
 class SpectralState(eqx.Module):
@@ -114,7 +118,17 @@ class SpectralEstimator(eqx.Module):
         - `k`: a Python int, the most products that may be used.
         """
 
-    def estimate(self, state: SpectralState, k: int, *, throw: bool = True) -> Estimate:
+    def estimate(
+        self,
+        state: SpectralState,
+        k: int,
+        *,
+        rtol: ArrayLike | None = None,
+        atol: ArrayLike | None = None,
+        level: float = 0.95,
+        progress_meter: ProgressMeter = NO_PROGRESS_METER,
+        throw: bool = True,
+    ) -> Estimate:
         """Estimates `tr f(A)` with at most `k` products.
 
         **Arguments:**
@@ -122,6 +136,8 @@ class SpectralEstimator(eqx.Module):
         - `state`: as `init` returned it.
         - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
             is exact, from n products and an eigendecomposition.
+        - `rtol`, `atol`, `level`, `progress_meter`: as for
+            [`traceax.trace_function`][], of estimators that take a tolerance.
         - `throw`: whether a failure raises an error, at run time.
 
         **Returns:**
@@ -131,9 +147,17 @@ class SpectralEstimator(eqx.Module):
         distribution of eigenvalues: `sum(ritz_weights * g(ritz_values))` is an
         estimate of `tr g(A)`.
         """
-        k = check_budget(k, f"{type(self).__name__}.estimate")
-        outcome = estimate_trace(self, state, k, real=False)
-        real = space_of(state.operator).real_dtype
+        where = f"{type(self).__name__}.estimate"
+        k = check_budget(k, where)
+        space = space_of(state.operator)
+        real = space.real_dtype
+        tolerance = make_tolerance(rtol, atol, level, space, where)
+        check_meter(progress_meter, where)
+        estimator = self
+        if tolerance is not None:
+            takers = "traceax.KrylovAwareEstimator"
+            estimator = adaptive_estimator(self, tolerance, progress_meter, takers)
+        outcome = estimate_trace(estimator, state, k, real=False)
 
         def structured(leaves):
             return tree_of(state.function, real, leaves)
@@ -149,10 +173,10 @@ class SpectralEstimator(eqx.Module):
         )
         return raise_failure(estimate) if throw else estimate
 
-    def evaluate(self, state: SpectralState, k: int):
-        """`compute`, or the exact answer, as the primitive takes it."""
+    def evaluate(self, state: SpectralState, k: int, compute: Callable | None = None):
+        """`compute`, or another, or the exact answer, as the primitive takes it."""
         exact = k >= space_of(state.operator).size
-        outcome = _exact(state) if exact else self.compute(state, k)
+        outcome = _exact(state) if exact else (compute or self.compute)(state, k)
         values, errors, freedoms, stats, blocks = outcome
         result = evaluation_result(
             stats.get("result", RESULTS.successful), state.function, blocks.values
@@ -279,6 +303,18 @@ def probes_and_steps(num_probes: int | None, k: int) -> tuple[int, int]:
         return abs(math.log(m / target)) + (k - m * steps) / k
 
     return min(candidates, key=off)
+
+
+def probes_until(num_probes: int | None, k: int) -> tuple[int, int]:
+    """How many probes, and how many steps at most, of which not all may be taken.
+
+    As many as if half of them were, but at least 5, whose error bar is reliable, and not
+    so many that there are less than three steps.
+    """
+    if num_probes is None:
+        num_probes = max(round(0.9 * math.sqrt(k / 2)), min(5, k // 3))
+    m = min(num_probes, k)
+    return m, k // m
 
 
 def check_probes(num_probes: Any, where: str) -> None:

@@ -135,7 +135,7 @@ class CountedBlocks(eqx.Module):
             )
             return fn(V, Z)
 
-        return _sum_of_needed(of, -(-most // size), size, self.count)
+        return sum_of_needed(of, -(-most // size), size, self.count)
 
 
 class CountedStream(eqx.Module):
@@ -163,24 +163,28 @@ class CountedStream(eqx.Module):
             V = jnp.where(there[None, :], block, 0)
             return fn(V, V / self.count.astype(V.dtype))
 
-        return _sum_of_needed(of, -(-stream.k // size), size, self.count)
+        return sum_of_needed(of, -(-stream.k // size), size, self.count)
 
 
-def _sum_of_needed(of, number: int, size: int, count: Int[Array, ""]) -> Array:
+def sum_of_needed(
+    of: Callable[[Int[Array, ""]], PyTree[Array]],
+    number: int,
+    size: int,
+    count: Int[Array, ""],
+) -> PyTree[Array]:
+    """The sum of `of(start)` over `number` chunks, those that start below a count."""
     of = jax.checkpoint(of)
-    zero = jax.eval_shape(of, jnp.zeros((), jnp.int32))
+    shapes = jax.eval_shape(of, jnp.zeros((), jnp.int32))
+    zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def add(total, i):
         start = i * size
         # Of all lanes: a condition that differs between them would be no condition.
         needed = eqxi.unvmap_any(start < count)
-        more = jax.lax.cond(
-            needed, of, lambda _: jnp.zeros(zero.shape, zero.dtype), start
-        )
-        return total + more, None
+        more = jax.lax.cond(needed, of, lambda _: zeros, start)
+        return jtu.tree_map(jnp.add, total, more), None
 
-    total = jnp.zeros(zero.shape, zero.dtype)
-    return jax.lax.scan(add, total, jnp.arange(number, dtype=jnp.int32))[0]
+    return jax.lax.scan(add, zeros, jnp.arange(number, dtype=jnp.int32))[0]
 
 
 def counted_halves(

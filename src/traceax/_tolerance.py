@@ -60,8 +60,11 @@ class Tolerance(eqx.Module):
         """The largest half width that is good enough."""
         dtype = bar.standard_error.dtype
         # The loop's may be known to be real where the whole is not.
-        mean = bar.mean.astype(self.factor.dtype)
-        value = jnp.abs(self.factor * mean + self.offset)
+        dtype_of_all = np.result_type(bar.mean.dtype, self.factor.dtype)
+        factor, offset, mean = (
+            x.astype(dtype_of_all) for x in (self.factor, self.offset, bar.mean)
+        )
+        value = jnp.abs(factor * mean + offset)
         return self.atol.astype(dtype) + self.rtol.astype(dtype) * value.astype(dtype)
 
     def met(self, bar: ErrorBar) -> Bool[Array, ""]:
@@ -179,12 +182,16 @@ def until(
     look: Callable[[Any, Int[Array, ""], Phase], tuple[ErrorBar, Any]],
     bar: ErrorBar,
     fewest: int = FEWEST,
+    samples: int | None = None,
 ) -> Progress:
     """Takes steps until the tolerance is met, the value is not finite, or all are taken.
 
     `step` returns what a loop carries, after the probes `count, ..., count + width - 1`;
     `look` the error bar of the first `count` probes, and what the loop carries on. `bar`
-    has the dtypes of what `look` returns. No loop stops with less than `fewest` probes.
+    has the dtypes of what `look` returns; of a function with several results each of its
+    entries holds one of each, and all are to be met. No loop stops with less than
+    `fewest` probes. `samples` is how many an error bar is made of where it isn't the
+    number of probes that were taken.
     """
     most = schedule[-1].end
     progress = Progress(
@@ -196,12 +203,13 @@ def until(
             carry = step(progress.carry, progress.taken, phase)
             count = progress.taken + phase.width
             bar, carry = look(carry, count, phase)
-            bar = widened(bar, count)
+            made_of = count if samples is None else jnp.asarray(samples)
+            bar = widened(bar, made_of)
             bar = ErrorBar(
                 *(x.astype(y.dtype) for x, y in zip(bar, progress.bar, strict=True))
             )
-            stop = tolerance.met(bar) & (count >= fewest)
-            stop = stop | ~jnp.isfinite(bar.mean)
+            stop = tolerance.met(bar).all() & (count >= fewest)
+            stop = stop | ~jnp.isfinite(bar.mean).all()
             fraction = count.astype(bar.standard_error.dtype) / most
             fraction = jnp.where(stop, 1, fraction)
             return Progress(

@@ -1,32 +1,47 @@
 """Leave-one-out estimates of spectral functions from one block Krylov space."""
 
 import math
+from typing import NamedTuple
 
 import equinox as eqx
+import equinox.internal as eqxi
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, Inexact, Int
 
+from .._estimate import RESULTS
 from .._frechet import SpectralBlocks
-from .._krylov import block_lanczos
+from .._krylov import (
+    arnoldi_columns,
+    arnoldi_start,
+    arnoldi_step,
+    block_lanczos,
+    krylov_space,
+)
 from .._leave_one_out_krylov import (
     coupling_of,
     leave_probes_out,
+    ritz_pairs,
     sample_weights,
     shortened,
 )
 from .._operator import apply_block, space_of
-from .._orthogonal import combine, eigh
+from .._orthogonal import combine, inner
 from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
 from .._spectral_base import (
     SpectralEstimator,
     SpectralOutcome,
     check_probes,
     probes_and_steps,
+    probes_until,
     ritz_values,
     rounding_errors,
     weighted_sums,
 )
-from .._standard_error import cyclic_pairs, leave_one_out_samples
+from .._standard_error import ErrorBar, cyclic_pairs, leave_one_out_samples
 from .._stream import without_numpy
+from .._tolerance import Phase, unknown_error, until
 
 
 class KrylovAwareEstimator(SpectralEstimator):
@@ -84,7 +99,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         check_sampler(self.sampler, name, resphere=True, independent=True)
 
     def compute(self, state, k):
-        operator, function = state.operator, state.function
+        operator = state.operator
         space = space_of(operator)
         n = space.size
         m, steps = probes_and_steps(self.num_probes, k)
@@ -92,40 +107,175 @@ class KrylovAwareEstimator(SpectralEstimator):
             state.key, n, m, space.compute_dtype
         )
         krylov = block_lanczos(lambda X: apply_block(operator, X), Omega, steps)
-        T, omega = krylov.projected, krylov.start
-        values, vectors = eigh(T)
-        values, result = ritz_values(values, krylov.asymmetry, operator)
-        left_out = leave_probes_out(T, omega, n)
-        coupling = coupling_of(left_out, vectors, m)
-        weights = sample_weights(left_out, vectors)
-        weights_of_all = jnp.real(jnp.diagonal(coupling))
-        rounding = rounding_errors(function, values, weights_of_all)
-        earlier = _quadrature_errors(function, krylov, left_out, values, vectors, n, m)
-        leaves, errors, freedoms = [], [], []
-        others = zip(earlier, rounding, strict=True)
-        for f, (quadrature, rounded) in zip(function(values), others, strict=True):
-            samples, first, second = (weighted_sums(w, f) for w in weights)
-            pairs, known = cyclic_pairs(first, second)
-            magnitude = weighted_sums(weights.samples, jnp.abs(f)).mean()
-            bar = leave_one_out_samples(samples, pairs, magnitude, known=known)
-            leaves.append(bar.mean)
-            error = jnp.hypot(bar.standard_error, quadrature)
-            errors.append(jnp.hypot(error, rounded))
-            freedoms.append(bar.degrees_of_freedom)
+        found = _found(state, krylov, n, m, steps)
         stats = {
             "num_matvecs": m * steps,
-            "result": result,
+            "result": found.result,
             "largest_product": krylov.largest_product,
         }
         blocks = SpectralBlocks(
-            combine(krylov.basis, vectors),
-            values,
-            coupling,
+            combine(krylov.basis, found.vectors),
+            found.values,
+            found.coupling,
+            _unit_probes(krylov.start, found.vectors, n),
+            found.vectors,
+            m,
+        )
+        errors, freedoms = found.errors, found.freedoms
+        return SpectralOutcome(found.means, errors, freedoms, stats, blocks)
+
+    def compute_until(self, state, k, tolerance, meter):
+        operator = state.operator
+        space = space_of(operator)
+        n, dtype = space.size, space.compute_dtype
+        m, most = probes_until(self.num_probes, k)
+        Omega = laid_out(self.sampler, space).sample(state.key, n, m, dtype)
+        sizes, looks = _looks(most)
+
+        def step(carry, count, phase):
+            del phase
+            run, found = carry
+            return arnoldi_step(lambda X: apply_block(operator, X), run, count), found
+
+        def found_in(run, steps, size):
+            """With all shapes those of `size` steps."""
+            run = run._replace(
+                rows=run.rows[: m * size], columns=run.columns[: m * size, : m * size]
+            )
+            columns = arnoldi_columns(run, steps)
+            krylov = krylov_space(run.rows.T, columns, run.largest, Omega)
+            found = _found(state, krylov, n, m, steps)
+            missing = 0, m * (most - size)
+            return found._replace(
+                values=jnp.pad(found.values, missing, mode="edge"),
+                vectors=jnp.pad(found.vectors, (missing, missing)),
+                coupling=jnp.pad(found.coupling, (missing, missing)),
+            )
+
+        run = arnoldi_start(Omega, most)
+        shapes = jax.eval_shape(lambda: found_in(run, jnp.asarray(1), most))
+        nothing = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        unknown = [unknown_error(space, real=True)] * len(nothing.means)
+        unknown = jtu.tree_map(lambda *x: jnp.stack(x), *unknown)
+
+        def look(carry, count, phase):
+            del phase
+            run, found = carry
+
+            def at(size):
+                found = found_in(run, count, size)
+                # Of complex numbers and real ones.
+                sizes_of_means = [jnp.abs(x) for x in found.means]
+                parts = sizes_of_means, found.errors, found.freedoms
+                return ErrorBar(*map(jnp.stack, parts)), found
+
+            # Lanes of a `vmap` that have not stopped are all at the same step.
+            where = looks[eqxi.unvmap_max(count)]
+            branches = [lambda size=size: at(size) for size in sizes]
+            bar, found = jax.lax.switch(where, [lambda: (unknown, found), *branches])
+            return bar, (run, found)
+
+        reached = until(
+            tolerance,
+            meter,
+            [Phase(1, most)],
+            (run, nothing),
+            step,
+            look,
+            unknown,
+            fewest=1,
+            samples=m,
+        )
+        run, found = reached.carry
+        used = m * reached.taken
+        vectors = found.vectors
+        omega = jnp.zeros((m * most, m), dtype).at[:m].set(inner(run.rows[:m].T, Omega))
+        stats = {
+            "num_matvecs": used,
+            "result": found.result,
+            "largest_product": run.largest,
+        }
+        blocks = SpectralBlocks(
+            _leading_combination(run.rows.T, vectors, reached.taken, m),
+            found.values,
+            found.coupling,
             _unit_probes(omega, vectors, n),
             vectors,
             m,
+            used,
+            tuple(m * size for size in sizes),
         )
-        return SpectralOutcome(leaves, errors, freedoms, stats, blocks)
+        errors, freedoms = (list(x) for x in reached.bar[1:])
+        return SpectralOutcome(found.means, errors, freedoms, stats, blocks)
+
+
+class _Found(NamedTuple):
+    """What is known after some steps; of functions a list entry for each leaf."""
+
+    means: list[Inexact[Array, ""]]
+    errors: list[Float[Array, ""]]
+    freedoms: list[Float[Array, ""]]
+    values: Float[Array, " k"]
+    vectors: Inexact[Array, "k k"]
+    coupling: Inexact[Array, "k k"]
+    result: RESULTS
+
+
+def _found(state, krylov, n, m, steps) -> _Found:
+    """`steps` may be traced, and fewer than the space has room for."""
+    function, T, omega = state.function, krylov.projected, krylov.start
+    values, vectors = ritz_pairs(T, m * steps)
+    values, result = ritz_values(values, krylov.asymmetry, state.operator)
+    left_out = leave_probes_out(T, omega, n, steps)
+    coupling = coupling_of(left_out, vectors, m)
+    weights = sample_weights(left_out, vectors)
+    weights_of_all = jnp.real(jnp.diagonal(coupling))
+    rounding = rounding_errors(function, values, weights_of_all)
+    pairs_of_all = values, vectors
+    earlier = _quadrature_errors(function, krylov, left_out, pairs_of_all, n, m, steps)
+    means, errors, freedoms = [], [], []
+    others = zip(earlier, rounding, strict=True)
+    for f, (quadrature, rounded) in zip(function(values), others, strict=True):
+        samples, first, second = (weighted_sums(w, f) for w in weights)
+        pairs, known = cyclic_pairs(first, second)
+        magnitude = weighted_sums(weights.samples, jnp.abs(f)).mean()
+        bar = leave_one_out_samples(samples, pairs, magnitude, known=known)
+        means.append(bar.mean)
+        error = jnp.hypot(bar.standard_error, quadrature)
+        errors.append(jnp.hypot(error, rounded))
+        freedoms.append(bar.degrees_of_freedom)
+    return _Found(means, errors, freedoms, values, vectors, coupling, result)
+
+
+def _looks(most: int) -> tuple[list[int], Int[Array, " most+1"]]:
+    """Numbers of steps that small matrices have room for, and which one a look takes.
+
+    No look (0), or the number in the list, counted from 1, after so many steps. Looks
+    are a quarter of the steps apart, and not more than the next room is twice as large.
+    """
+    sizes = [most]
+    while sizes[0] > 6:
+        sizes.insert(0, -(-sizes[0] // 2))
+    looks = [0] * (most + 1)
+    steps = min(2, most)
+    while steps < most:
+        looks[steps] = 1 + sum(steps > size for size in sizes)
+        steps += max(1, steps // 4)
+    looks[most] = len(sizes)
+    return sizes, jnp.asarray(looks)
+
+
+def _leading_combination(basis, vectors, blocks, m):
+    """`combine`, of so many blocks of m columns alone."""
+    n, k = basis.shape
+
+    def column_block(j, rows):
+        block = jax.lax.dynamic_slice_in_dim(vectors, j * m, m, 1)
+        found = combine(basis, block)
+        return jax.lax.dynamic_update_slice_in_dim(rows, found.T, j * m, 0)
+
+    rows = jnp.zeros((k, n), basis.dtype)
+    return jax.lax.fori_loop(0, blocks, column_block, rows).T
 
 
 def _unit_probes(omega, vectors, n):
@@ -135,7 +285,7 @@ def _unit_probes(omega, vectors, n):
     return vectors.conj().T @ (omega * (math.sqrt(n / m) / lengths).astype(omega.dtype))
 
 
-def _quadrature_errors(function, krylov, left_out, values, vectors, n, m):
+def _quadrature_errors(function, krylov, left_out, pairs, n, m, steps):
     """How far each leaf is from its limit in the number of steps.
 
     With spaces without a probe of one step less, and f(A) taken in the space of one step
@@ -145,23 +295,19 @@ def _quadrature_errors(function, krylov, left_out, values, vectors, n, m):
     spaces without a probe change by a little forever. NaN for a single step, which tells
     nothing.
     """
-    k = krylov.projected.shape[0]
-    steps = k // m
-    if m == 1 or steps == 1:
-        return [jnp.full((), jnp.nan) for _ in function(values)]
+    values, _ = pairs
+    most = krylov.projected.shape[0] // m
+    if m == 1 or most == 1:
+        return [jnp.full((), jnp.nan, values.dtype) for _ in function(values)]
     # Rounding must not take a node out of the function's domain.
     low, high = jnp.min(values), jnp.max(values)
-
-    def ritz_pairs(depth):
-        theta, S = eigh(krylov.projected[: m * depth, : m * depth])
-        padded = jnp.zeros((k, m * depth), S.dtype).at[: m * depth].set(S)
-        return jnp.clip(theta, low, high), padded
-
-    spaces = [(values, vectors)]
+    spaces = [pairs]
     changes = []
-    for fewer in range(1, min(steps, 3)):
-        shorter = shortened(left_out, krylov.start, n, fewer)
-        spaces.append(ritz_pairs(steps - fewer))
+    for fewer in range(1, min(most, 3)):
+        depth = steps - fewer
+        shorter = shortened(left_out, krylov.start, n, depth)
+        theta, S = ritz_pairs(krylov.projected, m * depth)
+        spaces.append((jnp.clip(theta, low, high), S))
         sums = []
         for theta, S in spaces[-2:]:
             weights = jnp.real(jnp.diagonal(coupling_of(shorter, S, m)))
@@ -172,5 +318,6 @@ def _quadrature_errors(function, krylov, left_out, values, vectors, n, m):
     errors = []
     for b, a in zip(*changes, strict=True):
         ratio = jnp.clip(b / jnp.where(a == 0, 1, a), 0, 2 / 3)
-        errors.append(b * jnp.maximum(1, ratio / (1 - ratio)))
+        extrapolated = b * jnp.maximum(1, ratio / (1 - ratio))
+        errors.append(jnp.where(steps == 2, b, extrapolated))
     return errors
