@@ -46,6 +46,7 @@ LAYERS = [
     "_mean_operator",
     "_streamed_mean",
     "_trace",
+    "_trace_function",
     "_spectral",
     "_conformance",
     "_conformance_statistics",

@@ -37,7 +37,6 @@ from ._spectral import estrada_index as estrada_index
 from ._spectral import logdet as logdet
 from ._spectral import schatten_norm as schatten_norm
 from ._spectral import spectral_density as spectral_density
-from ._spectral import trace_function as trace_function
 from ._spectral import trace_inverse as trace_inverse
 from ._spectral import von_neumann_entropy as von_neumann_entropy
 from ._spectral_base import SpectralEstimator as SpectralEstimator
@@ -50,5 +49,6 @@ from ._streamed_mean import StreamedMean as StreamedMean
 from ._streamed_mean import StreamedMeanState as StreamedMeanState
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace
+from ._trace_function import trace_function as trace_function
 
 __version__ = _version("traceax")

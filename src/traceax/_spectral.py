@@ -1,8 +1,7 @@
-"""Traces of functions of an operator: log-determinants, inverses, norms, densities."""
+"""Log-determinants, inverses, norms, densities: uses of `trace_function`."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,135 +9,14 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
-from ._estimate import RESULTS, Estimate, raise_failure
-from ._estimators.krylov_aware import KrylovAwareEstimator
-from ._known_diagonal import known_diagonal
-from ._operator import (
-    is_diagonal,
-    is_positive_semidefinite,
-    space_of,
-)
+from ._estimate import Estimate
+from ._operator import is_positive_semidefinite, space_of
 from ._orthogonal import largest_entry, power_of_two_scale
-from ._spectral_base import (
-    SpectralEstimator,
-    SpectralState,
-    evaluation_result,
-)
-from ._spectral_function import spectral_function, tree_of
-from ._state import check_budget, init_state
-
-
-def trace_function(
-    key: Key[Array, ""],
-    fn: Callable[[Float[Array, ""]], Any],
-    operator: lx.AbstractLinearOperator,
-    k: int,
-    estimator: SpectralEstimator | None = None,
-    *,
-    lower: ArrayLike | None = None,
-    throw: bool = True,
-) -> Estimate:
-    r"""Estimates `tr f(A)`, the sum of `f` over the eigenvalues, from at most `k` products.
-
-    ```python
-    estimate = traceax.trace_function(key, jnp.sqrt, operator, 120)
-    ```
-
-    Differentiable with respect to `operator`, and to what `fn` closes over: first
-    derivatives of any kind, and second derivatives with respect to the operator. They
-    are estimates of the derivatives of `tr f(A)`, not derivatives of an algorithm.
-
-    **Arguments:**
-
-    - `key`: a single key, typed or legacy.
-    - `fn`: a function of a real scalar, which JAX can differentiate. It may return a
-        PyTree of scalars: all are estimated from the same products.
-    - `operator`: a symmetric lineax operator (complex: Hermitian), over arrays or
-        PyTrees. It need not be tagged so; its products must show it.
-    - `k`: a positive Python int, the budget of products. For `k >= n` the answer is
-        exact.
-    - `estimator`: a [`traceax.SpectralEstimator`][]; by default
-        [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
-        which the sum is exact.
-    - `lower`: a real scalar that no eigenvalue is below, where one is known. With
-        [`traceax.LanczosQuadratureEstimator`][] it makes the error bar a bound.
-    - `throw`: whether a failure raises an error at run time, or is only reported in
-        `result`.
-
-    **Returns:**
-
-    A [`traceax.Estimate`][], whose value is of the structure that `fn` returns. Its
-    error bar holds the error of probes and that of the Krylov space.
-    `stats["ritz_values"]` and `stats["ritz_weights"]` evaluate more functions without
-    another product: `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
-
-    **Raises:**
-
-    - `TypeError` for a wrong key, function, operator, `k` or estimator, `ValueError`
-        for an operator that isn't square, or a function that isn't one of scalars.
-    - A run-time error for an operator that isn't Hermitian, a function that isn't
-        finite on its spectrum, and whatever [`traceax.RESULTS`][] names.
-    """
-    where = "traceax.trace_function"
-    return _estimate(where, key, fn, operator, k, estimator, throw, lower=lower)
-
-
-def _estimate(where, key, fn, operator, k, estimator, throw, *, lower=None) -> Estimate:
-    key = init_state(key, operator, where).key
-    k = check_budget(k, where)
-    if estimator is None:
-        exact = _of_diagonal(where, key, fn, operator, k)
-        if exact is not None:
-            return raise_failure(exact) if throw else exact
-        estimator = KrylovAwareEstimator()
-    elif not isinstance(estimator, SpectralEstimator):
-        raise TypeError(
-            f"{where}: estimator must be a traceax.SpectralEstimator, got "
-            f"{estimator!r}; pass an instance, such as "
-            "traceax.KrylovAwareEstimator()."
-        )
-    state = estimator.init(key, operator, fn, lower=lower)
-    return estimator.estimate(state, k, throw=throw)
-
-
-def _of_diagonal(where, key, fn, operator, k) -> Estimate | None:
-    """The sum over a diagonal, where structure gives it for at most k products."""
-    diagonal = known_diagonal(operator) if is_diagonal(operator) else None
-    if diagonal is None or diagonal.num_matvecs > k:
-        return None
-    space = space_of(operator)
-    function = spectral_function(fn, space.real_dtype, where)
-    entries = diagonal.read().astype(space.compute_dtype)
-    values = jnp.real(entries)
-    imaginary = jnp.max(jnp.abs(entries - values.astype(entries.dtype)), initial=0)
-    rounding = 100 * jnp.sqrt(jnp.finfo(values.dtype).eps) * largest_entry(entries)
-    result = RESULTS.where(
-        imaginary > rounding, RESULTS.not_hermitian, RESULTS.successful
-    )
-    result = evaluation_result(result, function, values)
-    failed = result != RESULTS.successful
-    real = jnp.finfo(space.dtype).dtype
-
-    def structured(leaves):
-        return tree_of(function, space.real_dtype, leaves)
-
-    totals = [jnp.sum(f) for f in function(values)]
-    finite = jnp.isfinite(jnp.stack([jnp.abs(x) for x in totals])).all()
-    result = RESULTS.where(failed | finite, result, RESULTS.nonfinite)
-    kinds = [real if not jnp.iscomplexobj(x) else x.dtype for x in totals]
-    stats = {
-        "num_matvecs": jnp.asarray(diagonal.num_matvecs),
-        "degrees_of_freedom": structured([jnp.asarray(jnp.inf) for _ in totals]),
-        "ritz_values": values,
-        "ritz_weights": jnp.ones_like(values),
-    }
-    return Estimate(
-        structured([x.astype(kind) for x, kind in zip(totals, kinds, strict=True)]),
-        structured([jnp.zeros((), real) for _ in totals]),
-        result,
-        stats,
-        SpectralState(key, operator, function),
-    )
+from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._spectral_base import SpectralEstimator
+from ._state import init_state
+from ._tolerance import make_tolerance
+from ._trace_function import Accuracy, estimate_function
 
 
 def logdet(
@@ -148,6 +26,10 @@ def logdet(
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
     r"""Estimates `log det(A + shift I)` from at most `k` products with A.
@@ -168,7 +50,10 @@ def logdet(
     """
     where = "traceax.logdet"
     operator, lower = _shifted(operator, shift, where)
-    return _estimate(where, key, jnp.log, operator, k, estimator, throw, lower=lower)
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(
+        where, key, jnp.log, operator, k, estimator, accuracy, throw, lower=lower
+    )
 
 
 def trace_inverse(
@@ -178,6 +63,10 @@ def trace_inverse(
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
     r"""Estimates `tr (A + shift I)^-1` from at most `k` products with A.
@@ -192,8 +81,9 @@ def trace_inverse(
     """
     where = "traceax.trace_inverse"
     operator, lower = _shifted(operator, shift, where)
-    return _estimate(
-        where, key, _reciprocal, operator, k, estimator, throw, lower=lower
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(
+        where, key, _reciprocal, operator, k, estimator, accuracy, throw, lower=lower
     )
 
 
@@ -204,15 +94,19 @@ def schatten_norm(
     estimator: SpectralEstimator | None = None,
     *,
     p: ArrayLike = 1.0,
+    rtol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
     r"""Estimates `(sum_i |lambda_i|^p)^(1/p)` of a symmetric or Hermitian operator.
 
     `p=1` is the nuclear norm, `p=2` the Frobenius norm.
 
-    **Arguments:** those of [`traceax.trace_function`][], and
+    **Arguments:** those of [`traceax.trace_function`][] but `atol`, and
 
     - `p`: a positive scalar, may be traced.
+    - `rtol`: relative to the norm.
 
     **Returns:** a [`traceax.Estimate`][]; its error bar is that of the sum, through the
     derivative of the root.
@@ -225,7 +119,14 @@ def schatten_norm(
     # Powers of large or small eigenvalues leave the range of numbers.
     unit = _size_of_parameters(operator, space.real_dtype)
     scaled = operator * (1 / unit).astype(space.dtype)
-    total = _estimate(where, key, _Power(power), scaled, k, estimator, throw)
+    # A relative error of the norm is one p times as large of the sum.
+    if rtol is not None:
+        make_tolerance(rtol, None, level, space, where)
+        rtol = jnp.asarray(rtol).astype(space.real_dtype) * power
+    accuracy = Accuracy(rtol, None, level, progress_meter)
+    total = estimate_function(
+        where, key, _Power(power), scaled, k, estimator, accuracy, throw
+    )
     # The root of a sum, and the slope there for its error.
     positive = total.value > 0
     safe = jnp.where(positive, total.value, 1)
@@ -263,6 +164,10 @@ def von_neumann_entropy(
     k: int,
     estimator: SpectralEstimator | None = None,
     *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
     r"""Estimates `-tr(A log A)` in nats, of a density matrix or a normalised Laplacian.
@@ -275,7 +180,10 @@ def von_neumann_entropy(
     **Returns:** a [`traceax.Estimate`][].
     """
     where = "traceax.von_neumann_entropy"
-    return _estimate(where, key, _entropy, operator, k, estimator, throw)
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(
+        where, key, _entropy, operator, k, estimator, accuracy, throw
+    )
 
 
 def estrada_index(
@@ -284,6 +192,10 @@ def estrada_index(
     k: int,
     estimator: SpectralEstimator | None = None,
     *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
     r"""Estimates `tr exp(A)`, of the adjacency matrix of a graph.
@@ -296,7 +208,10 @@ def estrada_index(
     Lett. 319 (2000), doi:10.1016/S0009-2614(00)00158-5.
     """
     where = "traceax.estrada_index"
-    return _estimate(where, key, jnp.exp, operator, k, estimator, throw)
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(
+        where, key, jnp.exp, operator, k, estimator, accuracy, throw
+    )
 
 
 class SpectralDensity(eqx.Module):
@@ -344,12 +259,14 @@ def spectral_density(
 ) -> SpectralDensity:
     """Estimates the distribution of eigenvalues of a symmetric or Hermitian operator.
 
-    **Arguments:** those of [`traceax.trace_function`][].
+    **Arguments:** those of [`traceax.trace_function`][], without a tolerance.
 
     **Returns:** a [`traceax.SpectralDensity`][]. Not differentiable.
     """
     where = "traceax.spectral_density"
-    estimate = _estimate(where, key, _identity, operator, k, estimator, throw)
+    estimate = estimate_function(
+        where, key, _identity, operator, k, estimator, Accuracy(), throw
+    )
     points, weights = jax.lax.stop_gradient(
         (estimate.stats["ritz_values"], estimate.stats["ritz_weights"])
     )

@@ -251,16 +251,16 @@ def _looks(most: int) -> tuple[list[int], Int[Array, " most+1"]]:
     """Numbers of steps that small matrices have room for, and which one a look takes.
 
     No look (0), or the number in the list, counted from 1, after so many steps. Looks
-    are a quarter of the steps apart, and not more than the next room is twice as large.
+    are a third of the steps apart, and not more than the next room is twice as large.
     """
     sizes = [most]
-    while sizes[0] > 6:
+    while sizes[0] > 12:
         sizes.insert(0, -(-sizes[0] // 2))
     looks = [0] * (most + 1)
     steps = min(2, most)
     while steps < most:
         looks[steps] = 1 + sum(steps > size for size in sizes)
-        steps += max(1, steps // 4)
+        steps += max(1, steps // 3)
     looks[most] = len(sizes)
     return sizes, jnp.asarray(looks)
 

@@ -1,0 +1,178 @@
+"""Traces of functions of an operator: the front door, which other functions share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, ArrayLike, Float, Key
+
+from ._estimate import RESULTS, Estimate, raise_failure
+from ._estimators.krylov_aware import KrylovAwareEstimator
+from ._known_diagonal import known_diagonal
+from ._operator import is_diagonal, space_of
+from ._orthogonal import largest_entry
+from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from ._spectral_base import SpectralEstimator, SpectralState, evaluation_result
+from ._spectral_function import spectral_function, tree_of
+from ._state import check_budget, init_state
+from ._tolerance import make_tolerance
+
+
+class Accuracy(NamedTuple):
+    """What a tolerance is, as users give it."""
+
+    rtol: ArrayLike | None = None
+    atol: ArrayLike | None = None
+    level: float = 0.95
+    progress_meter: ProgressMeter = NO_PROGRESS_METER
+
+
+def trace_function(
+    key: Key[Array, ""],
+    fn: Callable[[Float[Array, ""]], Any],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    lower: ArrayLike | None = None,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `tr f(A)`, the sum of `f` over the eigenvalues, from at most `k` products.
+
+    ```python
+    estimate = traceax.trace_function(key, jnp.sqrt, operator, 120)
+    ```
+
+    Differentiable with respect to `operator`, and to what `fn` closes over: first
+    derivatives of any kind, and second derivatives with respect to the operator. They
+    are estimates of the derivatives of `tr f(A)`, not derivatives of an algorithm.
+
+    **Arguments:**
+
+    - `key`: a single key, typed or legacy.
+    - `fn`: a function of a real scalar, which JAX can differentiate. It may return a
+        PyTree of scalars: all are estimated from the same products.
+    - `operator`: a symmetric lineax operator (complex: Hermitian), over arrays or
+        PyTrees. It need not be tagged so; its products must show it.
+    - `k`: a positive Python int, the budget of products. For `k >= n` the answer is
+        exact.
+    - `estimator`: a [`traceax.SpectralEstimator`][]; by default
+        [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
+        which the sum is exact.
+    - `lower`: a real scalar that no eigenvalue is below, where one is known. With
+        [`traceax.LanczosQuadratureEstimator`][] it makes the error bar a bound.
+    - `rtol`, `atol`: if one is given, products are taken until half of the interval at
+        `level` is at most `atol + rtol |value|`, for every leaf of what `fn` returns,
+        and at most k of them, or n - 1. Each a real number, which may be traced: one
+        program serves all. Taken by [`traceax.KrylovAwareEstimator`][]; see the
+        page on tolerances.
+    - `level`: of that interval, a Python number between 0 and 1.
+    - `progress_meter`: shows how far an estimate to a tolerance is; nothing by default.
+    - `throw`: whether a failure raises an error at run time, or is only reported in
+        `result`.
+
+    **Returns:**
+
+    A [`traceax.Estimate`][], whose value is of the structure that `fn` returns. Its
+    error bar holds the error of probes and that of the Krylov space.
+    `stats["ritz_values"]` and `stats["ritz_weights"]` evaluate more functions without
+    another product: `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
+
+    **Raises:**
+
+    - `TypeError` for a wrong key, function, operator, `k` or estimator, `ValueError`
+        for an operator that isn't square, or a function that isn't one of scalars.
+    - A run-time error for an operator that isn't Hermitian, a function that isn't
+        finite on its spectrum, a tolerance that is not met, and whatever [`traceax.RESULTS`][] names.
+    """
+    where = "traceax.trace_function"
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(
+        where, key, fn, operator, k, estimator, accuracy, throw, lower=lower
+    )
+
+
+def estimate_function(
+    where: str,
+    key: Key[Array, ""],
+    fn: Callable[[Float[Array, ""]], Any],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None,
+    accuracy: Accuracy,
+    throw: bool,
+    *,
+    lower: ArrayLike | None = None,
+) -> Estimate:
+    """`trace_function`, by another name in errors."""
+    key = init_state(key, operator, where).key
+    k = check_budget(k, where)
+    rtol, atol, level, meter = accuracy
+    make_tolerance(rtol, atol, level, space_of(operator), where)
+    check_meter(meter, where)
+    if estimator is None:
+        exact = _of_diagonal(where, key, fn, operator, k)
+        if exact is not None:
+            return raise_failure(exact) if throw else exact
+        estimator = KrylovAwareEstimator()
+    elif not isinstance(estimator, SpectralEstimator):
+        raise TypeError(
+            f"{where}: estimator must be a traceax.SpectralEstimator, got "
+            f"{estimator!r}; pass an instance, such as "
+            "traceax.KrylovAwareEstimator()."
+        )
+    state = estimator.init(key, operator, fn, lower=lower)
+    return estimator.estimate(
+        state,
+        k,
+        rtol=rtol,
+        atol=atol,
+        level=level,
+        progress_meter=meter,
+        throw=throw,
+    )
+
+
+def _of_diagonal(where, key, fn, operator, k) -> Estimate | None:
+    """The sum over a diagonal, where structure gives it for at most k products."""
+    diagonal = known_diagonal(operator) if is_diagonal(operator) else None
+    if diagonal is None or diagonal.num_matvecs > k:
+        return None
+    space = space_of(operator)
+    function = spectral_function(fn, space.real_dtype, where)
+    entries = diagonal.read().astype(space.compute_dtype)
+    values = jnp.real(entries)
+    imaginary = jnp.max(jnp.abs(entries - values.astype(entries.dtype)), initial=0)
+    rounding = 100 * jnp.sqrt(jnp.finfo(values.dtype).eps) * largest_entry(entries)
+    result = RESULTS.where(
+        imaginary > rounding, RESULTS.not_hermitian, RESULTS.successful
+    )
+    result = evaluation_result(result, function, values)
+    failed = result != RESULTS.successful
+    real = jnp.finfo(space.dtype).dtype
+
+    def structured(leaves):
+        return tree_of(function, space.real_dtype, leaves)
+
+    totals = [jnp.sum(f) for f in function(values)]
+    finite = jnp.isfinite(jnp.stack([jnp.abs(x) for x in totals])).all()
+    result = RESULTS.where(failed | finite, result, RESULTS.nonfinite)
+    kinds = [real if not jnp.iscomplexobj(x) else x.dtype for x in totals]
+    stats = {
+        "num_matvecs": jnp.asarray(diagonal.num_matvecs),
+        "degrees_of_freedom": structured([jnp.asarray(jnp.inf) for _ in totals]),
+        "ritz_values": values,
+        "ritz_weights": jnp.ones_like(values),
+    }
+    return Estimate(
+        structured([x.astype(kind) for x, kind in zip(totals, kinds, strict=True)]),
+        structured([jnp.zeros((), real) for _ in totals]),
+        result,
+        stats,
+        SpectralState(key, operator, function),
+    )
