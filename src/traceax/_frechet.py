@@ -110,10 +110,13 @@ class SpectralBlocks(eqx.Module):
                 lambda fn: fn(points), (function,), (t_function,)
             )
             weights = jnp.real(jnp.diagonal(self.coupling))
-            of_function = [jnp.sum(weights.astype(x.dtype) * x) for x in slopes]
             if totals is None:
-                return of_function
-            totals = [x + y for x, y in zip(totals, of_function, strict=True)]
+                totals = [jnp.zeros((), x.dtype) for x in function(points)]
+            # A leaf may not depend on what others close over.
+            totals = [
+                total if x is None else total + jnp.sum(weights.astype(x.dtype) * x)
+                for total, x in zip(totals, slopes, strict=True)
+            ]
         return totals
 
     def _of_operator(self, function, operator, t_operator):

@@ -1,0 +1,241 @@
+"""Spectral functions to a tolerance."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import PSD, as_operator, assert_close, matrix
+from spectral_helpers import as_array, hermitian
+
+import traceax as tx
+from traceax._estimators.krylov_aware import _looks
+
+N, K, M = 40, 36, 4
+ESTIMATOR = tx.KrylovAwareEstimator(num_probes=M)
+
+
+def _functions(shift):
+    return lambda x: {"log": jnp.log(x + shift), "root": jnp.sqrt(x + 1)}
+
+
+def _estimate(a, shift, rtol, key, k=K, estimator=ESTIMATOR):
+    operator = lx.MatrixLinearOperator(a, PSD)
+    return tx.trace_function(
+        key, _functions(shift), operator, k, estimator, rtol=rtol, throw=False
+    )
+
+
+TRACED = []
+
+
+@jax.jit
+def _jitted(a, shift, rtol, key):
+    TRACED.append(rtol)
+    e = _estimate(a, shift, rtol, key)
+    return e.value, e.confidence_interval(), e.stats, e.result
+
+
+def _run(a, shift, rtol, key):
+    return _jitted(as_array(a), as_array(shift), as_array(rtol), key)
+
+
+def _sum(scale, shift, a, rtol, key, k=K):
+    e = _estimate(scale * a, shift, rtol, key, k)
+    return e.value["log"] + 2 * e.value["root"], (e.value, e.standard_error, e.stats)
+
+
+def _agree(x, y, rtol):
+    for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+        assert_close(a, b, rtol=rtol)
+
+
+def _met(interval, values, rtol):
+    halves = jax.tree.map(lambda low, high: (high - low) / 2, *interval)
+    met = jax.tree.map(lambda h, v: h <= rtol * abs(v) * (1 + 1e-5), halves, values)
+    return all(jax.tree.leaves(met))
+
+
+@pytest.mark.x64
+def test_a_stopped_estimate_is_that_of_a_fixed_budget(key):
+    a = jnp.asarray(matrix("exp", N))
+    rtols = jnp.asarray([0.3, 0.01, 1e-12])
+    run = jax.value_and_grad(_sum, (0, 1), has_aux=True)
+    of_lanes = jax.jit(jax.vmap(run, (None, None, None, 0, None)))
+    lanes = of_lanes(1.3, 0.1, a, rtols, key)
+    products = [int(x) for x in lanes[0][1][2]["num_matvecs"]]
+    assert products[0] < products[1] < products[2] == K
+    for i in range(2):
+        (total, (value, error, stats)), slopes = jax.tree.map(lambda x: x[i], lanes)  # noqa: B023
+        assert stats["num_matvecs"] == products[i]
+        alone = jax.jit(run)(1.3, 0.1, a, rtols[i], key)
+        assert_close(alone[0][0], total, rtol=1e-9)
+        _agree(alone[1], slopes, 1e-8)
+        fixed = jax.jit(run, static_argnums=(3, 5))(1.3, 0.1, a, None, key, products[i])
+        _agree(value, fixed[0][1][0], 1e-9)
+        _agree(slopes, fixed[1], 1e-8)
+        # Widened, and rounded otherwise.
+        for name, of_fixed in fixed[0][1][1].items():
+            assert_close(error[name], (1 + 2 / M) * of_fixed, rtol=1e-6)
+        weights, nodes = stats["ritz_weights"], stats["ritz_values"]
+        assert_close(weights.sum(), N, rtol=1e-9)
+        assert_close(weights @ jnp.log(nodes + 0.1), value["log"], rtol=1e-9)
+
+
+@pytest.mark.x64
+def test_hessians(key):
+    a = jnp.asarray(matrix("exp", 100))
+
+    def value(scale, k, rtol):
+        e = _estimate(scale * a, 0.1, rtol, key, k)
+        return e.value["log"], e.stats["num_matvecs"]
+
+    second = jax.hessian(value, has_aux=True)
+    stopped, products = jax.jit(second, static_argnums=1)(1.3, 52, 0.1)
+    assert products < 26
+    fixed, _ = jax.jit(second, static_argnums=(1, 2))(1.3, int(products), None)
+    assert_close(stopped, fixed, rtol=1e-6)
+
+
+@pytest.mark.x64
+def test_intervals_hold_the_truth_though_looked_at_repeatedly():
+    n = 100
+    values = 100 * 0.8 ** np.arange(n) + 1.0
+    a = as_operator(np.diag(values), psd=True)
+    keys = jr.split(jr.key(5), 400)
+
+    def one(key):
+        e = tx.logdet(key, a, 60, rtol=0.03, throw=False)
+        met = e.result == tx.RESULTS.successful
+        return e.value, e.confidence_interval(), e.stats["num_matvecs"], met
+
+    results = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
+    value, (low, high), products, met = jax.tree.map(np.asarray, results)
+    truth = np.log(values).sum()
+    least = 0.94 - 3 * np.sqrt(0.94 * 0.06 / len(keys))
+    assert np.mean((low <= truth) & (truth <= high)) > least
+    assert np.all(((high - low) / 2 <= 0.03 * abs(value) * (1 + 1e-9)) == met)
+    assert met.mean() > 0.9
+    assert np.mean(abs(value - truth)[met] <= 0.03 * truth) > least
+    assert len(np.unique(products)) > 1
+
+
+def test_one_program_serves_all_tolerances(key):
+    a = matrix("exp", N)
+    results = {rtol: _run(a, 0.1, rtol, key) for rtol in (0.3, 0.03, 0.0)}
+    assert len(TRACED) == 1
+    products = [int(stats["num_matvecs"]) for _, _, stats, _ in results.values()]
+    assert products[0] < products[1] < products[2] == K
+    for rtol, (value, interval, _, result) in results.items():
+        assert (result == tx.RESULTS.successful) == _met(interval, value, rtol)
+    assert result == tx.RESULTS.tolerance_not_met
+
+
+def test_krylov_spaces_that_stop_growing(key):
+    low_rank = np.zeros((N, N))
+    low_rank[:2, :2] = matrix("exp", 2)
+    rtol = 1e-3
+    for a in (np.zeros((N, N)), 2 * np.eye(N), low_rank):
+        value, _, stats, result = _run(a, 0.1, rtol, key)
+        assert result == tx.RESULTS.successful
+        assert stats["num_matvecs"] <= 3 * M
+        values = np.linalg.eigvalsh(a)
+        assert_close(value["log"], np.log(values + 0.1).sum(), rtol=1e-3)
+        assert_close(value["root"], np.sqrt(values + 1).sum(), rtol=1e-3)
+
+
+def test_failures_stop_early(key):
+    a = matrix("exp", N)
+    _, _, stats, result = _run(a, -100.0, 1e-9, key)
+    assert result == tx.RESULTS.outside_domain
+    assert stats["num_matvecs"] < K
+    a[0, 0] = np.nan
+    _, _, stats, result = _run(a, 0.1, 1e-9, key)
+    assert result == tx.RESULTS.nonfinite
+    assert stats["num_matvecs"] < K
+
+
+@pytest.mark.x64
+def test_small_problems(key):
+    for n in (1, 8):
+        a = matrix("flat", n)
+        estimate = tx.logdet(key, as_operator(a), 40, rtol=1e-12, throw=False)
+        assert estimate.stats["num_matvecs"] <= n
+        if n <= 8:
+            assert_close(estimate.value, np.linalg.slogdet(a)[1], rtol=1e-9)
+            assert estimate.result == tx.RESULTS.successful
+    for k in (1, 2, 9):
+        few = tx.logdet(
+            key, as_operator(matrix("flat", 30)), k, rtol=1e-12, throw=False
+        )
+        assert few.result == tx.RESULTS.tolerance_not_met
+        assert few.stats["num_matvecs"] <= k
+    diagonal = lx.DiagonalLinearOperator(as_array(np.arange(1.0, 31.0)))
+    exact = tx.logdet(key, diagonal, 30, rtol=0.0)
+    assert exact.standard_error == 0
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("complex", [False, True])
+def test_wrappers(key, complex):
+    a = hermitian("exp", N, complex)
+    values = np.linalg.eigvalsh(a)
+    operator, options = as_operator(a, psd=True), {"rtol": 0.1, "throw": False}
+    if complex:
+        estimates = {"norm": tx.schatten_norm(key, operator, K, p=2.0, **options)}
+    else:
+        inverse = tx.trace_inverse(key, operator, K, shift=0.1, **options)
+        estimates = {"inverse": inverse}
+    truths = {
+        "inverse": (1 / (values + 0.1)).sum(),
+        "norm": np.sqrt((values**2).sum()),
+    }
+    for name, estimate in estimates.items():
+        assert estimate.result == tx.RESULTS.successful, name
+        assert estimate.stats["num_matvecs"] <= K
+        assert _met(estimate.confidence_interval(), estimate.value, 0.1)
+        assert_close(estimate.value, truths[name], rtol=0.2)
+
+
+def test_wrong_arguments(key):
+    operator = as_operator(matrix("flat", 20), psd=True)
+    quadrature = tx.LanczosQuadratureEstimator()
+    with pytest.raises(TypeError, match="takes no tolerance; use traceax"):
+        tx.logdet(key, operator, 10, quadrature, rtol=0.1)
+    for entry in (tx.logdet, tx.schatten_norm):
+        with pytest.raises(ValueError, match=f"{entry.__name__}: rtol must be finite"):
+            entry(key, operator, 10, rtol=-1.0)
+        with pytest.raises(ValueError, match="level must lie strictly between"):
+            entry(key, operator, 10, rtol=1.0, level=2)
+    with pytest.raises(TypeError, match="progress_meter must be a traceax"):
+        tx.logdet(key, operator, 10, progress_meter=1)  # pyright: ignore
+
+
+@pytest.mark.x64
+def test_progress_is_shown(key, capfd):
+    meter = tx.TextProgressMeter()
+    operator = as_operator(matrix("poly", N), psd=True)
+    estimate = tx.logdet(
+        key, operator, 20, rtol=1e-9, progress_meter=meter, throw=False
+    )
+    jax.block_until_ready(estimate.value)
+    jax.effects_barrier()
+    shown = [float(x.strip("% ")) for x in capfd.readouterr().out.split("\n") if x]
+    assert shown == sorted(shown)
+    assert shown[-1] == 100
+
+
+def test_looks():
+    for most in (1, 2, 3, 7, 24, 101):
+        sizes, table = _looks(most)
+        looks = [steps for steps in range(most + 1) if table[steps]]
+        assert looks[0] == min(2, most)
+        assert looks[-1] == most
+        for steps in looks:
+            size = sizes[int(table[steps]) - 1]
+            assert steps <= size < max(2 * steps + 2, 13)
+        for before, after in itertools.pairwise(looks):
+            assert after - before <= max(1, before // 3)
