@@ -71,10 +71,14 @@ class KrylovAwareEstimator(SpectralEstimator):
     | standard error | of probes, from leaving out pairs; and of the Krylov space, from the last block of it |
     | derivative | `tr((F o C) V^* dA V)` with Ritz vectors V, k products with dA; second ones take 4 k more |
 
+    *To a tolerance* m is fixed, and s grows until the tolerance is met. The estimate, and
+    its derivatives, are those of a fixed budget of m s products.
+
     **Arguments:**
 
-    - `num_probes`: m. By default about `0.9 sqrt(k)`. Few probes reach deeper into the
-        spectrum, many average more; with at least 5 the error bar is reliable.
+    - `num_probes`: m. By default about `0.9 sqrt(k)`, and `0.9 sqrt(k / 2)` for an
+        estimate to a tolerance. Few probes reach deeper into the spectrum, many average
+        more; with at least 5 the error bar is reliable.
     - `sampler`: of the probes; rotation invariant, as resphering needs.
 
     **Raises:**
