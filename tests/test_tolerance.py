@@ -1,6 +1,7 @@
 """Estimates to a tolerance."""
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -241,6 +242,65 @@ def test_closures_over_tracers(key):
         )
         factor = 1 + value(jnp.ones((), float_dtype()), estimator)
         assert_close(total, factor**2, rtol=1e-3)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("lax", "xnystrace"),
+        ("scan", "hutchinson"),
+        ("checkpointed", "xnystrace"),
+        ("bounded", "hutchinson"),
+    ],
+)
+def test_inside_loops(key, kind, name):
+    a = jnp.asarray(matrix("exp", 30))
+
+    def step(carry, theta):
+        i, x, total = carry
+        operator = lx.FunctionLinearOperator(  # over what the loop carries
+            lambda v: (x**2 + theta) * (a @ v), jax.eval_shape(lambda: a[0]), PSD
+        )
+        estimate = tx.trace(
+            jr.fold_in(key, i),
+            operator,
+            16,
+            ESTIMATORS[name],
+            atol=5.0,
+            throw=False,
+        )
+        return i + 1, jnp.sin(x + estimate.value), total + estimate.value
+
+    def looped(theta):
+        init = (jnp.asarray(0), theta, jnp.zeros_like(theta))
+        if kind == "scan":
+            carry, _ = jax.lax.scan(
+                lambda carry, _: (step(carry, theta), None), init, length=2
+            )
+            return carry[2]
+        return eqxi.while_loop(
+            lambda carry: carry[0] < 2,
+            lambda carry: step(carry, theta),
+            init,
+            max_steps=3,
+            kind=kind,
+        )[2]
+
+    def unrolled(theta):
+        carry = (jnp.asarray(0), theta, jnp.zeros_like(theta))
+        for _ in range(2):
+            carry = step(carry, theta)
+        return carry[2]
+
+    theta = jnp.asarray(1.3)
+    if kind == "lax":  # has no reverse mode
+        found = jax.jit(lambda x: jax.jvp(looped, (x,), (jnp.ones_like(x),)))(theta)
+    else:
+        found = jax.jit(jax.value_and_grad(looped))(theta)
+    expected = jax.jit(jax.value_and_grad(unrolled))(theta)
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y, rtol=1e-8)
 
 
 def test_looks():
