@@ -173,16 +173,19 @@ def sum_of_needed(
     count: Int[Array, ""],
 ) -> PyTree[Array]:
     """The sum of `of(start)` over `number` chunks, those that start below a count."""
-    of = jax.checkpoint(of)
     shapes = jax.eval_shape(of, jnp.zeros((), jnp.int32))
     zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def add(total, i):
-        start = i * size
+    # Around the condition: what a branch keeps for its derivative, such as the
+    # operator, would else be an output of it, and be stacked by the loop.
+    @jax.checkpoint
+    def part(start):
         # Of all lanes: a condition that differs between them would be no condition.
         needed = eqxi.unvmap_any(start < count)
-        more = jax.lax.cond(needed, of, lambda _: zeros, start)
-        return jtu.tree_map(jnp.add, total, more), None
+        return jax.lax.cond(needed, of, lambda _: zeros, start)
+
+    def add(total, i):
+        return jtu.tree_map(jnp.add, total, part(i * size)), None
 
     return jax.lax.scan(add, zeros, jnp.arange(number, dtype=jnp.int32))[0]
 
