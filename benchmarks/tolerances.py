@@ -304,8 +304,10 @@ def loops(k, repetitions):
     ):
         estimator = ESTIMATORS[label]
 
-        def ours(theta, rtol, build=build, estimator=estimator, key=key):
-            estimate = tx.trace(key, build(theta), k, estimator, rtol=rtol, throw=False)
+        def ours(theta, rtol, build=build, estimator=estimator):
+            estimate = tx.trace(
+                jr.key(0), build(theta), k, estimator, rtol=rtol, throw=False
+            )
             return estimate.value, estimate.stats["num_matvecs"]
 
         # The loosest tolerance that takes a quarter of the budget.
