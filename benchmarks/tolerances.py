@@ -25,6 +25,7 @@ import functools
 import itertools
 import time
 import unittest.mock
+from collections.abc import Callable
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -314,7 +315,9 @@ def loops(k, repetitions):
         used = jax.jit(lambda rtol, ours=ours, theta=theta: ours(theta, rtol)[1])
         rtol = next(x for x in 10 ** -jnp.arange(0, 4, 0.05) if used(x) >= k // 4)
         products = used(rtol)
-        programs = {"ours": lambda theta, rtol, _, ours=ours: ours(theta, rtol)[0]}
+        programs: dict[str, Callable] = {
+            "ours": lambda theta, rtol, _, ours=ours: ours(theta, rtol)[0]
+        }
         for kind in KINDS:
             programs[f"by hand, {kind}"] = (
                 lambda theta, _, products, kind=kind, build=build: by_hand(
