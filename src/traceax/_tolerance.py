@@ -14,9 +14,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
@@ -30,6 +32,9 @@ _FIRST = 4
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
 # their level for every tolerance, simulated.
 _WIDENED = 2.0
+# An error bar that many times too long is not met by half as many probes more, or hardly
+# ever, and what is overshot then is less than an octave.
+_FAR = 4
 # Products that are taken before a loop may stop.
 FEWEST = 8
 
@@ -67,9 +72,17 @@ class Tolerance(eqx.Module):
         value = jnp.abs(factor * mean + offset)
         return self.atol.astype(dtype) + self.rtol.astype(dtype) * value.astype(dtype)
 
+    @jax.jit  # traced once for all the looks of a program
     def met(self, bar: ErrorBar) -> Bool[Array, ""]:
         """Whether the interval is good enough. False for an unknown error."""
         return self.half_width(bar) <= self.allowed(bar)
+
+    @jax.jit
+    def is_far(self, bar: ErrorBar) -> Bool[Array, ""]:
+        """Whether it would take many more probes. False for an unknown error."""
+        half_width = self.half_width(bar)
+        far = half_width > _FAR * self.allowed(bar)
+        return (far & jnp.isfinite(half_width)).all()
 
     def of_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
@@ -167,7 +180,9 @@ class Progress(NamedTuple):
     """Where the loop of an estimate to a tolerance is."""
 
     carry: Any
+    found: Any
     taken: Int[Array, ""]
+    looked: Int[Array, ""]  # how many were taken at the last look
     bar: ErrorBar
     stop: Bool[Array, ""]
     meter: Any
@@ -178,8 +193,9 @@ def until(
     meter: ProgressMeter,
     schedule: list[Phase],
     carry: Any,
+    found: Any,
     step: Callable[[Any, Int[Array, ""], Phase], Any],
-    look: Callable[[Any, Int[Array, ""], Phase], tuple[ErrorBar, Any]],
+    look: Callable[[Any, Any, Int[Array, ""], Phase], tuple[ErrorBar, Any]],
     bar: ErrorBar,
     fewest: int = FEWEST,
     samples: int | None = None,
@@ -187,34 +203,49 @@ def until(
     """Takes steps until the tolerance is met, the value is not finite, or all are taken.
 
     `step` returns what a loop carries, after the probes `count, ..., count + width - 1`;
-    `look` the error bar of the first `count` probes, and what the loop carries on. `bar`
-    has the dtypes of what `look` returns; of a function with several results each of its
-    entries holds one of each, and all are to be met. No loop stops with less than
-    `fewest` probes. `samples` is how many an error bar is made of where it isn't the
-    number of probes that were taken.
+    `look` the error bar of the first `count` probes, and what else it found. `bar` has the
+    dtypes of what `look` returns; of a function with several results each of its entries
+    holds one of each, and all are to be met. No loop stops with less than `fewest` probes.
+    `samples` is how many an error bar is made of where it isn't the number of probes that
+    were taken.
+
+    Where the last error bar was far too long, the next look is at twice the probes; not
+    where `samples` is given, and `step` finds more for the same probes.
     """
     most = schedule[-1].end
+    nothing = jnp.asarray(0, jnp.int32)
     progress = Progress(
-        carry, jnp.asarray(0, jnp.int32), bar, jnp.asarray(False), meter.init()
+        carry, found, nothing, nothing, bar, jnp.asarray(False), meter.init()
     )
     for phase in schedule:
 
         def body(progress: Progress, phase=phase) -> Progress:
             carry = step(progress.carry, progress.taken, phase)
             count = progress.taken + phase.width
-            bar, carry = look(carry, count, phase)
-            made_of = count if samples is None else jnp.asarray(samples)
-            bar = widened(bar, made_of)
-            bar = ErrorBar(
-                *(x.astype(y.dtype) for x, y in zip(bar, progress.bar, strict=True))
-            )
-            stop = tolerance.met(bar).all() & (count >= fewest)
+            skip = count < fewest
+            if samples is None:
+                far = tolerance.is_far(progress.bar)
+                skip = skip | (far & (count < 2 * progress.looked))
+            skip = skip & (count < most)
+            last = progress.bar, progress.found
+
+            def take_a_look():
+                bar, found = look(carry, progress.found, count, phase)
+                made_of = count if samples is None else jnp.asarray(samples)
+                bar = widened(bar, made_of)
+                parts = zip(bar, progress.bar, strict=True)
+                return ErrorBar(*(x.astype(y.dtype) for x, y in parts)), found
+
+            # Of all lanes: a condition that differs between them would be no condition.
+            new = jax.lax.cond(eqxi.unvmap_all(skip), lambda: last, take_a_look)
+            bar, found = jtu.tree_map(lambda x, y: jnp.where(skip, x, y), last, new)
+            looked = jnp.where(skip, progress.looked, count)
+            stop = ~skip & tolerance.met(bar).all() & (count >= fewest)
             stop = stop | ~jnp.isfinite(bar.mean).all()
             fraction = count.astype(bar.standard_error.dtype) / most
             fraction = jnp.where(stop, 1, fraction)
-            return Progress(
-                carry, count, bar, stop, meter.step(progress.meter, fraction)
-            )
+            shown = meter.step(progress.meter, fraction)
+            return Progress(carry, found, count, looked, bar, stop, shown)
 
         def proceed(progress: Progress, phase=phase) -> Bool[Array, ""]:
             return ~progress.stop & (progress.taken < phase.end)

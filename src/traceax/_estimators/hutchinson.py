@@ -180,7 +180,7 @@ class HutchinsonEstimator(TraceEstimator):
             samples, norms = put([samples, norms], tested, count)
             return samples, norms, head, products
 
-        def look(carry, count, phase):
+        def look(carry, found, count, phase):
             samples, norms, _, products = carry
             bar = independent_samples(
                 samples[: phase.end],
@@ -191,7 +191,7 @@ class HutchinsonEstimator(TraceEstimator):
             if not self.sampler.independent:
                 left = 1 - count.astype(space.real_dtype) / n
                 bar = bar._replace(standard_error=bar.standard_error * jnp.sqrt(left))
-            return bar, carry
+            return bar, found
 
         carry = (
             jnp.zeros(k, dtype),
@@ -204,6 +204,7 @@ class HutchinsonEstimator(TraceEstimator):
             meter,
             phases(k, widest),
             carry,
+            None,
             step,
             look,
             unknown_error(space),

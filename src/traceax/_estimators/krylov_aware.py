@@ -138,8 +138,7 @@ class KrylovAwareEstimator(SpectralEstimator):
 
         def step(carry, count, phase):
             del phase
-            run, found = carry
-            return arnoldi_step(lambda X: apply_block(operator, X), run, count), found
+            return arnoldi_step(lambda X: apply_block(operator, X), carry, count)
 
         def found_in(run, steps, size):
             """With all shapes those of `size` steps."""
@@ -162,9 +161,8 @@ class KrylovAwareEstimator(SpectralEstimator):
         unknown = [unknown_error(space, real=True)] * len(nothing.means)
         unknown = jtu.tree_map(lambda *x: jnp.stack(x), *unknown)
 
-        def look(carry, count, phase):
+        def look(run, found, count, phase):
             del phase
-            run, found = carry
 
             def at(size):
                 found = found_in(run, count, size)
@@ -176,21 +174,21 @@ class KrylovAwareEstimator(SpectralEstimator):
             # Lanes of a `vmap` that have not stopped are all at the same step.
             where = looks[eqxi.unvmap_max(count)]
             branches = [lambda size=size: at(size) for size in sizes]
-            bar, found = jax.lax.switch(where, [lambda: (unknown, found), *branches])
-            return bar, (run, found)
+            return jax.lax.switch(where, [lambda: (unknown, found), *branches])
 
         reached = until(
             tolerance,
             meter,
             [Phase(1, most)],
-            (run, nothing),
+            run,
+            nothing,
             step,
             look,
             unknown,
             fewest=1,
             samples=m,
         )
-        run, found = reached.carry
+        run, found = reached.carry, reached.found
         used = m * reached.taken
         vectors = found.vectors
         omega = jnp.zeros((m * most, m), dtype).at[:m].set(inner(run.rows[:m].T, Omega))

@@ -183,16 +183,17 @@ class XNysTraceEstimator(TraceEstimator):
         sign = -1 if state.negative else 1
 
         def step(carry, count, phase):
-            rows, T, _ = carry
+            rows, T = carry
             Omega = draw(count, phase.width)
             U, columns = extend_at_once(rows[1][: phase.end], Omega.T, count)
             AU = apply_block(operator, U.T)
             rows = put(rows, [Omega.T, U, AU.T], count)
             T = jax.lax.dynamic_update_slice(T, columns, (0 * count, count))
-            return rows, T, RESULTS.successful
+            return rows, T
 
-        def look(carry, count, phase):
-            rows, T, _ = carry
+        def look(carry, found, count, phase):
+            del found
+            rows, T = carry
             _, U, AU = (x[: phase.end].T for x in rows)
             scale = power_of_two_scale(AU)
             active = there(count, phase.end)
@@ -209,23 +210,20 @@ class XNysTraceEstimator(TraceEstimator):
                 samples, pairs, magnitude, dimension, active=active
             )
             bar = ErrorBar(sign * scale * (mean - n * shift), scale * error, freedom)
-            return bar, (rows, T, result)
+            return bar, result
 
-        carry = (
-            [jnp.zeros((k, n), dtype)] * 3,
-            jnp.zeros((k, k), dtype),
-            RESULTS.successful,
-        )
+        carry = [jnp.zeros((k, n), dtype)] * 3, jnp.zeros((k, k), dtype)
         reached = until(
             tolerance,
             meter,
             phases(k),
             carry,
+            RESULTS.successful,
             step,
             look,
             unknown_error(space, real=True),
         )
-        rows, T, result = reached.carry
+        rows, T = reached.carry
         Omega, _, AU = (x.T for x in rows)
         active = there(reached.taken, k)
         Q, R = orthonormalise(AU)
@@ -236,7 +234,7 @@ class XNysTraceEstimator(TraceEstimator):
         stats = {
             "num_matvecs": reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
-            "result": result,
+            "result": reached.found,
             "largest_product": largest_entry(AU),
         }
         blocks = counted_halves(*stand_in(Omega, loo, active), reached.taken)

@@ -130,10 +130,10 @@ class XTraceEstimator(TraceEstimator):
             )
             return Omega, Y, AQ, loo, active
 
-        def look(carry, count, phase):
+        def look(carry, found, count, phase):
             Omega, Y, AQ, loo, active = left_out(carry, count, phase.end)
             traces = leave_one_out_traces(Omega, Y, AQ, loo, resphere=self.resphere)
-            return leave_one_out_samples(*traces, active=active), carry
+            return leave_one_out_samples(*traces, active=active), found
 
         carry = [jnp.zeros((m, n), dtype)] * 4, jnp.zeros((m, m), dtype)
         reached = until(
@@ -141,6 +141,7 @@ class XTraceEstimator(TraceEstimator):
             meter,
             phases(m),
             carry,
+            None,
             step,
             look,
             unknown_error(space),
