@@ -78,12 +78,14 @@ def many(matrices, estimator, number, k=K):
 
 
 @pytest.mark.x64
-@named
-@pytest.mark.parametrize("complex", [False, True])
+@pytest.mark.parametrize(
+    ("name", "complex"),
+    [*[(name, False) for name in ESTIMATORS], ("delta-shift", True)],
+)
 def test_estimates_along_a_path_are_unbiased(name, complex):
     matrices = path(complex=complex)
     truth = np.trace(matrices, axis1=1, axis2=2)
-    number = 500 if complex else 2000
+    number = 500 if complex else 1500
     results = many(jnp.asarray(matrices), ESTIMATORS[name], number)
     values, errors, inside = map(np.asarray, results)
     for step in range(STEPS):
@@ -121,6 +123,31 @@ def test_an_operator_that_jumps_is_not_estimated_from_its_past(key):
     scratch, _, _ = map(np.asarray, many(matrices[1:], estimator, 400))
     assert values[:, -1].std() < 1.1 * scratch[:, 0].std()
     assert np.abs(values[:, -1] - np.trace(b)).max() < 10 * np.mean(errors[:, -1])
+
+
+@pytest.mark.parametrize("name", ["xtrace", "hutch++", "delta-shift"])
+def test_an_operator_that_is_not_finite_is_forgotten(key, name):
+    estimator = ESTIMATORS[name]
+    a = jnp.asarray(path()[0], float_dtype())
+    *_, estimate = along(key, jnp.stack([a, jnp.nan * a, a]), estimator)
+    assert estimate.result == tx.RESULTS.successful
+    assert abs(estimate.value - jnp.trace(a)) < 6 * estimate.standard_error
+    *_, estimate = along(key, jnp.stack([a, a, jnp.inf * a, a, a]), estimator)
+    assert abs(estimate.value - jnp.trace(a)) < 6 * estimate.standard_error
+
+
+def test_a_path_of_few_products_and_large_jumps_stays_within_its_errors():
+    # The past is worth little, and must not be worth more than that.
+    spikes = np.stack([100 * np.diag(np.eye(N)[i]) + 0.1 * np.eye(N) for i in range(5)])
+    matrices = jnp.asarray(spikes, float_dtype())
+    for k in (4, 6, 8):
+        values, errors, _ = map(
+            np.asarray, many(matrices, ESTIMATORS["delta-shift"], 200, k)
+        )
+        assert np.abs(values).max() < 5000
+        truth = float(np.trace(spikes[0]))
+        ratio = np.sqrt(np.mean(errors**2) / np.mean((values - truth) ** 2))
+        assert 0.5 < ratio < 2
 
 
 @named
@@ -269,6 +296,12 @@ def test_messages(key):
     state = estimator.init(key, as_operator(np.eye(5)))
     with pytest.raises(ValueError, match="must have the structure of the state's"):
         estimator.refresh(state, key, as_operator(np.eye(6)))
+    with pytest.raises(TypeError, match=r"type Estimate; pass its `\.state`"):
+        estimator.refresh(estimator.estimate(state, 4), key, as_operator(np.eye(5)))
+    operator = as_operator(np.eye(20))
+    state_of_other = estimator.estimate(estimator.init(key, operator), 8).state
+    with pytest.raises(TypeError, match="begin anew with XTraceEstimator"):
+        tx.XTraceEstimator().estimate(state_of_other, 8)
     with pytest.raises(TypeError, match="takes no tolerance"):
         estimator.estimate(state, 4, rtol=0.1)
     with pytest.raises(TypeError, match="basis_size must be an int"):

@@ -16,9 +16,9 @@ from ._orthogonal import largest_entry
 from ._primitive import Outcome, estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._standard_error import ErrorBar
-from ._state import Kept, check_budget
+from ._state import Kept, check_budget, check_state
 from ._stream import ProbeStream
-from ._tolerance import FEWEST, Tolerance, make_tolerance
+from ._tolerance import FEWEST, SMALL, Tolerance, make_tolerance
 
 
 class TraceEstimator(eqx.Module):
@@ -98,8 +98,8 @@ class TraceEstimator(eqx.Module):
 
         - `state`: as `init` returned it, or the `state` of an earlier estimate. The
             same state and `k` give the same number. From the state of an earlier
-            estimate of the estimators of this library, `k` *more* products are taken,
-            and the estimate is that of one run with the sum of the budgets: to the
+            estimate of Hutchinson, Hutch++, XTrace and XNysTrace `k` *more* products are
+            taken, and the estimate is that of one run with the sum of the budgets: to the
             last bit, where an operator's product with a vector doesn't depend on the
             vectors that are multiplied beside it.
         - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
@@ -122,6 +122,7 @@ class TraceEstimator(eqx.Module):
             (see [`traceax.RESULTS`][]), unless `throw=False`.
         """
         where = f"{type(self).__name__}.estimate"
+        check_state(state, type(self).__name__, where)
         k = check_budget(k, where)
         space = space_of(state.operator)
         tolerance = make_tolerance(rtol, atol, level, space, where)
@@ -148,7 +149,7 @@ class TraceEstimator(eqx.Module):
 
         **Arguments:**
 
-        - `state`: of an estimate without a tolerance, or of `init`.
+        - `state`: of an estimate without a tolerance, or of `init`, of this estimator.
         - `key`: a single key, other than those before.
         - `operator`: of the same structure as that of the state.
 
@@ -160,8 +161,9 @@ class TraceEstimator(eqx.Module):
 
         - as `init`; `ValueError` for an operator of another structure.
         """
-        fresh = self.init(key, operator)
         where = f"{type(self).__name__}.refresh"
+        check_state(state, type(self).__name__, where)
+        fresh = self.init(key, operator)
         old, new = (space_of(x.operator) for x in (state, fresh))
         if (old.structure, old.compute_dtype) != (new.structure, new.compute_dtype):
             raise ValueError(
@@ -193,7 +195,7 @@ def _estimate(
     if outcome.kept is not None and hasattr(state, "kept"):
         kept = outcome.kept
         if not isinstance(kept, Kept):
-            kept = Kept(total, kept)
+            kept = Kept(total, kept, type(estimator).__name__)
         state = with_kept(state, kept)
     return finish(outcome, state, throw=throw)
 
@@ -256,7 +258,7 @@ class _Adaptive(eqx.Module):
             return self.estimator.compute_until(state, k, self.tolerance, self.meter)
 
         size = space_of(state.operator).size
-        if size > FEWEST:
+        if size > SMALL:
             # A loop that fails to meet the tolerance leaves nothing for an exact answer.
             k = min(k, size - 1)
         outcome = self.estimator.evaluate(state, k, until if k >= FEWEST else None)

@@ -27,7 +27,7 @@ from ._orthogonal import (
     orthonormalise,
     svd,
 )
-from ._samplers import Sampler, laid_out
+from ._samplers import Sampler, draw_probes
 from ._sharding import side_by_side
 from ._standard_error import gram, independent_samples
 from ._state import TraceState, kept_parts
@@ -48,17 +48,13 @@ class Deflated(NamedTuple):
     def norms(self) -> Float[Array, " l"]:
         return column_norms(self.AG)
 
-    def gram(self, dimension: int | None) -> Inexact[Array, "g g"]:
-        """`w_i^* A w_j` of the first probes.
+    def gram(self, dimension: int) -> Inexact[Array, "g g"]:
+        """`w_i^* A w_j` of the first probes, for the traceless part of A.
 
-        Of the traceless part of A, for probes of fixed length in so many dimensions: these
-        don't see a multiple of the identity.
+        In so many dimensions. Probes of fixed length don't see a multiple of the identity.
         """
-        found = gram(self.G, self.AG)
-        if dimension is None:
-            return found
         mean = jnp.mean(self.samples) / dimension
-        return found - mean * gram(self.G, self.G)
+        return gram(self.G, self.AG) - mean * gram(self.G, self.G)
 
 
 def deflate(
@@ -94,6 +90,8 @@ def leading_range(
     """
     n = products.shape[0]
     block = side_by_side(products, tested / math.sqrt(n))
+    # An operator that isn't finite is forgotten.
+    block = jnp.where(jnp.isfinite(largest_entry(block)), block, 0)
     Q, R = orthonormalise(block)
     W, _, _ = svd(R)
     return combine(Q, W[:, :number])
@@ -112,16 +110,14 @@ def deflated_trace(state: TraceState, k: int, sampler: Sampler, *, resphere: boo
     if known_AB is not None:
         r = known_AB.shape[1]
     B, number = basis[:, :r], k - r
-    Omega = laid_out(sampler, space).sample(
-        state.key, space.size, number, space.compute_dtype
-    )
+    Omega = draw_probes(sampler, state.key, number, space)
     AB, AOmega = extend_products(operator, (B, known_AB), (Omega, known_AOmega))
     deflated = deflate(B, AB, Omega, AOmega, resphere=resphere)
     exact = column_dots(B, AB)
     mean, standard_error, freedom = independent_samples(
         deflated.samples,
         deflated.norms,
-        deflated.gram(space.size - r if resphere else None)[None],
+        deflated.gram(space.size - r)[None],
         exact,
     )
     stats = {
@@ -149,5 +145,8 @@ def with_basis(state: TraceState, fresh: TraceState, *products: Any) -> TraceSta
         of_basis, of_probes = products
         if of_basis is None or of_basis.shape[1] == 0:
             return fresh
-        basis = leading_range(of_basis, of_probes, number=of_basis.shape[1])
+        # Half of what a budget like the last one allows for.
+        most = of_basis.shape[1] + of_probes.shape[1]
+        number = min(state.kept.budget // 2, most)
+        basis = leading_range(of_basis, of_probes, number=number)
     return TraceState(fresh.key, fresh.operator, basis=basis)

@@ -340,6 +340,13 @@ def laid_out(sampler: Sampler, space: Space) -> Sampler:
     return ShardedSampler(sampler, sharding=space.layout)
 
 
+def draw_probes(
+    sampler: Sampler, key: Key[Array, ""], k: int, space: Space
+) -> Inexact[Array, "n {k}"]:
+    """k probes for an operator, of its dtype and laid out as its vectors are."""
+    return laid_out(sampler, space).sample(key, space.size, k, space.compute_dtype)
+
+
 def check_sampler(
     sampler: Sampler, where: str, *, resphere: bool = False, independent: bool = False
 ) -> None:

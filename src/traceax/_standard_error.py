@@ -80,7 +80,8 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     unit = _unit(jnp.max(errors))
     variances = (errors / unit) ** 2
     variance = jnp.sum(variances)
-    uncertain = jnp.sum(variances**2 / freedoms)
+    known = jnp.where(freedoms > 0, freedoms, 1)  # 0 for what counts for nothing
+    uncertain = jnp.sum(variances**2 / known)
     freedom = jnp.where(
         variance == 0, jnp.max(freedoms), _ratio(variance**2, uncertain)
     )

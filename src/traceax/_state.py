@@ -37,10 +37,12 @@ class Kept(eqx.Module):
 
     - `budget`: how many products were allowed so far.
     - `parts`: arrays, as the estimator's `compute` returned them.
+    - `owner`: the name of the estimator's class.
     """
 
     budget: int = eqx.field(static=True)
     parts: PyTree[Array]
+    owner: str = eqx.field(static=True)
 
 
 class TraceState(eqx.Module):
@@ -79,6 +81,22 @@ class TraceState(eqx.Module):
     def key(self) -> Key[Array, ""]:
         """A typed key."""
         return self._key.typed
+
+
+def check_state(state: Any, owner: str, where: str) -> None:
+    """Refuses what isn't a state, and what another estimator keeps."""
+    if not hasattr(state, "operator"):
+        hint = "its `.state`" if hasattr(state, "standard_error") else "that of `init`"
+        raise TypeError(
+            f"{where}: state must be that of an estimator, got an object of type "
+            f"{type(state).__name__}; pass {hint}."
+        )
+    kept = getattr(state, "kept", None)
+    if kept is not None and kept.owner != owner:
+        raise TypeError(
+            f"{where}: the state keeps products of {kept.owner}, of which {owner} can't "
+            f"make use; begin anew with {owner}.init."
+        )
 
 
 def kept_parts(state: Any, number: int) -> Sequence[Any]:

@@ -235,19 +235,20 @@ class StreamedMean(eqx.Module):
             )
         state = self.end_pass(state) if state.passes_left else state
         inner, operator = state.inner, state.inner.operator
+        owner = type(self.estimator).__name__
         # Of no entries: derivatives with respect to what the products depend on reach
         # the operator, which refuses.
         depends_on = [x[:, :0] for x in state.products]
         known = eqx.tree_at(
             lambda s: s.operator,
-            with_kept(inner, Kept(0, (state.products, state.weights))),
+            with_kept(inner, Kept(0, (state.products, state.weights), owner)),
             eqx.tree_at(lambda x: x.depends_on, operator, depends_on),
         )
         outcome = estimate_trace(
             _OfProducts(self.estimator), known, self.k, real=has_real_trace(operator)
         )
         if outcome.kept is not None:
-            inner = with_kept(inner, Kept(self.k, outcome.kept))
+            inner = with_kept(inner, Kept(self.k, outcome.kept, owner))
         return finish(outcome, inner, throw=throw)
 
 
@@ -263,7 +264,8 @@ class _OfProducts(eqx.Module):
             outcome = exact_answer(space, *products)
         else:
             _, parts = self.estimator.passes(state, k)
-            known = with_kept(state, Kept(k, parts(*products)))
+            owner = type(self.estimator).__name__
+            known = with_kept(state, Kept(k, parts(*products), owner))
             outcome = self.estimator.compute(known, k)
         value, error, stats, blocks = outcome
         wrong = _are_wrong(jnp.stack(weights))

@@ -35,6 +35,8 @@ _WIDENED = 2.0
 # An error bar that many times too long is not met by half as many probes more, or hardly
 # ever, and what is overshot then is less than an octave.
 _FAR = 4
+# Up to so many dimensions an answer is exact where the budget allows it.
+SMALL = 32
 # Products that are taken before a loop may stop.
 FEWEST = 8
 

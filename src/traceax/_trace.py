@@ -25,7 +25,7 @@ from ._operator import (
 )
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._state import check_budget, init_state
-from ._tolerance import FEWEST, make_tolerance
+from ._tolerance import SMALL, make_tolerance
 
 
 class CHOICES(eqx.Enumeration):
@@ -85,7 +85,7 @@ def trace(
     - `k`: a positive Python int, the budget of products.
     - `estimator`: a [`traceax.TraceEstimator`][], used on the whole operator as given.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
-        `level` is at most `atol + rtol |value|`, and at most k of them, or n - 1. Each
+        `level` is at most `atol + rtol |value|`, and at most k of them. Each
         a real number, which may be traced: one program serves all. The interval is
         valid though it was looked at repeatedly; see the page on tolerances. Taken by
         [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
@@ -144,7 +144,7 @@ def trace(
     else:
         budget = k - split.num_matvecs
         factor, rest = _without_factors(split.rest)
-        few = tolerance is None or space_of(rest).size <= FEWEST
+        few = tolerance is None or space_of(rest).size <= SMALL
         estimator, choice = _choose(rest, budget, exact=few)
         rest_state = estimator.init(state.key, rest)
         if tolerance is None:

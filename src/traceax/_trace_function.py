@@ -68,7 +68,7 @@ def trace_function(
         [`traceax.LanczosQuadratureEstimator`][] it makes the error bar a bound.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, for every leaf of what `fn` returns,
-        and at most k of them, or n - 1. Each a real number, which may be traced: one
+        and at most k of them. Each a real number, which may be traced: one
         program serves all. Taken by [`traceax.KrylovAwareEstimator`][]; see the
         page on tolerances.
     - `level`: of that interval, a Python number between 0 and 1.

@@ -14,20 +14,21 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, Int
 
 from .._base import TraceEstimator
 from .._deflation import Deflated, deflate, leading_range
 from .._operator import apply_block, space_of
 from .._orthogonal import column_dots, largest_entry, orthonormalise
-from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
+from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes
 from .._sharding import side_by_side
 from .._standard_error import ErrorBar, independent_samples, sum_of_independent
 from .._state import Kept, StoredKey, TraceState, init_state
 from .._stream import without_numpy
 
-# Products that are enough for two probes of the past and two fresh ones.
-_FEWEST = 4
+# Products that are enough for three probes of the past and three fresh ones.
+_FEWEST = 6
 
 
 class _Past(eqx.Module):
@@ -41,6 +42,7 @@ class _Past(eqx.Module):
     - `samples`, `gram`, `error`: of the fresh probes, and the error of their mean.
     - `rest`: with its error.
     - `rest_variance`: of `rest`, in units of the variance of a sample.
+    - `ratios`: of variances and covariances, over the changes so far (see `_mix`).
     """
 
     key: StoredKey
@@ -52,6 +54,7 @@ class _Past(eqx.Module):
     weight: Float[Array, ""]
     rest: ErrorBar
     rest_variance: Float[Array, ""]
+    ratios: Float[Array, "2"]
 
 
 class DeltaShiftEstimator(TraceEstimator):
@@ -88,13 +91,17 @@ class DeltaShiftEstimator(TraceEstimator):
     | operator | any, PyTrees, complex |
     | products | k, all used; none with the operator as it was |
     | beyond the products | O(n k^2) time, six n x k blocks; a state keeps the basis |
-    | bias | of second order: the weights are estimated from the same probes, but only from ratios of their products |
+    | bias | none where the weights are found from earlier changes; see below |
     | standard error | of independent parts, by step; NaN for k = 1 |
     | derivative | `<Z, dA V>`, about k products with dA; unbiased but for the weights |
 
     `stats["weight_of_past"]` is c.
 
-    Fewer than 4 products are those of independent probes, and nothing is carried over.
+    The weights are found from the changes before, by other probes. Where those of this
+    change disagree, as they do where the operator jumps, or where few probes find most of
+    it by chance, they bound c, and bias the value by a part of its standard error.
+
+    Fewer than 6 products are those of independent probes, and nothing is carried over.
 
     **Arguments:**
 
@@ -149,19 +156,18 @@ class DeltaShiftEstimator(TraceEstimator):
 
     def _first(self, state, k):
         sketch_key, key = jax.random.split(state.key)
-        n = space_of(state.operator).size
-        r = self._most_vectors(k)
-        B = jnp.zeros((n, r), space_of(state.operator).compute_dtype)
+        space = space_of(state.operator)
+        n, r = space.size, self._most_vectors(k)
+        B = jnp.zeros((n, r), space.compute_dtype)
         if r:
-            sketch = self._draw(state, sketch_key, r)
+            sketch = draw_probes(self.sampler, sketch_key, r, space)
             B, _ = orthonormalise(apply_block(state.operator, sketch))
-        Omega = self._draw(state, key, k - 2 * r)
+        Omega = draw_probes(self.sampler, key, k - 2 * r, space)
         AB, products = _split(apply_block(state.operator, side_by_side(B, Omega)), r)
         exact = column_dots(B, AB)
         fresh = deflate(B, AB, Omega, products, resphere=self.resphere)
-        gram = self._gram(fresh, n - r)
+        gram, total = fresh.gram(n - r), jnp.sum(exact)
         bar = independent_samples(fresh.samples, fresh.norms, gram[None], exact)
-        total = jnp.sum(exact)
         one, nothing = jnp.ones_like(bar.standard_error), jnp.zeros_like
         kept = None
         if k >= _FEWEST:
@@ -175,13 +181,16 @@ class DeltaShiftEstimator(TraceEstimator):
                 one,
                 ErrorBar(nothing(bar.mean), nothing(one), jnp.full_like(one, jnp.inf)),
                 nothing(one),
+                jnp.zeros(2, space.real_dtype),
             )
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
             "largest_product": largest_entry(products),
             "weight_of_past": nothing(one),
-            "kept": None if kept is None else Kept(0, kept),
+            "kept": None
+            if kept is None
+            else Kept(0, _finite(kept), type(self).__name__),
         }
         G = fresh.G
         blocks = side_by_side(B, G), side_by_side(B, G / G.shape[1])
@@ -196,8 +205,11 @@ class DeltaShiftEstimator(TraceEstimator):
         # Not the key of the state: an estimate may be asked for again.
         key = jax.random.fold_in(state.key, past.number)
         B = past.basis[:, :r]
+        space = space_of(state.operator)
         Omega = side_by_side(
-            B, self._draw(state, past.key.typed, p), self._draw(state, key, f)
+            B,
+            draw_probes(self.sampler, past.key.typed, p, space),
+            draw_probes(self.sampler, key, f, space),
         )
         products = apply_block(state.operator, Omega)
         (AB, of_probes), (_, probes) = _split(products, r), _split(Omega, r)
@@ -209,37 +221,36 @@ class DeltaShiftEstimator(TraceEstimator):
 
         past = _reduced(past, p)
         g = past.weight
-        n = space_of(state.operator).size
-        gram, fresh_gram = (self._gram(part, n - r) for part in (again, fresh))
-        mix = _mix(gram, past.gram, g, past.rest_variance, p, f)
+        outside = space.size - r
+        gram, fresh_gram = (part.gram(outside) for part in (again, fresh))
+        mix = _mix(gram, past.gram, past, p, f)
         a, b, c = (y.astype(x.dtype) for y in mix.weights)
         back = (1 - g).astype(x.dtype)
         changes = b * u - c * back * s
         gram = b * gram - c * back * past.gram
-        # |D w| for the mixed operator D of norm sqrt(mean |w_i^* D w_j|^2).
-        norm = jnp.full((p,), jnp.sqrt(_mean_product(gram, gram)))
-        change = independent_samples(changes, norm, gram[None], exact[None])
+        change = _error_bar(changes, gram, exact)
         rest = sum_of_independent(change, _times(c, past.rest))
-        newest = independent_samples(x, fresh.norms, fresh_gram[None], exact[None])
+        newest = _error_bar(x, fresh_gram, exact)
         total = sum_of_independent(rest, _times(a, newest))
 
         kept = _Past(
             StoredKey(key),
             past.number + 1,
-            leading_range(AB, again.AG, number=r),
+            leading_range(AB, again.AG, number=min(self._most_vectors(k), r + p)),
             x,
             fresh_gram,
             newest,
             mix.weights[0],
             rest,
             mix.rest_variance,
+            mix.ratios,
         )
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": total.degrees_of_freedom,
             "largest_product": largest_entry(products),
             "weight_of_past": mix.weights[2],
-            "kept": Kept(0, kept),
+            "kept": Kept(0, _finite(kept), type(self).__name__),
         }
         V = side_by_side(B, fresh.G, again.G)
         Z = side_by_side(B, a / f * fresh.G, b / p * again.G)
@@ -249,17 +260,27 @@ class DeltaShiftEstimator(TraceEstimator):
         size = max(min(3 * k // 10, k - _FEWEST), 0)
         return size if self.basis_size is None else min(self.basis_size, size)
 
-    def _gram(self, probes: Deflated, dimension: int) -> Inexact[Array, "g g"]:
-        return probes.gram(dimension if self.resphere else None)
 
-    def _draw(self, state, key, number: int) -> Inexact[Array, "n {number}"]:
-        space = space_of(state.operator)
-        sampler = laid_out(self.sampler, space)
-        return sampler.sample(key, space.size, number, space.compute_dtype)
+def _finite(past: _Past) -> _Past:
+    """A past that counts for nothing, if an operator was not finite."""
+    arrays = past.samples, past.gram, past.error, past.weight, past.rest
+    arrays = (*arrays, past.rest_variance, past.ratios)
+    largest = [jnp.max(jnp.abs(x)) for x in jtu.tree_leaves(arrays)]
+    # Degrees of freedom may be infinite.
+    unknown = jnp.stack([jnp.isnan(x) for x in largest]).any()
+    finite = ~unknown & jnp.isfinite(jnp.stack(largest[:2])).all()
+    arrays = jtu.tree_map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), arrays)
+    return _Past(past.key, past.number, past.basis, *arrays)
 
 
 def _split(block: Inexact[Array, "n k"], first: int):
     return block[:, :first], block[:, first:]
+
+
+def _error_bar(samples, gram, exact) -> ErrorBar:
+    # In place of |A w|, that of what samples vary with: sqrt(mean |w_i^* A w_j|^2).
+    norms = jnp.full(samples.shape, jnp.sqrt(_mean_product(gram, gram)))
+    return independent_samples(samples, norms, gram[None], exact[None])
 
 
 def _times(factor: Inexact[Array, ""], bar: ErrorBar) -> ErrorBar:
@@ -287,19 +308,20 @@ def _reduced(past: _Past, p: int) -> _Past:
         g * (p / f),
         sum_of_independent(past.rest, more),
         past.rest_variance + share * g**2 / f,
+        past.ratios,
     )
 
 
 class _Mix(NamedTuple):
     weights: tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
     rest_variance: Float[Array, ""]
+    ratios: Float[Array, "2"]
 
 
 def _mix(
     now: Inexact[Array, "g g"],
     before: Inexact[Array, "g g"],
-    g: Float[Array, ""],
-    rest_variance: Float[Array, ""],
+    past: _Past,
     p: int,
     f: int,
 ) -> _Mix:
@@ -311,30 +333,44 @@ def _mix(
 
         a^2 / f + (b^2 - 2 b c h rho + c^2 h^2 kappa) / p + c^2 nu,    a = 1 - b .
 
-    For c it is least at `c = b h rho / (p D)` with `D = h^2 kappa / p + nu`, and then for b
-    at `b = (1 / f) / (1 / f + 1 / p - (h rho / p)^2 / D)`.
+    It is least for
 
-    *Bias.* The covariance of `w^* A w` and `w^* B w` is proportional to `tr A B`, of which
-    `w_i^* A w_j` and `w_i^* B w_j` are an estimate from pairs of probes, p (p - 1) of
-    them. That of a few samples would be noise; and weights that follow the size of the
-    samples bias an estimate that adds up over steps: a probe that finds much of the
-    operator would count for more. So only ratios enter, of products of the same probes,
-    and `nu` is computed from those, and not from samples.
+        c = b h rho / (p D),    D = h^2 kappa / p + nu,
+        b = (1 / f) / (1 / f + 1 / p - (h rho / p)^2 / D) .
+
+    The covariance of `w^* A w` and `w^* B w` is proportional to `tr A B`, of which
+    `w_i^* A w_j` and `w_i^* B w_j` are an estimate from p (p - 1) pairs of probes.
+
+    *Bias.* Weights that follow the samples they weigh bias an estimate, and here the bias
+    would add up over steps: a probe that finds much of the operator would count for more.
+    So `kappa` and `rho` are those of the changes before this one, from other probes, which
+    are averaged. Only for the first change there are none. What the probes themselves say
+    of this change is an upper bound for c, of twice what they ask for: an operator that
+    jumps isn't estimated from its past. And c is at most 1.
     """
     unit = jnp.maximum(jnp.max(jnp.abs(now)), jnp.max(jnp.abs(before)))
     unit = jnp.where(unit == 0, 1, unit).astype(now.dtype)
     now, before = now / unit, before / unit
+    products = [_mean_product(*x) for x in ((before, before), (now, before))]
     size = _mean_product(now, now)
-    size = jnp.where(size == 0, jnp.inf, size)
-    kappa = _mean_product(before, before) / size
-    rho = _mean_product(now, before) / size
-    nu, h = kappa * rest_variance, 1 - g
-    D = h**2 * kappa / p + nu
-    shared = jnp.where(D == 0, 0, h * rho / (p * jnp.where(D == 0, 1, D)))
-    b = (1 / f) / (1 / f + 1 / p - h * rho / p * shared)
-    c = b * shared
+    found = jnp.stack(products) / jnp.where(size == 0, jnp.inf, size)
+    expected = jnp.where(past.number == 1, found, past.ratios)
+    h, nu = 1 - past.weight, past.rest_variance
+
+    def best(ratios):
+        kappa, rho = ratios
+        D = (h**2 / p + nu) * kappa
+        shared = jnp.where(D == 0, 0, h * rho / (p * jnp.where(D == 0, 1, D)))
+        return (1 / f) / (1 / f + 1 / p - h * rho / p * shared) * shared
+
+    c = jnp.minimum(best(expected), 2 * best(found))
+    c = jnp.clip(c, 0, 1)
+    kappa, rho = expected
+    b = jnp.clip((1 / f + c * h * rho / p) / (1 / f + 1 / p), 0, 1)
+    ratios = (expected + found) / 2
+    kappa, rho = ratios
     change = (b**2 - 2 * b * c * h * rho + (c * h) ** 2 * kappa) / p
-    return _Mix((1 - b, b, c), change + c**2 * nu)
+    return _Mix((1 - b, b, c), change + c**2 * nu * kappa, ratios)
 
 
 def _mean_product(

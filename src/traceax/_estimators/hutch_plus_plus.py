@@ -14,7 +14,7 @@ from .._orthogonal import (
     inner,
     largest_entry,
 )
-from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
+from .._samplers import RademacherSampler, Sampler, check_sampler, draw_probes
 from .._sharding import side_by_side
 from .._standard_error import gram, independent_samples
 from .._state import init_state, kept_parts
@@ -110,11 +110,9 @@ class HutchPlusPlusEstimator(TraceEstimator):
 
     def _probes(self, state, sketch_size, num_residual):
         space = space_of(state.operator)
-        n, dtype = space.size, space.compute_dtype
-        sampler = laid_out(self.sampler, space)
         sketch_key, residual_key = jax.random.split(state.key)
-        Omega = sampler.sample(sketch_key, n, sketch_size, dtype)
-        return Omega, sampler.sample(residual_key, n, num_residual, dtype)
+        Omega = draw_probes(self.sampler, sketch_key, sketch_size, space)
+        return Omega, draw_probes(self.sampler, residual_key, num_residual, space)
 
 
 def _size_of_new_sketch(k: int) -> int:

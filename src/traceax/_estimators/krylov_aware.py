@@ -28,7 +28,7 @@ from .._leave_one_out_krylov import (
 )
 from .._operator import apply_block, space_of
 from .._orthogonal import combine, inner
-from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
+from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes
 from .._spectral_base import (
     SpectralEstimator,
     SpectralOutcome,
@@ -107,9 +107,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         space = space_of(operator)
         n = space.size
         m, steps = probes_and_steps(self.num_probes, k)
-        Omega = laid_out(self.sampler, space).sample(
-            state.key, n, m, space.compute_dtype
-        )
+        Omega = draw_probes(self.sampler, state.key, m, space)
         krylov = block_lanczos(lambda X: apply_block(operator, X), Omega, steps)
         found = _found(state, krylov, n, m, steps)
         stats = {
@@ -133,7 +131,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         space = space_of(operator)
         n, dtype = space.size, space.compute_dtype
         m, most = probes_until(self.num_probes, k)
-        Omega = laid_out(self.sampler, space).sample(state.key, n, m, dtype)
+        Omega = draw_probes(self.sampler, state.key, m, space)
         sizes, looks = _looks(most)
 
         def step(carry, count, phase):

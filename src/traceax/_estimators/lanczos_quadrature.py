@@ -8,7 +8,7 @@ from .._frechet import lanczos_blocks
 from .._krylov import lanczos
 from .._operator import apply_block, space_of
 from .._orthogonal import eigh, inner, largest_entry
-from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
+from .._samplers import RademacherSampler, Sampler, check_sampler, draw_probes
 from .._spectral_base import (
     SpectralEstimator,
     SpectralOutcome,
@@ -70,9 +70,9 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     def compute(self, state, k):
         operator, function = state.operator, state.function
         space = space_of(operator)
-        n, dtype = space.size, space.compute_dtype
+        n = space.size
         m, steps = probes_and_steps(self.num_probes, k)
-        Omega = laid_out(self.sampler, space).sample(state.key, n, m, dtype)
+        Omega = draw_probes(self.sampler, state.key, m, space)
         krylov = lanczos(lambda X: apply_block(operator, X), Omega, steps)
         blocks = lanczos_blocks(krylov)
         flat, result = ritz_values(blocks.values, krylov.asymmetry, operator)

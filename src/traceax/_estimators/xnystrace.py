@@ -36,7 +36,7 @@ from .._orthogonal import (
     orthonormalise,
     power_of_two_scale,
 )
-from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
+from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import ErrorBar, leave_one_out_samples
 from .._state import Kept, StoredKey, init_state, kept_parts
 from .._stream import ProbeStream, counted_halves
@@ -170,8 +170,7 @@ class XNysTraceEstimator(TraceEstimator):
         # Of length 1, about, once divided: solvers inside an operator have absolute
         # tolerances.
         space = space_of(state.operator)
-        sampler = laid_out(self.sampler, space)
-        Omega = sampler.sample(state.key, space.size, k, space.compute_dtype)
+        Omega = draw_probes(self.sampler, state.key, k, space)
         return Omega, 2.0 ** round(math.log2(space.size) / 2)
 
     def compute_until(self, state, k, tolerance, meter):

@@ -10,7 +10,7 @@ from .._deflation import deflated_trace, with_basis
 from .._leave_one_out import leave_one_out, leave_one_out_traces, stand_in
 from .._operator import apply_block, extend_products, space_of
 from .._orthogonal import column_dots, column_norms, largest_entry
-from .._samplers import NormalSampler, Sampler, check_sampler, laid_out
+from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
 from .._state import init_state, kept_parts
 from .._stream import ProbeStream, counted_halves
@@ -158,8 +158,7 @@ class XTraceEstimator(TraceEstimator):
 
     def _probes(self, state, number):
         space = space_of(state.operator)
-        sampler = laid_out(self.sampler, space)
-        return sampler.sample(state.key, space.size, number, space.compute_dtype)
+        return draw_probes(self.sampler, state.key, number, space)
 
     def _without_projection(self, state, k):
         # Of two probes each leaves the other a single direction to find, and a single
