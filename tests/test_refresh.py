@@ -85,7 +85,7 @@ def many(matrices, estimator, number, k=K):
 def test_estimates_along_a_path_are_unbiased(name, complex):
     matrices = path(complex=complex)
     truth = np.trace(matrices, axis1=1, axis2=2)
-    number = 500 if complex else 1500
+    number = 400 if complex else 1000
     results = many(jnp.asarray(matrices), ESTIMATORS[name], number)
     values, errors, inside = map(np.asarray, results)
     for step in range(STEPS):
@@ -173,7 +173,7 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
         assert abs(more.value - np.trace(path()[1])) < 6 * more.standard_error
 
 
-@named
+@pytest.mark.parametrize("name", ["hutch++", "xtrace", "delta-shift"])
 def test_transforms_of_a_path(key, name):
     estimator = ESTIMATORS[name]
     matrices = jnp.asarray(path(), float_dtype())
@@ -220,7 +220,7 @@ def test_derivatives_are_those_of_the_operator_as_it_is(name):
     assert z_score(forward, jnp.trace(direction)) < 4
 
 
-@named
+@pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
 @pytest.mark.parametrize("scale", [1e-20, 0.0])
 def test_scales(key, name, scale):
     matrices = jnp.asarray(path(), float_dtype())
@@ -231,10 +231,8 @@ def test_scales(key, name, scale):
     assert scaled.result == tx.RESULTS.successful
 
 
-@named
-@pytest.mark.parametrize(
-    "ks", [(1, 1), (3, 4), (4, 3), (4, 5), (6, 30), (30, 6), (12, N)]
-)
+@pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
+@pytest.mark.parametrize("ks", [(1, 1), (3, 6), (6, 3), (6, 30), (30, 6), (12, N)])
 def test_budgets(key, name, ks):
     estimator = ESTIMATORS[name]
     first, second = (as_operator(a) for a in path()[:2])
