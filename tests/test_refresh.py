@@ -21,7 +21,7 @@ from test_resume import assert_same, saved_and_loaded
 
 import traceax as tx
 
-N, K, STEPS = 40, 12, 6
+N, K, STEPS, NUMBER = 40, 12, 6, 600
 ESTIMATORS = {
     "hutch++": tx.HutchPlusPlusEstimator(),
     "xtrace": tx.XTraceEstimator(),
@@ -58,23 +58,33 @@ def along(key, matrices, estimator, k=K):
 
 
 @eqx.filter_jit
-def many(matrices, estimator, number, k=K):
-    def one(key):
-        estimates = along(key, matrices, estimator, k)
-        inside = [
-            (jnp.real(low) <= jnp.real(jnp.trace(a)))
-            & (jnp.real(jnp.trace(a)) <= jnp.real(high))
-            for a, (low, high) in zip(
-                matrices, [x.confidence_interval() for x in estimates], strict=True
-            )
-        ]
-        return (
-            jnp.stack([x.value for x in estimates]),
-            jnp.stack([x.standard_error for x in estimates]),
-            jnp.asarray(inside),
-        )
+def many(matrices, estimator, k=K):
+    """Values, standard errors, and whether intervals hold the (real part of the) truth."""
 
-    return jax.lax.map(one, jr.split(jr.key(3), number), batch_size=100)
+    def outcome(a, estimate):
+        low, high = map(jnp.real, estimate.confidence_interval())
+        truth = jnp.real(jnp.trace(a))
+        inside = (low <= truth) & (truth <= high)
+        return estimate.value, estimate.standard_error, inside
+
+    def step(state, given):
+        key, a = given
+        state = estimator.refresh(state, key, lx.MatrixLinearOperator(a))
+        estimate = estimator.estimate(state, k, throw=False)
+        return estimate.state, outcome(a, estimate)
+
+    def one(key):
+        estimates = along(key, matrices[:2], estimator, k)
+        found = [outcome(*x) for x in zip(matrices[:2], estimates, strict=True)]
+        found = jax.tree.map(lambda *x: jnp.stack(x), *found)
+        keys = jr.split(jr.fold_in(key, 1), len(matrices))[2:]
+        if len(matrices) == 1:
+            return found
+        # From the second estimate on, states are of the same structure.
+        _, later = jax.lax.scan(step, estimates[1].state, (keys, matrices[2:]))
+        return jax.tree.map(lambda *x: jnp.concatenate(x), found, later)
+
+    return jax.lax.map(one, jr.split(jr.key(3), NUMBER), batch_size=100)
 
 
 @pytest.mark.x64
@@ -85,18 +95,17 @@ def many(matrices, estimator, number, k=K):
 def test_estimates_along_a_path_are_unbiased(name, complex):
     matrices = path(complex=complex)
     truth = np.trace(matrices, axis1=1, axis2=2)
-    number = 400 if complex else 1000
-    results = many(jnp.asarray(matrices), ESTIMATORS[name], number)
+    results = many(jnp.asarray(matrices), ESTIMATORS[name])
     values, errors, inside = map(np.asarray, results)
     for step in range(STEPS):
         assert z_score(values[:, step], truth[step]) < 4
-    # A bias of 2 % does not pass.
-    assert complex or z_score(1.02 * values[:, -1], truth[-1]) > 4
+    # A bias of 2 % does not pass; of signs without a basis, one of 5 %.
+    bias = 0.05 if name == "delta-shift-plain" else 0.02
+    assert complex or z_score((1 + bias) * values[:, -1], truth[-1]) > 4
     mean_square = np.mean(np.abs(values - truth) ** 2, axis=0)
     ratio = np.sqrt(np.mean(errors**2, axis=0) / mean_square)
     assert np.all((ratio > 0.85) & (ratio < 1.5)), ratio
-    if not complex:  # then of the real part alone
-        assert np.all(np.mean(inside, axis=0) > 0.92)
+    assert np.all(np.mean(inside, axis=0) > 0.92)
 
 
 @pytest.mark.x64
@@ -107,21 +116,21 @@ def test_estimates_along_a_path_are_unbiased(name, complex):
 def test_what_is_taken_over_is_worth_products(name, spectrum, k):
     matrices = jnp.asarray(path(0.002, name=spectrum))
     truth = np.trace(matrices[-1])
-    values, _, _ = map(np.asarray, many(matrices, ESTIMATORS[name], 300))
-    anew = np.asarray(many(matrices[-1:], tx.XTraceEstimator(), 300, k)[0])
+    values, _, _ = map(np.asarray, many(matrices, ESTIMATORS[name]))
+    anew = np.asarray(many(matrices[-1:], tx.XTraceEstimator(), k)[0])
     errors = [np.sqrt(np.mean((x[:, -1] - truth) ** 2)) for x in (values, anew)]
     assert errors[0] < errors[1]
 
 
 @pytest.mark.x64
-def test_an_operator_that_jumps_is_not_estimated_from_its_past(key):
+def test_an_operator_that_jumps_is_not_estimated_from_its_past():
     a, b = (matrix("flat", N, seed=seed) for seed in (1, 2))
-    matrices = jnp.asarray(np.stack([1e3 * (a - 2 * np.eye(N)), b]))
-    estimator = tx.DeltaShiftEstimator(basis_size=0)
-    values, errors, _ = map(np.asarray, many(matrices, estimator, 400))
+    jump = np.stack([1e3 * (a - 2 * np.eye(N))] * (STEPS - 1) + [b])
+    estimator = ESTIMATORS["delta-shift"]
+    values, errors, _ = map(np.asarray, many(jnp.asarray(jump), estimator))
     assert z_score(values[:, -1], np.trace(b)) < 4
-    scratch, _, _ = map(np.asarray, many(matrices[1:], estimator, 400))
-    assert values[:, -1].std() < 1.1 * scratch[:, 0].std()
+    anew, _, _ = map(np.asarray, many(jnp.asarray(np.stack([b] * STEPS)), estimator))
+    assert values[:, -1].std() < 1.2 * anew[:, 0].std()
     assert np.abs(values[:, -1] - np.trace(b)).max() < 10 * np.mean(errors[:, -1])
 
 
@@ -136,18 +145,16 @@ def test_an_operator_that_is_not_finite_is_forgotten(key, name):
     assert abs(estimate.value - jnp.trace(a)) < 6 * estimate.standard_error
 
 
-def test_a_path_of_few_products_and_large_jumps_stays_within_its_errors():
+@pytest.mark.x64
+def test_a_path_of_large_jumps_stays_within_its_errors():
     # The past is worth little, and must not be worth more than that.
-    spikes = np.stack([100 * np.diag(np.eye(N)[i]) + 0.1 * np.eye(N) for i in range(5)])
-    matrices = jnp.asarray(spikes, float_dtype())
-    for k in (4, 6, 8):
-        values, errors, _ = map(
-            np.asarray, many(matrices, ESTIMATORS["delta-shift"], 200, k)
-        )
-        assert np.abs(values).max() < 5000
-        truth = float(np.trace(spikes[0]))
-        ratio = np.sqrt(np.mean(errors**2) / np.mean((values - truth) ** 2))
-        assert 0.5 < ratio < 2
+    spikes = [100 * np.diag(np.eye(N)[i]) + 0.1 * np.eye(N) for i in range(STEPS)]
+    results = many(jnp.asarray(np.stack(spikes)), ESTIMATORS["delta-shift"])
+    values, errors, _ = map(np.asarray, results)
+    assert np.abs(values).max() < 5000
+    truth = float(np.trace(spikes[0]))
+    ratio = np.sqrt(np.mean(errors**2) / np.mean((values - truth) ** 2))
+    assert 0.5 < ratio < 2
 
 
 @named

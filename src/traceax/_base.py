@@ -150,6 +150,7 @@ class TraceEstimator(eqx.Module):
         **Arguments:**
 
         - `state`: of an estimate without a tolerance, or of `init`, of this estimator.
+            Its operator isn't used, and may be `None`, as in the carry of a loop.
         - `key`: a single key, other than those before.
         - `operator`: of the same structure as that of the state.
 
@@ -164,12 +165,13 @@ class TraceEstimator(eqx.Module):
         where = f"{type(self).__name__}.refresh"
         check_state(state, type(self).__name__, where)
         fresh = self.init(key, operator)
-        old, new = (space_of(x.operator) for x in (state, fresh))
-        if (old.structure, old.compute_dtype) != (new.structure, new.compute_dtype):
-            raise ValueError(
-                f"{where}: the operator must have the structure of the state's, "
-                f"{old.structure}, got {new.structure}; begin anew with init."
-            )
+        if state.operator is not None:
+            old, new = (space_of(x.operator) for x in (state, fresh))
+            if (old.structure, old.compute_dtype) != (new.structure, new.compute_dtype):
+                raise ValueError(
+                    f"{where}: the operator must have the structure of the state's, "
+                    f"{old.structure}, got {new.structure}; begin anew with init."
+                )
         carry_over = getattr(self, "carry_over", None)
         return fresh if carry_over is None else carry_over(state, fresh)
 
