@@ -153,7 +153,7 @@ def parameters_on_devices(estimator, mesh):
 def cases():
     for estimator in ESTIMATORS:
         yield rows_on_devices, "auto", estimator
-    for estimator in ("hutchinson-chunks", "xtrace", "xnystrace"):
+    for estimator in ("xtrace", "xnystrace"):
         yield rows_on_devices, "explicit", estimator
     for case in (probes_on_devices, a_matrix_by_rows):
         yield case, "auto", "hutchinson"

@@ -238,6 +238,7 @@ def test_scales(key, name, scale):
     assert scaled.result == tx.RESULTS.successful
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
 @pytest.mark.parametrize("ks", [(1, 1), (3, 6), (6, 3), (6, 30), (30, 6), (12, N)])
 def test_budgets(key, name, ks):
