@@ -23,11 +23,10 @@ from helpers import (
 
 import traceax as tx
 
-ALL = pytest.mark.parametrize("estimator", list(ESTIMATORS))
 # Sphere and normal probes in place of signs take no other path.
-PATHS = pytest.mark.parametrize(
-    "estimator", [*FAMILIES, "xtrace-plain", "xnystrace-plain"]
-)
+_PATHS = [*FAMILIES, "xtrace-plain", "xnystrace-plain"]
+PATHS = pytest.mark.parametrize("estimator", _PATHS)
+ALL = pytest.mark.parametrize("estimator", list(ESTIMATORS) if is_x64() else _PATHS)
 
 
 def _usage(estimator, operator, k):
