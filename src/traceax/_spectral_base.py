@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
-from ._base import adaptive_estimator
+from ._base import adaptive_estimator, identity_block
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._frechet import SpectralBlocks
 from ._operator import apply_block, is_positive_semidefinite, space_of
@@ -207,7 +207,7 @@ def evaluation_result(
 def _exact(state: SpectralState) -> SpectralOutcome:
     operator = state.operator
     space = space_of(operator)
-    identity = jnp.eye(space.size, dtype=space.compute_dtype)
+    identity = identity_block(space)
     A = apply_block(operator, identity)
     hermitian = (A + A.conj().T) / 2
     norm = jnp.linalg.norm(hermitian)

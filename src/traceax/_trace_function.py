@@ -88,7 +88,8 @@ def trace_function(
     - `TypeError` for a wrong key, function, operator, `k` or estimator, `ValueError`
         for an operator that isn't square, or a function that isn't one of scalars.
     - A run-time error for an operator that isn't Hermitian, a function that isn't
-        finite on its spectrum, a tolerance that is not met, and whatever [`traceax.RESULTS`][] names.
+        finite on its spectrum, a tolerance that is not met, and whatever
+        [`traceax.RESULTS`][] names.
     """
     where = "traceax.trace_function"
     accuracy = Accuracy(rtol, atol, level, progress_meter)

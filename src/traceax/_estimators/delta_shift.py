@@ -150,7 +150,7 @@ class DeltaShiftEstimator(TraceEstimator):
         return TraceState(fresh.key, fresh.operator, state.kept)
 
     def compute(self, state, k):
-        if state.kept is None:
+        if state.kept is None or k < _FEWEST:
             return self._first(state, k)
         return self._next(state, state.kept.parts, k)
 
@@ -169,9 +169,14 @@ class DeltaShiftEstimator(TraceEstimator):
         gram, total = fresh.gram(n - r), jnp.sum(exact)
         bar = independent_samples(fresh.samples, fresh.norms, gram[None], exact)
         one, nothing = jnp.ones_like(bar.standard_error), jnp.zeros_like
-        kept = None
+        stats = {
+            "num_matvecs": k,
+            "degrees_of_freedom": bar.degrees_of_freedom,
+            "largest_product": largest_entry(products),
+            "weight_of_past": nothing(one),
+        }
         if k >= _FEWEST:
-            kept = _Past(
+            past = _Past(
                 StoredKey(key),
                 jnp.asarray(1, jnp.int32),
                 leading_range(AB, fresh.G[:, :0], number=r),
@@ -183,22 +188,12 @@ class DeltaShiftEstimator(TraceEstimator):
                 nothing(one),
                 jnp.zeros(2, space.real_dtype),
             )
-        stats = {
-            "num_matvecs": k,
-            "degrees_of_freedom": bar.degrees_of_freedom,
-            "largest_product": largest_entry(products),
-            "weight_of_past": nothing(one),
-            "kept": None
-            if kept is None
-            else Kept(0, _finite(kept), type(self).__name__),
-        }
+            stats["kept"] = Kept(0, _finite(past), type(self).__name__)
         G = fresh.G
         blocks = side_by_side(B, G), side_by_side(B, G / G.shape[1])
         return total + bar.mean, bar.standard_error, stats, blocks
 
     def _next(self, state, past: _Past, k: int):
-        if k < _FEWEST:
-            return self._first(TraceState(state.key, state.operator), k)
         r = min(self._most_vectors(k), past.basis.shape[1])
         p = min((k - r) // 2, past.samples.shape[0])
         f = k - r - p
