@@ -66,8 +66,7 @@ def test_all_kinds_of_calls_share_their_traces(estimator):
     for seed in (0, 1):
         for call in _calls(seed):
             call(_counting(estimator, f"shared-{estimator}"))
-    # jax keeps a trace of eager and one of staged calls: not one for each kind.
-    assert len(RUNS) <= 2
+    assert len(RUNS) == 1
 
 
 @pytest.mark.parametrize("call", range(9))

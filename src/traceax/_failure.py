@@ -12,7 +12,6 @@ import lineax as lx
 from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
 from ._estimate import RESULTS
-from ._orthogonal import largest_entry
 from ._unavailable import UnavailableLinearOperator
 
 
@@ -36,7 +35,10 @@ def explain(
     def cause() -> RESULTS:
         if leaves:
             largest = jnp.stack(
-                [largest_entry(x).astype(value.real.dtype) for x in leaves]
+                [
+                    jnp.max(jnp.abs(x), initial=0).astype(value.real.dtype)
+                    for x in leaves
+                ]
             )
             largest = jnp.max(largest)
         else:

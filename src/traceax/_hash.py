@@ -35,14 +35,13 @@ def probe_streams(
 ) -> list[UInt32[Array, "k 3"]]:
     """Key words of so many streams for each of the probes `start, ..., start + k - 1`."""
     # 96 bits of state from the words of the key, three words a stream from that.
-    state = [jnp.uint32(constant) for constant in (0x243F6A88, 0x85A308D3, 0x13198A2E)]
+    # Thrice, of which each is a root: (a, b, c), (b, c, a) and (c, a, b).
+    seed = (0x243F6A88, 0x85A308D3, 0x13198A2E)
+    state = [jnp.array(seed[i:] + seed[:i], jnp.uint32) for i in range(3)]
     for i in range(key_data.shape[0]):
         state = [_f(_g(s ^ key_data[i]) + jnp.uint32(i)) for s in state]
         state = [s + _f(t) for s, t in zip(state, state[1:] + state[:1], strict=True)]
-    a, b, c = state
-    roots = jnp.stack(
-        [jnp.stack([a, b, c]), jnp.stack([b, c, a]), jnp.stack([c, a, b])]
-    )
+    roots = jnp.stack(state)
     first = jnp.asarray(start, jnp.uint32) * number
     drawn = words_at(roots, jax.lax.iota(jnp.uint32, k * number) + first, None)
     drawn = drawn.reshape(3, k, number)

@@ -141,6 +141,12 @@ def _merge(arrays, static) -> Problem:
     return jtu.tree_unflatten(treedef, leaves)
 
 
+def _same_context():
+    # JAX lowers a program in a context that says there is no mesh, and traces it in one
+    # that doesn't say. Its trace cache takes the two for different.
+    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+
+
 def _function(blocks: bool):
     return _evaluate_jit if blocks else _outcome_jit
 
@@ -148,7 +154,8 @@ def _function(blocks: bool):
 @eqxi.filter_primitive_def
 def _impl(problem, blocks):
     arrays, static = _split(problem, eqx.is_array)
-    return _function(blocks)(arrays, static)
+    with _same_context():
+        return _function(blocks)(arrays, static)
 
 
 def _is_abstract(x) -> bool:
@@ -161,7 +168,8 @@ def _abstract_eval(problem, blocks):
     structs = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays
     ]
-    out = _function(blocks).eval_shape(structs, static)
+    with _same_context():
+        out = _function(blocks).eval_shape(structs, static)
     return jtu.tree_map(
         lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), out
     )
