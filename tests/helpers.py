@@ -1,5 +1,7 @@
 """Matrices of known trace, operators of every class, and statistics of estimates."""
 
+import contextlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -107,9 +109,20 @@ def _run(keys, operator, k, estimator):
     return jax.vmap(one)(keys)
 
 
+@contextlib.contextmanager
+def optimised(when=True):
+    """For programs that run for longer than they compile."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, before and not when)
+    yield
+    jax.config.update(name, before)
+
+
 def many(estimator, operator, k, num_keys, seed=0):
     """Values and standard errors over a fixed number of keys."""
-    values, errors = _run(jr.split(jr.key(seed), num_keys), operator, k, estimator)
+    with optimised(operator.in_size() >= 300):
+        values, errors = _run(jr.split(jr.key(seed), num_keys), operator, k, estimator)
     return np.asarray(values), np.asarray(errors)
 
 

@@ -19,7 +19,8 @@ def test_four_devices_agree_with_one(part):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+        + " --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
