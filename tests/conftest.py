@@ -27,7 +27,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 # The files that take longest, which begin first.
-SLOW = ("sharding", "tolerance", "spectral", "statistics", "transforms", "refresh")
+SLOW = ("sharding", "docs", "tolerance", "spectral", "statistics", "transforms")
 
 
 def pytest_collection_modifyitems(items):
