@@ -1,5 +1,7 @@
 """Moments of the probe distributions, and the quality of the generator below them."""
 
+from statistics import NormalDist
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -261,6 +263,14 @@ def test_normal_numbers():
     for level in (-4, -2.5, -1, -0.1, 0, 0.5, 2, 3.5):
         p = float(jax.scipy.stats.norm.cdf(level))
         assert abs(np.mean(x < level) - p) * root / np.sqrt(p * (1 - p)) < 4.5
+    # Each is the quantile of its word, which is exact in float32.
+    word = np.concatenate(
+        [np.arange(0, 2**32, 2**20), np.arange(2**31, 2**31 + 2**14)]
+    )
+    uniform = (word.astype(np.uint32).view(np.int32) // 2**8 + 0.5) / 2**23
+    lower = [-NormalDist().inv_cdf((1 - abs(x)) / 2) for x in uniform]
+    drawn = np.asarray(normals(jnp.asarray(word.astype(np.uint32))), np.float64)
+    assert np.max(np.abs(drawn / (np.sign(uniform) * lower) - 1)) < 5e-7
     # Largest and smallest word.
     ends = normals(jnp.asarray([2**31 - 1, 2**31, 0, 2**32 - 1], jnp.uint32))
     assert np.all(np.isfinite(ends))

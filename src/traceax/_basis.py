@@ -69,19 +69,20 @@ def growing_basis(
         return block, jnp.zeros((0, 0), block.dtype)
     size = tile_size(n)
     number = -(-k // size)
+    # Given vectors, each tile of which the basis replaces.
     rows = jnp.pad(whole_columns(block).T, ((0, number * size - k), (0, 0)))
     present = jnp.arange(number * size) < k
 
     def tile(j, carry):
         basis, R = carry
         start = j * size
-        given = jax.lax.dynamic_slice_in_dim(rows, start, size)
+        given = jax.lax.dynamic_slice_in_dim(basis, start, size)
         here = jax.lax.dynamic_slice_in_dim(present, start, size)
         Q, columns = extend(basis, given, j, here)
         basis = jax.lax.dynamic_update_slice_in_dim(basis, Q, start, 0)
         return basis, jax.lax.dynamic_update_slice_in_dim(R, columns, start, 1)
 
-    basis, R = jnp.zeros_like(rows), zeros_beside(rows, (len(rows), len(rows)))
+    basis, R = rows, zeros_beside(rows, (len(rows), len(rows)))
     done = 0
     if n <= FEW_ROWS:
         # As fast as a single pass, and mostly all of it. LAPACK would leave out zeros at

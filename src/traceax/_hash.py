@@ -114,10 +114,50 @@ def signs(key_words: UInt32[Array, "k 3"], n: int, dtype) -> Float[Array, "k n"]
 
 
 def normals(word: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
-    """Standard normal numbers in 32-bit precision, symmetric about 0, at most 5.5."""
-    # Odd multiples of 2^-24 in (-1, 1).
-    centred = (_signed(word) >> 8).astype(jnp.float32) + 0.5
-    return math.sqrt(2) * jax.lax.erf_inv(centred * 2.0**-23)
+    """Standard normal numbers in 32-bit precision, symmetric about 0, at most 5.5.
+
+    Of x uniform in (-1, 1) that with the distribution function `(1 + x) / 2`. With
+    `w = -log(1 - x^2)` it is x times a smooth function of w (M. Giles, "Approximating
+    the erfinv function", GPU Computing Gems (2011),
+    doi:10.1016/B978-0-12-385963-1.00010-1). Relative error below 5e-7, a tenth of that of
+    `jax.lax.erf_inv`; and all of it is multiplied and added, which compiles to one pass
+    over memory, where a logarithm would be kept for its several uses.
+    """
+    # Odd multiples of 2^-24.
+    x = ((_signed(word) >> 8).astype(jnp.float32) + 0.5) * 2.0**-23
+    # 1 - x^2 = 2^e m, with m from sqrt(1/2) to sqrt(2).
+    square = jax.lax.bitcast_convert_type(
+        (1 - jnp.abs(x)) * (1 + jnp.abs(x)), jnp.int32
+    )
+    e = (square - 0x3F3504F3) >> 23
+    m = jax.lax.bitcast_convert_type(square - (e << 23), jnp.float32)
+    w = -(
+        _polynomial(_LOGARITHM, m - 1) * (m - 1) + e.astype(jnp.float32) * math.log(2)
+    )
+    return x * _polynomial(_NORMAL, w / 8 - 1)
+
+
+# Least squares fits at 200 Chebyshev nodes, for the relative error, of log(1 + u) / u for
+# 1 + u from sqrt(1/2) to sqrt(2), and of what is multiplied by x, as a function of w/8 - 1
+# for all w that 24 bits allow.
+_LOGARITHM = (
+    *(0.99999994, -0.50000363, 0.33335114, -0.24970072),
+    *(0.19898565, -0.17247013, 0.1623419, -0.10134057),
+)
+_NORMAL = (
+    *(3.7638426, 1.9952515, -0.45756624, 0.17794226, -0.05157831),
+    *(-0.023981923, 0.059592076, -0.055938583, 0.045815674, -0.043139752),
+    *(0.0009352009, 0.05076633, -0.029435842, -0.012419378, 0.010189458),
+)
+
+
+def _polynomial(
+    coefficients: tuple[float, ...], x: Float[Array, "*s"]
+) -> Float[Array, "*s"]:
+    total = jnp.full_like(x, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        total = total * x + coefficient
+    return total
 
 
 def normals64(

@@ -32,6 +32,8 @@ from ._sharding import (
 FEW_ROWS = 256
 # Passes of orthonormalisation. Two or three is the rule for blocks that lack rank.
 _MOST_PASSES = 10
+# Columns that `tested_columns` sums at once, unless there are never as many.
+TILE = 8
 # Entries of a block that fit into a processor's cache.
 _CACHED = 2**19
 
@@ -272,17 +274,19 @@ def column_dots(
 
 
 def tested_columns(
-    x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]
+    x: Inexact[Array, "n k"], y: Inexact[Array, "n k"], tile: int
 ) -> tuple[Inexact[Array, " k"], Float[Array, " k"]]:
     """`x_i^* y_i` and `|y_i|`, the same to the last bit whatever other columns there are.
 
-    Sums of a fixed number of columns at a time: how the compiler orders a sum depends on
-    how many there are.
+    Sums of `tile` columns at a time: how the compiler orders a sum depends on how many
+    there are.
     """
-    tile = 8
     k = x.shape[1]
     if explicit_sharding(x) is not None or explicit_sharding(y) is not None:
         return column_dots(x, y), column_norms(y)
+    if k == tile:
+        x, y = jax.lax.optimization_barrier((x.T, y.T))
+        return jax.lax.optimization_barrier((column_dots(x.T, y.T), column_norms(y.T)))
     missing = -k % tile
 
     def tiles(block):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Complex, Float, Inexact, Int, Key, UInt32
 from ._basis import growing_basis
 from ._hash import normals, normals64, probe_streams, signs, words
 from ._operator import Space
-from ._orthogonal import tested_columns
+from ._orthogonal import TILE, tested_columns
 from ._sharding import on_one_cpu, place
 
 
@@ -107,11 +107,10 @@ class _Probes(NamedTuple):
 
 
 def _block(
-    draw: Callable[[_Probes], Inexact[Array, "k n"]], probes: _Probes
+    draw: Callable[[_Probes], Inexact[Array, "k n"]], probes: _Probes, *, at_once: bool
 ) -> Inexact[Array, "n k"]:
-    if probes.n >= _LONG and on_one_cpu():
-        # One probe after the other: else the compiler fuses the generator into every
-        # use of the block, and runs it again for each.
+    if not at_once and probes.n >= _LONG and on_one_cpu():
+        # One probe after the other: intermediate results fit into the cache.
         indices = jnp.arange(probes.k) + probes.start
         return jax.lax.map(lambda j: draw(probes._replace(start=j, k=1))[0], indices).T
     return jax.lax.optimization_barrier(draw(probes)).T
@@ -165,6 +164,8 @@ class _EntrywiseSampler(IndexedSampler):
     - `generator`: one of `GENERATORS`.
     """
 
+    # Whether hashed entries take no more than one pass over memory, in 32-bit precision.
+    _single_pass: ClassVar[bool]
     generator: str = eqx.field(default="hash", static=True)
 
     def __check_init__(self):
@@ -180,7 +181,9 @@ class _EntrywiseSampler(IndexedSampler):
 
     def probes(self, key, start, n, k, dtype):
         probes = _Probes(key, start, n, k)
-        return _block(lambda probes: self.rows(probes, dtype), probes)
+        at_once = self._single_pass and self.generator == "hash"
+        at_once = at_once and jnp.finfo(dtype).dtype != jnp.float64
+        return _block(lambda probes: self.rows(probes, dtype), probes, at_once=at_once)
 
 
 class RademacherSampler(_EntrywiseSampler):
@@ -197,6 +200,7 @@ class RademacherSampler(_EntrywiseSampler):
     """
 
     rotation_invariant: ClassVar[bool] = False
+    _single_pass: ClassVar[bool] = False
 
     def rows(self, probes, dtype):
         return _signs(self.generator, probes, dtype)
@@ -213,6 +217,7 @@ class NormalSampler(_EntrywiseSampler):
     """
 
     rotation_invariant: ClassVar[bool] = True
+    _single_pass: ClassVar[bool] = True
 
     def rows(self, probes, dtype):
         return _normals(self.generator, probes, dtype)
@@ -230,10 +235,11 @@ class SphereSampler(_EntrywiseSampler):
     """
 
     rotation_invariant: ClassVar[bool] = True
+    _single_pass: ClassVar[bool] = True
 
     def rows(self, probes, dtype):
         rows = _normals(self.generator, probes, dtype)
-        _, lengths = tested_columns(rows.T, rows.T)
+        _, lengths = tested_columns(rows.T, rows.T, 1 if probes.n >= _LONG else TILE)
         return rows * (math.sqrt(probes.n) / lengths)[:, None].astype(dtype)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, Key, PyTree
 
 from ._operator import most_columns
+from ._orthogonal import TILE
 from ._samplers import Sampler, ranges_of
 from ._sharding import side_by_side
 
@@ -204,7 +205,11 @@ def chunk_size(given: int | None, sampler: Sampler, n: int) -> int:
     """How many probes to draw at once; n for samplers that draw all or none."""
     if ranges_of(sampler) is None:
         return n
-    return most_columns(n) if given is None else given
+    if given is not None:
+        return given
+    most = most_columns(n)
+    # In tiles that are summed at once, without a rest.
+    return most - most % TILE if most > TILE else most
 
 
 def without_numpy(given: Any) -> Any:

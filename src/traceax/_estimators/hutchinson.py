@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._base import TraceEstimator
 from .._operator import apply_block, extend_products, space_of
-from .._orthogonal import column_dots, column_norms, tested_columns
+from .._orthogonal import TILE, column_dots, column_norms, tested_columns
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import side_by_side
 from .._standard_error import GRAM_PROBES, gram, independent_samples
@@ -46,8 +46,8 @@ class HutchinsonEstimator(TraceEstimator):
         [`traceax.OrthogonalSampler`][] the variance is smaller by `1 - k / n`.
     - `chunk_size`: how many probes are alive at once. Probes of the next chunk take
         their memory, and derivatives draw them again, so that memory does not grow with
-        k. By default as many as have 2^22 entries together, and at least 4. The value
-        does not depend on it, but for rounding.
+        k. By default as many as have 2^22 entries together, and at least 4, in multiples
+        of 8 where it is more. The value does not depend on it, but for rounding.
 
     **Reference:** Girard, "A fast 'Monte-Carlo cross-validation' procedure for large
     least squares problems with noisy data", Numer. Math. 56 (1989),
@@ -80,7 +80,7 @@ class HutchinsonEstimator(TraceEstimator):
 
         def test(block):
             (Y,) = extend_products(state.operator, (block, None))
-            return tested_columns(block, Y), Y[:, :GRAM_PROBES]
+            return tested_columns(block, Y, min(size, TILE)), Y[:, :GRAM_PROBES]
 
         def test_whole(block):
             tested, products = test(block)
@@ -141,7 +141,7 @@ class HutchinsonEstimator(TraceEstimator):
 
         def parts(Y):
             Omega = stream.draw(0, k)
-            samples, norms = tested_columns(Omega, Y)
+            samples, norms = tested_columns(Omega, Y, min(size, TILE))
             grams = head = None
             if whole:
                 grams = jax.vmap(lambda x, y: gram(x.T, y.T))(
