@@ -23,6 +23,7 @@ from ._orthogonal import (
     FEW_ROWS,
     cholesky,
     combine,
+    factorise,
     householder,
     inner,
     matmul,
@@ -122,7 +123,7 @@ def extend(
         C = zeros_beside(X, (len(basis), len(X)))
         return jax.lax.fori_loop(0, j, off_tile, (X, C))
 
-    X, C, M = _orthonormalise(given, project, present, jnp.asarray(j))
+    X, C, M = _orthonormalise(given, project, present, jnp.asarray(j), _by_prefix)
     columns = jax.lax.dynamic_update_slice_in_dim(C, M, j * len(given), 0)
     return X, columns
 
@@ -141,7 +142,7 @@ def extend_at_once(
         return X - combine(basis.T, inside).T, inside
 
     present = jnp.ones(len(given), bool)
-    X, C, M = _orthonormalise(given, project, present, start)
+    X, C, M = _orthonormalise(given, project, present, start, _by_block)
     return X, jax.lax.dynamic_update_slice_in_dim(C, M, start, 0)
 
 
@@ -150,13 +151,14 @@ def _orthonormalise(
     project: Callable[..., tuple[Inexact[Array, "c n"], Inexact[Array, "k c"]]],
     present: Bool[Array, " c"],
     number: Int[Array, ""],
+    factor: Callable[..., tuple[Array, Array, Array]],
 ) -> tuple[Inexact[Array, "c n"], Inexact[Array, "k c"], Inexact[Array, "c c"]]:
     """Vectors orthonormal to each other and to a basis, and the coordinates C in the
     basis and M in these of the given ones.
 
     `project(X, active)` takes from the active vectors of X what they have in the basis,
     and returns what is left and the coordinates of what was taken. `number` tells
-    tiles apart.
+    tiles apart. `factor(correlations, n)` is `_by_prefix` or `_by_block`.
     """
     largest = jnp.max(jnp.abs(given), axis=1)
     scale = power_of_two(largest)
@@ -174,7 +176,7 @@ def _orthonormalise(
         again = active & (tile.passes > 0)
         X = tile.X + jnp.where(again[:, None], fill, 0)
         X, C = project(X, active)
-        lower, inverse, settled = _factor(X, C, n)
+        lower, inverse, settled = _factor(X, C, n, factor)
         # Vectors that are orthonormal stay as they are.
         change = jnp.where(active[None, :], inverse.conj().T, identity)
         back = jnp.where(active[None, :], lower.conj().T, identity)
@@ -206,34 +208,50 @@ def _orthonormalise(
 
 
 def _factor(
-    X: Inexact[Array, "c n"], C: Inexact[Array, "k c"], n: int
+    X: Inexact[Array, "c n"],
+    C: Inexact[Array, "k c"],
+    n: int,
+    factor: Callable[..., tuple[Array, Array, Array]],
 ) -> tuple[Inexact[Array, "c c"], Inexact[Array, "c c"], Bool[Array, " c"]]:
     r"""L and L^-1 with `X X^* = conj(L L^*)`, and which vectors `conj(L^-1) X` is
-    orthonormal for, from the first up to the first that is not.
-
-    As `orthonormalise` does: where the Gram matrix is singular to rounding a multiple
-    of the identity is added, from the first vector on that needs it.
-    """
-    c, eps = X.shape[0], float(jnp.finfo(X.dtype).eps)
+    orthonormal for, from the first up to the first that is not."""
     gram = inner(X.T, X.T)
     squares = jnp.real(jnp.diagonal(gram))
     lengths = jnp.sqrt(squares)
     lengths = jnp.where(lengths == 0, 1, lengths)
     unit = lengths.astype(X.dtype)
-    identity = jnp.eye(c, dtype=X.dtype)
+    identity = jnp.eye(X.shape[0], dtype=X.dtype)
     correlations = gram / (unit[:, None] * unit[None, :])
     correlations = jnp.where(identity == 1, identity, correlations)
+    lower, inverse, settled = factor(correlations, n)
+    # Errors of products grow by what was subtracted in relation to what is left.
+    taken = (jnp.sum(jnp.abs(C) ** 2, axis=0) <= 3 * squares) & (squares > 0)
+    taken = jnp.cumprod(taken.astype(jnp.int32)) == 1
+    return lower * unit[:, None], inverse / unit[None, :], settled & taken
+
+
+def _by_prefix(correlations: Inexact[Array, "c c"], n: int):
+    """L, L^-1, and which vectors are settled, each decided from those before it.
+
+    As `factorise` does: where the Gram matrix is singular to rounding a multiple of the
+    identity is added, from the first vector on that needs it.
+    """
+    c, eps = correlations.shape[0], float(jnp.finfo(correlations.dtype).eps)
+    identity = jnp.eye(c, dtype=correlations.dtype)
     shift = c * (c + 32 + n**0.25) * eps
     _, inverse = cholesky(correlations + shift * identity)
     regular = 4 * c * shift * _of_rows(inverse) <= 1
-    shifts = jnp.where(regular, 0, shift).astype(X.dtype)
+    shifts = jnp.where(regular, 0, shift).astype(correlations.dtype)
     lower, inverse = cholesky(correlations + jnp.diag(shifts))
-    # Errors of products are about eps; they grow by the inverse, and by what was
-    # subtracted in relation to what is left.
-    taken = (jnp.sum(jnp.abs(C) ** 2, axis=0) <= 3 * squares) & (squares > 0)
-    taken = jnp.cumprod(taken.astype(jnp.int32)) == 1
-    settled = regular & (_of_rows(inverse) <= 4) & taken
-    return lower * unit[:, None], inverse / unit[None, :], settled
+    # Errors of products are about eps; they grow by the inverse.
+    return lower, inverse, regular & (_of_rows(inverse) <= 4)
+
+
+def _by_block(correlations: Inexact[Array, "c c"], n: int):
+    """As `_by_prefix`, decided for all vectors at once: sharper for many."""
+    factor = factorise(correlations, n)
+    settled = jnp.broadcast_to(factor.settled, correlations.shape[:1])
+    return factor.lower, factor.inverse, settled
 
 
 def _of_rows(inverse: Inexact[Array, "c c"]) -> Float[Array, " c"]:

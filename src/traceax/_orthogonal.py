@@ -64,7 +64,7 @@ def orthonormalise(
         return householder(replicate(block))
     block = whole_columns(block)
     scale = power_of_two_scale(block)
-    factor = _factor(inner(block, block, scale), n)
+    factor = factorise(inner(block, block, scale), n)
     # What enters or leaves a branch or a loop is laid out as it is written.
     rows = block.T
 
@@ -89,7 +89,7 @@ def orthonormalise(
 
     def another_pass(state):
         rows, R, _, i = state
-        factor = _factor(inner(rows.T, rows.T), n)
+        factor = factorise(inner(rows.T, rows.T), n)
         rows = matmul(factor.inverse.conj(), rows)
         return rows, matmul(factor.lower.conj().T, R), factor.settled, i + 1
 
@@ -131,7 +131,8 @@ def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
     return lower, jax.scipy.linalg.solve_triangular(lower, identity, lower=True)
 
 
-def _factor(gram: Inexact[Array, "k k"], n: int) -> _Factor:
+def factorise(gram: Inexact[Array, "k k"], n: int) -> _Factor:
+    """The Gram matrix of a block of n rows."""
     k = gram.shape[0]
     eps = jnp.finfo(gram.dtype).eps
     identity = jnp.eye(k, dtype=gram.dtype)

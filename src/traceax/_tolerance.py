@@ -9,6 +9,7 @@ The loops are in phases of equal steps. Each phase sees as much of the buffers a
 fill, so that early looks are cheap. docs/budgets.md has the rule and its derivation.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -211,15 +212,16 @@ def until(
     `samples` is how many an error bar is made of where it isn't the number of probes that
     were taken.
 
-    Where the last error bar was far too long, the next look is at twice the probes; not
-    where `samples` is given, and `step` finds more for the same probes.
+    Where the last error bar was far too long, the next look is at twice the probes, and
+    steps are as wide as the schedule allows for; not where `samples` is given, and `step`
+    finds more for the same probes.
     """
     most = schedule[-1].end
     nothing = jnp.asarray(0, jnp.int32)
     progress = Progress(
         carry, found, nothing, nothing, bar, jnp.asarray(False), meter.init()
     )
-    for phase in schedule:
+    for phase, following in itertools.zip_longest(schedule, schedule[1:]):
 
         def body(progress: Progress, phase=phase) -> Progress:
             carry = step(progress.carry, progress.taken, phase)
@@ -249,8 +251,17 @@ def until(
             shown = meter.step(progress.meter, fraction)
             return Progress(carry, found, count, looked, bar, stop, shown)
 
-        def proceed(progress: Progress, phase=phase) -> Bool[Array, ""]:
-            return ~progress.stop & (progress.taken < phase.end)
+        def proceed(
+            progress: Progress, phase=phase, following=following
+        ) -> Bool[Array, ""]:
+            more = ~progress.stop & (progress.taken < phase.end)
+            if samples is not None or following is None:
+                return more
+            if following.width != 2 * phase.width:
+                return more  # the last one, of what is left
+            # Where the next phase begins from here, it ends where it should.
+            wider = (progress.taken % following.width == 0) & (progress.looked > 0)
+            return more & ~(wider & tolerance.is_far(progress.bar))
 
         progress = jax.lax.while_loop(proceed, body, progress)
     meter.close(progress.meter)
