@@ -44,6 +44,7 @@ LAYERS = [
     "_estimators",
     "_function_operators",
     "_mean_operator",
+    "_streamed_arguments",
     "_streamed_mean",
     "_trace",
     "_trace_function",

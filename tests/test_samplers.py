@@ -264,9 +264,7 @@ def test_normal_numbers():
         p = float(jax.scipy.stats.norm.cdf(level))
         assert abs(np.mean(x < level) - p) * root / np.sqrt(p * (1 - p)) < 4.5
     # Each is the quantile of its word, which is exact in float32.
-    word = np.concatenate(
-        [np.arange(0, 2**32, 2**20), np.arange(2**31, 2**31 + 2**14)]
-    )
+    word = np.concatenate([np.arange(0, 2**32, 2**20), np.arange(2**31, 2**31 + 2**14)])
     uniform = (word.astype(np.uint32).view(np.int32) // 2**8 + 0.5) / 2**23
     lower = [-NormalDist().inv_cdf((1 - abs(x)) / 2) for x in uniform]
     drawn = np.asarray(normals(jnp.asarray(word.astype(np.uint32))), np.float64)

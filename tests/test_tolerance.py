@@ -321,7 +321,7 @@ def test_wrong_arguments(key):
     for wrong in (-1.0, np.nan, np.inf):
         with pytest.raises(ValueError, match="rtol must be finite and not negative"):
             tx.trace(key, operator, 10, rtol=wrong)
-    for wrong in ("tight", 1j, np.ones(2)):
+    for wrong in ("tight", 1j, np.ones(2), True):
         with pytest.raises(TypeError, match="atol must be a real number, got"):
             tx.trace(key, operator, 10, atol=wrong)
     with pytest.raises(ValueError, match="level must lie strictly between 0 and 1"):

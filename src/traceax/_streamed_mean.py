@@ -6,9 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from ._base import (
@@ -23,20 +21,21 @@ from ._operator import (
     apply_block,
     check_operator,
     has_real_trace,
-    is_negative_semidefinite,
-    is_positive_semidefinite,
     space_of,
     with_array_leaves,
 )
 from ._primitive import estimate_trace
 from ._state import Kept, check_budget
+from ._streamed_arguments import (
+    SIGNS,
+    WHERE,
+    check_operator_of,
+    check_passes_left,
+    check_stream,
+    check_weight,
+    structure_of,
+)
 from ._unavailable import UnavailableLinearOperator
-
-_WHERE = "traceax.StreamedMean"
-_SIGNS = {
-    "positive": (is_positive_semidefinite, lx.positive_semidefinite_tag),
-    "negative": (is_negative_semidefinite, lx.negative_semidefinite_tag),
-}
 
 
 class StreamedMeanState(eqx.Module):
@@ -58,6 +57,7 @@ class StreamedMeanState(eqx.Module):
     - `products`, `weights`: products with the mean, and sums of weights, of the passes
         before this one.
     - `passes_left`: how many passes have not ended, a Python int.
+    - `made_by`: the name of the estimator, and k.
     """
 
     inner: Any
@@ -67,6 +67,7 @@ class StreamedMeanState(eqx.Module):
     products: list[Inexact[Array, "n _"]]
     weights: list[Float[Array, ""]]
     passes_left: int = eqx.field(static=True)
+    made_by: tuple[str, int] = eqx.field(static=True)
 
 
 class StreamedMean(eqx.Module):
@@ -112,14 +113,14 @@ class StreamedMean(eqx.Module):
     """
 
     estimator: TraceEstimator
-    k: int = eqx.field(static=True, converter=lambda k: check_budget(k, _WHERE))
+    k: int = eqx.field(static=True, converter=lambda k: check_budget(k, WHERE))
 
     def __check_init__(self):
         if not isinstance(self.estimator, TraceEstimator) or not hasattr(
             self.estimator, "passes"
         ):
             raise TypeError(
-                f"{_WHERE}: estimator must be one that can be given products, got "
+                f"{WHERE}: estimator must be one that can be given products, got "
                 f"{self.estimator!r}; use traceax.HutchinsonEstimator, "
                 "traceax.XNysTraceEstimator, traceax.XTraceEstimator or "
                 "traceax.HutchPlusPlusEstimator, or write a method `passes`."
@@ -148,13 +149,13 @@ class StreamedMean(eqx.Module):
             of anything else.
         """
         tags = tags if isinstance(tags, set | frozenset | tuple | list) else (tags,)
-        known = {tag for _, tag in _SIGNS.values() if tag in tags}
+        known = {tag for _, tag in SIGNS.values() if tag in tags}
         if isinstance(like, lx.AbstractLinearOperator):
-            check_operator(like, f"{_WHERE}.init")
+            check_operator(like, f"{WHERE}.init")
             structure = like.in_structure()
-            known |= {tag for check, tag in _SIGNS.values() if check(like)}
+            known |= {tag for check, tag in SIGNS.values() if check(like)}
         else:
-            structure = _structure_of(like)
+            structure = structure_of(like)
         operator = UnavailableLinearOperator(structure, frozenset(known))
         inner = self.estimator.init(key, operator)
         return _begin_pass(self, inner, [], [], len(_passes(self, inner)[0]))
@@ -177,13 +178,14 @@ class StreamedMean(eqx.Module):
 
         - `TypeError` for what isn't a lineax operator, or a weight that isn't real.
         - `ValueError` for another structure, an operator that isn't tagged semidefinite
-            where `init` was told that all are, or a negative weight of one that is, and
-            after the last pass.
+            where `init` was told that all are, or a negative weight of one that is, the
+            state of another stream, and after the last pass.
         """
-        where = f"{_WHERE}.update"
-        _check_operator(operator, state, where)
-        _check_passes_left(state, where)
-        weight = _check_weight(weight, state.inner, where)
+        where = f"{WHERE}.update"
+        check_operator_of(operator, state, where)
+        self._check(state, where)
+        check_passes_left(state, where)
+        weight = check_weight(weight, state.inner, where)
         total, weight = _add(
             with_array_leaves(operator), state.block, state.total, state.weight, weight
         )
@@ -200,9 +202,12 @@ class StreamedMean(eqx.Module):
 
         **Raises:**
 
-        - `ValueError` if the last pass has ended already.
+        - `ValueError` if the last pass has ended already, or for the state of another
+            stream.
         """
-        _check_passes_left(state, f"{_WHERE}.end_pass")
+        where = f"{WHERE}.end_pass"
+        self._check(state, where)
+        check_passes_left(state, where)
         products = [*state.products, _mean(state.total, state.weight)]
         weights = [*state.weights, state.weight]
         return _begin_pass(self, state.inner, products, weights, state.passes_left - 1)
@@ -224,13 +229,14 @@ class StreamedMean(eqx.Module):
 
         **Raises:**
 
-        - `ValueError` if there are passes to come.
+        - `ValueError` if there are passes to come, or for the state of another stream.
         - A run-time error for what only values can tell, unless `throw=False`: also if
             weights sum to zero, or to another number in another pass.
         """
+        self._check(state, f"{WHERE}.estimate")
         if state.passes_left > 1:
             raise ValueError(
-                f"{_WHERE}.estimate: {state.passes_left} passes over the data are left, "
+                f"{WHERE}.estimate: {state.passes_left} passes over the data are left, "
                 "with this one; call end_pass after each, and go over the data again."
             )
         state = self.end_pass(state) if state.passes_left else state
@@ -250,6 +256,9 @@ class StreamedMean(eqx.Module):
         if outcome.kept is not None:
             inner = with_kept(inner, Kept(self.k, outcome.kept, owner))
         return finish(outcome, inner, throw=throw)
+
+    def _check(self, state: StreamedMeanState, where: str) -> None:
+        check_stream(state, type(self.estimator).__name__, self.k, where)
 
 
 class _OfProducts(eqx.Module):
@@ -303,7 +312,10 @@ def _begin_pass(stream, inner, products, weights, left: int) -> StreamedMeanStat
         block = _block(stream, inner, products)
         total = jnp.zeros_like(block)
         weight = jnp.zeros((), jnp.finfo(block.dtype).dtype)
-    return StreamedMeanState(inner, block, total, weight, products, weights, left)
+    made_by = type(stream.estimator).__name__, stream.k
+    return StreamedMeanState(
+        inner, block, total, weight, products, weights, left, made_by
+    )
 
 
 @eqx.filter_jit
@@ -322,78 +334,3 @@ def _add(operator, block, total, weights, weight):
 def _mean(total, weight):
     # A sum of 0 is reported with the estimate.
     return total / jnp.where(weight == 0, 1, weight).astype(total.dtype)
-
-
-#
-# Arguments
-#
-
-
-def _structure_of(like: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
-    for leaf in jtu.tree_leaves(like):
-        if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
-            raise TypeError(
-                f"{_WHERE}.init: like must be an operator, or a PyTree of arrays or "
-                f"jax.ShapeDtypeStructs, got one with a {type(leaf).__name__}; pass "
-                "equinox.filter(module, equinox.is_inexact_array) of a module."
-            )
-    return jax.eval_shape(lambda x: x, like)
-
-
-def _check_passes_left(state: StreamedMeanState, where: str) -> None:
-    if not state.passes_left:
-        raise ValueError(
-            f"{where}: all {len(state.products)} passes have ended; ask for the estimate "
-            "of this state, or begin anew with init."
-        )
-
-
-def _check_operator(operator: Any, state: StreamedMeanState, where: str) -> None:
-    if not isinstance(operator, lx.AbstractLinearOperator):
-        raise TypeError(
-            f"{where}: operator must be a lineax linear operator, got an object of type "
-            f"{type(operator).__name__}. The arguments are (state, operator, weight)."
-        )
-    check_operator(operator, where)
-    like = state.inner.operator
-    got, asked = operator.in_structure(), like.in_structure()
-    if _shapes(got) != _shapes(asked):
-        raise ValueError(
-            f"{where}: operators must all act on one structure, that of init, "
-            f"{eqx.tree_pformat(asked)}, got {eqx.tree_pformat(got)}."
-        )
-    for sign, (check, tag) in _SIGNS.items():
-        if tag in like.tags and not check(operator):
-            raise ValueError(
-                f"{where}: operator must be tagged {sign} semidefinite, as init was told "
-                f"that all are, got a {type(operator).__name__} that is not; if it is, "
-                "wrap it as lineax.TaggedLinearOperator(operator, "
-                f"lineax.{sign}_semidefinite_tag), else tell init of no tag."
-            )
-
-
-def _shapes(structure: PyTree[jax.ShapeDtypeStruct]):
-    leaves, treedef = jtu.tree_flatten(structure)
-    return [(leaf.shape, leaf.dtype) for leaf in leaves], treedef
-
-
-def _check_weight(weight: Any, inner: Any, where: str) -> Float[Array, ""]:
-    got = f"a {type(weight).__name__}"
-    if isinstance(weight, int | float) and not isinstance(weight, bool):
-        weight = np.asarray(weight, float)
-    if isinstance(weight, jax.Array | np.ndarray | np.generic):
-        got = f"an array of shape {weight.shape} and dtype {weight.dtype}"
-        kinds = (jnp.floating, jnp.integer)
-        if weight.shape == () and any(jnp.issubdtype(weight.dtype, x) for x in kinds):
-            # A value on a device isn't waited for.
-            known = not isinstance(weight, jax.Array)
-            if known and inner.operator.tags and float(weight) < 0:
-                raise ValueError(
-                    f"{where}: weights of semidefinite operators must not be negative, "
-                    f"got {weight}; tell init of no tag."
-                )
-            return jnp.asarray(weight).astype(space_of(inner.operator).real_dtype)
-    raise TypeError(
-        f"{where}: weight must be a real scalar, got {got}; give each operator one, such "
-        "as the number of its examples."
-    )

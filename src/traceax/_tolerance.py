@@ -123,7 +123,7 @@ def make_tolerance(
     given = []
     for name, asked in (("rtol", rtol), ("atol", atol)):
         x = 0.0 if asked is None else asked
-        if isinstance(x, str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x):
+        if isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x):
             raise TypeError(
                 f"{where}: {name} must be a real number, got {x!r}; write 1e-2 for two "
                 "digits."
