@@ -100,6 +100,26 @@ def test_one_program_serves_all_tolerances(key, name, monkeypatch):
 
 @pytest.mark.x64
 @named
+@pytest.mark.parametrize("most", [8, 24, 64])
+@pytest.mark.parametrize("rtol", [0, 0.005])
+def test_a_tolerance_that_is_missed_gives_the_estimate_of_all_products(
+    key, name, most, rtol
+):
+    # Far from the tolerance steps are wider: the error bar must not depend on it.
+    estimator, operator = ESTIMATORS[name], as_operator(matrix("step", N), psd=True)
+    missed = tx.trace(key, operator, most, estimator, rtol=rtol, throw=False)
+    fixed = tx.trace(key, operator, most, estimator)
+    assert missed.stats["num_matvecs"] == most
+    assert_close(missed.value, fixed.value)
+    samples = most // 2 if name == "xtrace" else most
+    widened = fixed.standard_error * (1 + 2 / samples)
+    assert_close(missed.standard_error, widened, rtol=1e-6)
+    freedom = fixed.stats["degrees_of_freedom"]
+    assert_close(missed.stats["degrees_of_freedom"], freedom, rtol=1e-6)
+
+
+@pytest.mark.x64
+@named
 def test_derivatives_at_different_stops(key, name):
     estimator = ESTIMATORS[name]
     a = jnp.asarray(matrix("exp", N))

@@ -173,9 +173,16 @@ class HutchinsonEstimator(TraceEstimator):
             samples, norms, head, products = carry
             block = draw(count, phase.width)
             Y = apply_block(state.operator, block)
-            if phase.end <= GRAM_PROBES:
-                (head,) = put([head], [Y.T], count)
-                products = gram(draw(0, few), head.T)
+            if phase.width < GRAM_PROBES:
+
+                def grown():
+                    (longer,) = put([head], [Y.T], count)
+                    return longer, gram(draw(0, few), longer.T)
+
+                # Where steps widen early, before they do all phases see the first probes.
+                head, products = jax.lax.cond(
+                    count < few, grown, lambda: (head, products)
+                )
             tested = [column_dots(block, Y), column_norms(Y)]
             samples, norms = put([samples, norms], tested, count)
             return samples, norms, head, products
