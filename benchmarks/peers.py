@@ -17,6 +17,7 @@ as multiples of the time of the products alone, in the faster layout of a block,
 import argparse
 import importlib
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -24,6 +25,10 @@ import sys
 import time
 import venv
 from functools import partial
+
+# One thread a LAPACK call, for every library: with more, OpenBLAS and XLA spin against each
+# other, and small factorisations take up to a hundred times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PEERS = {"mancusolab": "traceax==1.0.2", "matfree": "matfree==0.6.3"}
