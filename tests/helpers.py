@@ -115,8 +115,10 @@ def optimised(when=True):
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     jax.config.update(name, before and not when)
-    yield
-    jax.config.update(name, before)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def many(estimator, operator, k, num_keys, seed=0):

@@ -34,6 +34,7 @@ def explain(
 
     def cause() -> RESULTS:
         if leaves:
+            # Not as blocks are in memory: a transpose of parameters would be a copy.
             largest = jnp.stack(
                 [
                     jnp.max(jnp.abs(x), initial=0).astype(value.real.dtype)

@@ -132,7 +132,7 @@ def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
 
 
 def factorise(gram: Inexact[Array, "k k"], n: int) -> _Factor:
-    """The Gram matrix of a block of n rows."""
+    """L, L^-1 and what they are good for, of the Gram matrix of a block of n rows."""
     k = gram.shape[0]
     eps = jnp.finfo(gram.dtype).eps
     identity = jnp.eye(k, dtype=gram.dtype)
@@ -285,18 +285,19 @@ def tested_columns(
     k = x.shape[1]
     if explicit_sharding(x) is not None or explicit_sharding(y) is not None:
         return column_dots(x, y), column_norms(y)
+
+    def test(pair):
+        a, b = (rows.T for rows in pair)
+        return column_dots(a, b), column_norms(b)
+
     if k == tile:
-        x, y = jax.lax.optimization_barrier((x.T, y.T))
-        return jax.lax.optimization_barrier((column_dots(x.T, y.T), column_norms(y.T)))
+        pair = jax.lax.optimization_barrier((x.T, y.T))
+        return jax.lax.optimization_barrier(test(pair))
     missing = -k % tile
 
     def tiles(block):
         rows = jnp.pad(block.T, ((0, missing), (0, 0)))
         return jax.lax.optimization_barrier(rows.reshape(-1, tile, rows.shape[1]))
-
-    def test(pair):
-        a, b = (rows.T for rows in pair)
-        return column_dots(a, b), column_norms(b)
 
     tested = jax.lax.map(test, (tiles(x), tiles(y)))
     dots, norms = jax.lax.optimization_barrier(tested)

@@ -98,11 +98,11 @@ def check_weight(weight: Any, inner: Any, where: str) -> Float[Array, ""]:
     )
 
 
-def check_stream(state: Any, owner: str, k: int, where: str) -> None:
+def check_stream(state: Any, made_by: tuple[str, int], where: str) -> None:
     """Refuses the state of another stream."""
-    if state.made_by != (owner, k):
-        made_by, budget = state.made_by
+    if state.made_by != made_by:
+        (owner, k), (other, budget) = made_by, state.made_by
         raise ValueError(
             f"{where}: state must be of a StreamedMean with {owner} and k = {k}, got that "
-            f"of one with {made_by} and k = {budget}; go on with that one."
+            f"of one with {other} and k = {budget}; go on with that one."
         )

@@ -183,7 +183,7 @@ class StreamedMean(eqx.Module):
         """
         where = f"{WHERE}.update"
         check_operator_of(operator, state, where)
-        self._check(state, where)
+        check_stream(state, self._signature, where)
         check_passes_left(state, where)
         weight = check_weight(weight, state.inner, where)
         total, weight = _add(
@@ -206,7 +206,7 @@ class StreamedMean(eqx.Module):
             stream.
         """
         where = f"{WHERE}.end_pass"
-        self._check(state, where)
+        check_stream(state, self._signature, where)
         check_passes_left(state, where)
         products = [*state.products, _mean(state.total, state.weight)]
         weights = [*state.weights, state.weight]
@@ -233,7 +233,7 @@ class StreamedMean(eqx.Module):
         - A run-time error for what only values can tell, unless `throw=False`: also if
             weights sum to zero, or to another number in another pass.
         """
-        self._check(state, f"{WHERE}.estimate")
+        check_stream(state, self._signature, f"{WHERE}.estimate")
         if state.passes_left > 1:
             raise ValueError(
                 f"{WHERE}.estimate: {state.passes_left} passes over the data are left, "
@@ -257,8 +257,9 @@ class StreamedMean(eqx.Module):
             inner = with_kept(inner, Kept(self.k, outcome.kept, owner))
         return finish(outcome, inner, throw=throw)
 
-    def _check(self, state: StreamedMeanState, where: str) -> None:
-        check_stream(state, type(self.estimator).__name__, self.k, where)
+    @property
+    def _signature(self) -> tuple[str, int]:
+        return type(self.estimator).__name__, self.k
 
 
 class _OfProducts(eqx.Module):
@@ -312,9 +313,8 @@ def _begin_pass(stream, inner, products, weights, left: int) -> StreamedMeanStat
         block = _block(stream, inner, products)
         total = jnp.zeros_like(block)
         weight = jnp.zeros((), jnp.finfo(block.dtype).dtype)
-    made_by = type(stream.estimator).__name__, stream.k
     return StreamedMeanState(
-        inner, block, total, weight, products, weights, left, made_by
+        inner, block, total, weight, products, weights, left, stream._signature
     )
 
 
