@@ -386,3 +386,46 @@ def test_large_blocks_are_multiplied_some_columns_at_a_time(monkeypatch, k):
             jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True
         ):
             assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("k", [5, 40, 70])
+def test_large_matrices_are_multiplied_by_columns(monkeypatch, k):
+    p = parameters(20)
+    rng = np.random.default_rng(0)
+    block = jnp.asarray(rng.normal(size=(20, k)), float_dtype())
+    weights = jnp.asarray(rng.normal(size=(20, k)), float_dtype())
+
+    def program(operator, resumable):
+        def value(p, block):
+            product = apply_block(operator(p), block, resumable=resumable)
+            return jnp.sum(weights * product), product
+
+        return jax.value_and_grad(value, has_aux=True)
+
+    def function(p):
+        def product(vector):
+            return jnp.tanh(p["a"]) @ (p["a"].T @ vector)
+
+        return lx.FunctionLinearOperator(product, jax.eval_shape(lambda: p["a"][0]))
+
+    for operator in (function, lambda p: lx.MatrixLinearOperator(p["a"])):
+        whole = program(operator, False)
+        (_, expected), gradient = whole(p, block)
+        assert_close(expected, operator(p).as_matrix() @ block, rtol=1e-4, atol=1e-5)
+        with monkeypatch.context() as as_if_large:
+            as_if_large.setattr("traceax._operator._LARGE_MATRIX", 1)
+            for resumable in (True, False):
+                columns = program(operator, resumable)
+                # As many at once, laid out as columns.
+                width = 32 if resumable else {5: 8, 40: 40}.get(k)
+                text = str(jax.make_jaxpr(columns)(p, block))
+                assert width is None or f"[20,{width}]" in text
+                (_, product), of_columns = columns(p, block)
+                assert_close(product, expected, rtol=1e-4, atol=1e-5)
+                jax.tree.map(
+                    lambda x, y: assert_close(x, y, rtol=1e-3, atol=1e-4),
+                    of_columns,
+                    gradient,
+                )
+                batched = jax.vmap(lambda x: columns(p, x)[0][1])(block[None])  # noqa: B023
+                assert_close(batched[0], expected, rtol=1e-4, atol=1e-5)

@@ -71,6 +71,19 @@ def test_going_on_is_one_run(key, name):
 
 
 @pytest.mark.x64
+@pytest.mark.parametrize("name", ["hutchinson", "xtrace"])
+def test_going_on_with_a_large_matrix(key, name):
+    # Sums along rows of a large matrix are taken in parts, that depend on the number of
+    # columns. 34 MB.
+    a = jr.normal(key, (2060, 2060))
+    estimator, operator = ESTIMATORS[name], lx.MatrixLinearOperator(a)
+    state = estimator.init(key, operator)
+    whole = estimator.estimate(state, 40)
+    begun = estimator.estimate(state, 12)
+    assert_same(estimator.estimate(begun.state, 28), whole)
+
+
+@pytest.mark.x64
 @pytest.mark.parametrize(
     "name", ["hutchinson-chunks", "hutch++", "xtrace", "xnystrace"]
 )

@@ -1,8 +1,6 @@
 """Why an estimate is not finite."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,6 +10,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
 from ._estimate import RESULTS
+from ._operator import equations
 from ._unavailable import UnavailableLinearOperator
 
 
@@ -63,19 +62,4 @@ def solves_systems(operator: lx.AbstractLinearOperator) -> bool:
     if isinstance(operator, UnavailableLinearOperator):
         return False
 
-    # A function of its own: equal methods are compared, and traced values can't be.
-    def product(vector):
-        return operator.mv(vector)
-
-    program = jax.make_jaxpr(product)(operator.in_structure())
-    return any(e.primitive.name == "linear_solve" for e in _equations(program))
-
-
-def _equations(program: Any) -> Iterator[Any]:
-    program = getattr(program, "jaxpr", program)  # of a closed program
-    for equation in getattr(program, "eqns", ()):
-        yield equation
-        for parameter in jtu.tree_leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            yield from _equations(parameter)
+    return any(e.primitive.name == "linear_solve" for e in equations(operator))

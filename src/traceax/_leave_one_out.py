@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Inexact
 from ._orthogonal import (
     column_dots,
     combine,
+    diagonal,
     inner,
     inners,
     inverse_conjugate_transpose,
@@ -170,41 +171,43 @@ def leave_one_out_traces(
     (the block has lost rank) t is rounding, and so is what A does on it.
     """
     Q, R, S, X, a, left, basis, count = loo
-    n = Q.shape[0]
+    n, m = Q.shape
     if basis is not None:
         AQ = combine(AQ, basis)
     # Column i of T is (w_i^* A Q)^*.
     H, T = inners((Q, AQ), (AQ, Omega))
+    HS = matmul(H, S)
     L = R - matmul(H, X)  # column i is Q^* A g_i
     K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
-    quadratics = column_dots(Omega, Y) - column_dots(T, X) - column_dots(X, L)
-    SHS = inner(S, matmul(H, S))
-    on_s = jnp.diagonal(SHS)
-    on_range = jnp.trace(H) - on_s
+    quadratics = column_dots(Omega, Y) - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
+    SHS = inner(S, HS)
+    # One product instead of many, and with these indices nothing is transposed later:
+    # [i, j] of each is x_i^* s_j.
+    stacked = inner(jnp.concatenate([S, HS, X, L, K], axis=1), S).reshape(5, m, m)
+    c, *projections = stacked[0], *stacked[1:].conj()
+    on_s, *on_own = (diagonal(x) for x in projections)
+    on_range = jnp.sum(diagonal(H)) - on_s
     tested = a.astype(H.dtype) * quadratics
     samples = on_range + tested
-    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H))) + jnp.sum(jnp.abs(tested)) / count
+    magnitude = jnp.sum(jnp.abs(diagonal(H))) + jnp.sum(jnp.abs(tested)) / count
 
-    c = inner(S, S)
     eps = jnp.finfo(left.dtype).eps
     sine = jnp.sqrt(jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(H.dtype)
-
-    def along_t(block):
-        # t^* b_i from s_j^* b_i; t^* = (s_j^* - conj(c) s_i^*) / sine
-        projections = inner(S, block).T
-        return (projections - c.conj() * jnp.diagonal(projections)[:, None]) / sine
-
-    b = along_t(X)
+    # t^* = (s_j^* - conj(c) s_i^*) / sine
+    b, t_L, t_K = (
+        (projection - c.conj() * own[:, None]) / sine
+        for projection, own in zip(projections[1:], on_own, strict=True)
+    )
     t_H_t = (
         on_s[None, :]
-        - c * SHS.T
+        - c * projections[0]
         - c.conj() * SHS
         + jnp.abs(c).astype(H.dtype) ** 2 * on_s[:, None]
     ) / sine**2
     with_b = (
         quadratics[:, None]
-        + b.conj() * along_t(L)
-        + b * along_t(K).conj()
+        + b.conj() * t_L
+        + b * t_K.conj()
         + jnp.abs(b).astype(H.dtype) ** 2 * t_H_t
     )
     weight = jnp.ones_like(left)[:, None]

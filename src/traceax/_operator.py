@@ -5,7 +5,7 @@ dtype. This file is the only one that knows of PyTrees, leaf dtypes and structur
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -135,35 +135,106 @@ def columns_at_once(n: int, k: int) -> int:
     return even[0] if even else most
 
 
+# Of this size a matrix is read from memory in every pass over it.
+_LARGE_MATRIX = 2**25
+# Columns of a matrix product that a CPU's vector units take together, and up to how many
+# the matrix is read only once.
+_COLUMNS = 8
+_MOST_COLUMNS = 64
+# How many are multiplied at once for products that don't depend on their number.
+_SAME_COLUMNS = 32
+
+
 def apply_block(
-    operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
+    operator: lx.AbstractLinearOperator,
+    block: Inexact[Array, "n k"],
+    *,
+    resumable: bool = False,
 ) -> Inexact[Array, "n k"]:
     """The product of the operator with every column of a block.
 
     One `vmap` of `operator.mv`: a dense operator becomes one matrix product. Over the
-    leading axis, as networks are batched; a stencil is twice as fast that way.
+    leading axis, as networks are batched; a stencil is twice as fast that way. Over the
+    trailing axis where a matrix is read that doesn't fit into the cache: a matrix
+    product of few columns then needs no copy of it, and takes half of the time.
 
     On a CPU a large block is multiplied by a few columns at a time. That stays in the
     cache, needs the memory of a few products, and keeps the compiler from repeating a
     cheap product in everything that uses its result.
+
+    `resumable`: the same to the last bit, whatever the number of columns.
     """
     n, k = block.shape
     if n == 0 or k == 0:
         return block
-    size = columns_at_once(n, k)
-    if size == k or not on_one_cpu():
-        return _apply_at_once(operator, block)
-    rows, rest = block.T, k % size
+    size, apply = columns_at_once(n, k), _apply_at_once
+    if size < k and not on_one_cpu():
+        size = k
+    if _reads_large_matrix(operator):
+        if resumable:
+            size, apply = _SAME_COLUMNS, _apply_by_columns
+        elif k <= _MOST_COLUMNS:
+            size, apply = k + -k % _COLUMNS, _apply_by_columns
+    if size == k:
+        return apply(operator, block)
+    if apply is _apply_by_columns:
+        # With more of the same: a solver in the operator may not like vectors of zeros.
+        block = jnp.pad(block.T, ((0, -k % size), (0, 0)), mode="edge").T
+    rows = block.T
+    rest = len(rows) % size
+    whole = len(rows) - rest
 
     def some(start, size):
         some_rows = jax.lax.dynamic_slice_in_dim(rows, start, size)
-        return _apply_at_once(operator, some_rows.T).T
+        return apply(operator, some_rows.T).T
 
-    starts = jnp.arange(0, k - rest, size)
-    products = jax.lax.map(lambda start: some(start, size), starts).reshape(-1, n)
+    if whole == size:
+        products = some(0, size)
+    else:
+        starts = jnp.arange(0, whole, size)
+        products = jax.lax.map(lambda start: some(start, size), starts).reshape(-1, n)
     if rest:
-        products = jnp.concatenate([products, some(k - rest, rest)])
-    return products.T
+        products = jnp.concatenate([products, some(whole, rest)])
+    return products[:k].T
+
+
+def equations(operator: lx.AbstractLinearOperator) -> Iterator[Any]:
+    """The primitive operations of a product with a vector."""
+
+    # A function of its own: equal methods are compared, and traced values can't be.
+    def product(vector):
+        return operator.mv(vector)
+
+    yield from _equations(jax.make_jaxpr(product)(operator.in_structure()))
+
+
+def _equations(program: Any) -> Iterator[Any]:
+    program = getattr(program, "jaxpr", program)  # of a closed program
+    for equation in getattr(program, "eqns", ()):
+        yield equation
+        for parameter in jtu.tree_leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            yield from _equations(parameter)
+
+
+def _reads_large_matrix(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a product of vectors of one axis multiplies one by a large matrix."""
+
+    def is_large(x: Any) -> bool:
+        return getattr(x, "ndim", 0) == 2 and x.size * x.dtype.itemsize >= _LARGE_MATRIX
+
+    structure = operator.in_structure()
+    if getattr(structure, "ndim", 0) != 1 or not on_one_cpu():
+        return False
+    if not any(is_large(x) for x in jtu.tree_leaves(operator)):
+        return False
+    return any(
+        equation.primitive.name == "dot_general"
+        and sorted(x.aval.ndim for x in equation.invars) == [1, 2]
+        and any(is_large(x.aval) for x in equation.invars)
+        for equation in equations(operator)
+    )
 
 
 def extend_products(
@@ -184,7 +255,8 @@ def extend_products(
         x[:, 0 if y is None else y.shape[1] :]
         for (x, _), y in zip(blocks, known, strict=True)
     ]
-    products = alone(apply_block(operator, alone(side_by_side(*new))))
+    block = alone(side_by_side(*new))
+    products = alone(apply_block(operator, block, resumable=True))
     found, start = [], 0
     for x, y in zip(new, known, strict=True):
         part = products[:, start : start + x.shape[1]]
@@ -215,6 +287,17 @@ def _apply_at_once(
         return out[0].T
     # Leaves may be laid out over devices each in its own way.
     return jnp.concatenate([lay_out(x, None) for x in out], axis=1).T
+
+
+def _apply_by_columns(
+    operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
+) -> Inexact[Array, "n k"]:
+    """For an operator on vectors of one axis, laid out in memory as (n, k)."""
+    dtype = space_of(operator).dtype
+    # Barriers, so that the compiler doesn't lay them out otherwise.
+    columns = jax.lax.optimization_barrier(block.astype(dtype))
+    products = jax.vmap(operator.mv, in_axes=1, out_axes=1)(columns)
+    return jax.lax.optimization_barrier(products.astype(block.dtype))
 
 
 def is_known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:

@@ -260,6 +260,12 @@ def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array,
     return jnp.matmul(x, y, precision=precision, out_sharding=sharding)
 
 
+def diagonal(matrix: Inexact[Array, "*s k k"]) -> Inexact[Array, "*s k"]:
+    """The diagonal of a small matrix, or of several, without indices to gather by."""
+    k = matrix.shape[-1]
+    return matrix.reshape(*matrix.shape[:-2], k * k)[..., :: k + 1]
+
+
 def combine(
     block: Inexact[Array, "n k"], small: Inexact[Array, "k m"]
 ) -> Inexact[Array, "n m"]:

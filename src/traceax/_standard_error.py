@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._orthogonal import inner
+from ._orthogonal import diagonal, inner, matmul
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
 GRAM_PROBES = 16
@@ -162,17 +162,19 @@ def leave_one_out_samples(
     unit = _unit(largest)
     deviations = deviations / unit.astype(samples.dtype)
     differences = differences / unit.astype(samples.dtype)
-    alone = jnp.abs(deviations) ** 2 / (m * (m - 1))
-    shared = jnp.real(differences * differences.conj().T)
+    alone = jnp.abs(deviations) ** 2
+    # The sums over j are the diagonal of a product: no array is transposed.
+    shared = jnp.real(diagonal(matmul(differences, differences.conj())))
     if known is not None:
         shared = shared * (m * (m - 1) / jnp.sum(known)).astype(shared.dtype)
     if orthogonal_dimension is not None:
-        about = (pairs - mean) / unit.astype(pairs.dtype)
-        of_a_pair = jnp.where(off_diagonal, jnp.abs(about) ** 2, 0)
-        shared = shared + of_a_pair / (orthogonal_dimension - 1)
+        about = jnp.where(off_diagonal, (pairs - mean) / unit.astype(pairs.dtype), 0)
+        of_pairs = jnp.sum(jnp.abs(about) ** 2, axis=1)
+        shared = shared + of_pairs / (orthogonal_dimension - 1)
         factor = (orthogonal_dimension - 1) / (orthogonal_dimension - 2)
         alone, shared = factor * alone, factor * shared
-    contributions = alone + jnp.sum(shared, axis=1) / (m * (m - 1))
+    alone = alone / (m * (m - 1))
+    contributions = alone + shared / (m * (m - 1))
     variance = jnp.maximum(jnp.sum(contributions), jnp.sum(alone) / 2)
     relative = contributions / jnp.where(variance == 0, 1, variance)
     uneven = jnp.clip(jnp.sum(relative**2) - 1 / m, 0, 1) / 2
