@@ -1,5 +1,7 @@
 """Estimates to a tolerance."""
 
+import itertools
+
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
@@ -324,14 +326,14 @@ def test_inside_loops(key, kind, name):
 
 
 def test_looks():
-    for most in (1, 3, 4, 7, 16, 50, 200, 1001):
-        schedule = phases(most)
+    for most, first in itertools.product((1, 3, 4, 7, 16, 50, 200, 1001), (4, 8)):
+        schedule = phases(most, first=first)
         ends = [phase.end for phase in schedule]
         assert ends[-1] == most
         start = 0
         for phase in schedule:
             assert (phase.end - start) % phase.width == 0
-            assert phase.width <= max(4, start // 2)
+            assert phase.width <= max(first, start // 2)
             start = phase.end
     assert all(phase.width <= 4 for phase in phases(50, widest=4))
 

@@ -28,8 +28,6 @@ from ._operator import Space
 from ._progress import ProgressMeter
 from ._standard_error import ErrorBar
 
-# Probes of the first phase: so many in each of four steps.
-_FIRST = 4
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
 # their level for every tolerance, simulated.
 _WIDENED = 2.0
@@ -38,7 +36,7 @@ _WIDENED = 2.0
 _FAR = 4
 # Up to so many dimensions an answer is exact where the budget allows it.
 SMALL = 32
-# Products that are taken before a loop may stop.
+# Products that are taken before a loop may stop, and probes of the first steps.
 FEWEST = 8
 
 
@@ -146,13 +144,13 @@ class Phase(NamedTuple):
     end: int
 
 
-def phases(most: int, widest: int | None = None) -> list[Phase]:
-    """Steps of a half and a third of the probes before them, in turn.
+def phases(most: int, widest: int | None = None, first: int = FEWEST) -> list[Phase]:
+    """Four steps of `first` probes, then of a half and a third of those before, in turn.
 
     None is wider than `widest`.
     """
     found: list[Phase] = []
-    count, width = 0, _FIRST
+    count, width = 0, min(first, widest or first)
     while count < most:
         steps = 4 if not found else 2
         if widest is not None and 2 * width > widest:

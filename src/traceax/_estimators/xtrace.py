@@ -14,7 +14,7 @@ from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid
 from .._standard_error import gram, independent_samples, leave_one_out_samples
 from .._state import init_state, kept_parts
 from .._stream import ProbeStream, counted_halves
-from .._tolerance import phases, put, there, unknown_error, until
+from .._tolerance import FEWEST, phases, put, there, unknown_error, until
 
 
 class XTraceEstimator(TraceEstimator):
@@ -139,13 +139,13 @@ class XTraceEstimator(TraceEstimator):
         reached = until(
             tolerance,
             meter,
-            phases(m),
+            phases(m, first=FEWEST // 2),
             carry,
             None,
             step,
             look,
             unknown_error(space),
-            fewest=4,
+            fewest=FEWEST // 2,
         )
         Omega, Y, _, loo, active = left_out(reached.carry, reached.taken, m)
         stats = {
