@@ -282,6 +282,22 @@ def test_operators_over_pytrees_and_complex_ones(key):
     assert abs(estimate.value - truth) < 6 * estimate.standard_error
 
 
+@pytest.mark.parametrize("name", ["xtrace", "hutch++"])
+def test_the_same_key_gives_fresh_probes(key, name):
+    # With the probes that the basis was found with, the rest would be 0 for any operator.
+    estimator, a = ESTIMATORS[name], jnp.asarray(matrix("flat", N))
+
+    def one(key):
+        state = estimator.init(key, lx.MatrixLinearOperator(a))
+        for _ in range(2):
+            state = estimator.estimate(state, 12).state
+            state = estimator.refresh(state, key, lx.MatrixLinearOperator(a))
+        return estimator.estimate(state, 12).value
+
+    values = jax.lax.map(one, jr.split(key, 500), batch_size=100)
+    assert abs(z_score(values, jnp.trace(a))) < 4
+
+
 def test_estimators_without_a_past_begin_anew(key):
     operator = as_operator(matrix("exp", N), psd=True)
     for estimator in (tx.HutchinsonEstimator(), tx.XNysTraceEstimator()):

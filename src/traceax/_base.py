@@ -151,7 +151,7 @@ class TraceEstimator(eqx.Module):
 
         - `state`: of an estimate without a tolerance, or of `init`, of this estimator.
             Its operator isn't used, and may be `None`, as in the carry of a loop.
-        - `key`: a single key, other than those before.
+        - `key`: a single key. Probes are fresh also for the same one again.
         - `operator`: of the same structure as that of the state.
 
         **Returns:**

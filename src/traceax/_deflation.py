@@ -138,6 +138,8 @@ def with_basis(state: TraceState, fresh: TraceState, *products: Any) -> TraceSta
     no basis yet.
     """
     if state.kept is None:
+        if state.basis is None:
+            return fresh
         basis = state.basis
     else:
         if state.basis is not None:
@@ -149,4 +151,7 @@ def with_basis(state: TraceState, fresh: TraceState, *products: Any) -> TraceSta
         most = of_basis.shape[1] + of_probes.shape[1]
         number = min(state.kept.budget // 2, most)
         basis = leading_range(of_basis, of_probes, number=number)
-    return TraceState(fresh.key, fresh.operator, basis=basis)
+    # Fresh probes for the key of the state as well: the basis was found with these.
+    word = jnp.sum(jax.random.key_data(state.key), dtype=jnp.uint32)
+    key = jax.random.fold_in(fresh.key, word)
+    return TraceState(key, fresh.operator, basis=basis)
