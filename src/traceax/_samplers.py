@@ -85,6 +85,8 @@ class IndexedSampler(Sampler):
 GENERATORS = ("hash", "jax.random")
 # Entries of a probe that outweigh starting a loop.
 _LONG = 2**16
+# So many entries are drawn in less time than a loop takes to start.
+_FEW = 2**10
 
 
 class _Probes(NamedTuple):
@@ -109,11 +111,16 @@ class _Probes(NamedTuple):
 def _block(
     draw: Callable[[_Probes], Inexact[Array, "k n"]], probes: _Probes, *, at_once: bool
 ) -> Inexact[Array, "n k"]:
-    if not at_once and probes.n >= _LONG and on_one_cpu():
-        # One probe after the other: intermediate results fit into the cache.
-        indices = jnp.arange(probes.k) + probes.start
-        return jax.lax.map(lambda j: draw(probes._replace(start=j, k=1))[0], indices).T
-    return jax.lax.optimization_barrier(draw(probes)).T
+    short, few = probes.n < _LONG, probes.k * probes.n <= _FEW or probes.k == 1
+    if few or not on_one_cpu() or (at_once and not short):
+        return jax.lax.optimization_barrier(draw(probes)).T
+    # Long probes one after the other: intermediate results fit into the cache. Short ones
+    # in a loop of two turns: the compiler would else draw them again wherever they are
+    # read, for each of an operator's data. A barrier doesn't keep it from that.
+    width = -(-probes.k // 2) if short else 1
+    starts = jnp.arange(0, probes.k, width) + probes.start
+    rows = jax.lax.map(lambda j: draw(probes._replace(start=j, k=width)), starts)
+    return rows.reshape(-1, probes.n)[: probes.k].T
 
 
 def _signs(generator: str, probes: _Probes, dtype) -> Inexact[Array, "k n"]:
