@@ -1,5 +1,6 @@
 """Operators made of new functions each time: right numbers, one compilation."""
 
+import enum
 import functools
 import types
 
@@ -130,6 +131,72 @@ def test_objects_that_can_change_are_read_anew():
     for factor in (2.0, 3.0):
         table["factor"] = jnp.asarray(factor, float_dtype())
         assert_close(_estimate(lambda v: table["factor"] * v, False), factor * N)
+
+
+class Settings:
+    factor = 1.0
+
+
+MODULE = types.ModuleType("settings")
+EYE = np.eye(N, dtype=np.float32)
+
+
+def _factor():
+    return Settings.factor
+
+
+MODULE.factor_of = _factor  # pyright: ignore
+
+
+def _holding(x):
+    def scaled(v):
+        return x.factor * v if isinstance(x, type) else x.astype(v.dtype) @ v
+
+    return scaled
+
+
+def _read_from(holder):
+    return holder.factor
+
+
+WRITTEN_TO = {
+    "class": lambda: lambda v: Settings.factor * v,
+    "class in a closure": lambda: _holding(Settings),
+    "class as an argument": lambda: lambda v: _read_from(Settings) * v,
+    "module": lambda: lambda v: MODULE.factor * v,
+    "function of a module": lambda: lambda v: MODULE.factor_of() * v,
+    "global function": lambda: lambda v: _factor() * v,
+    "global array": lambda: lambda v: EYE.astype(v.dtype) @ v,
+    "array in a closure": lambda: _holding(EYE),
+    "default": lambda: lambda v, held=EYE: held.astype(v.dtype) @ v,
+}
+
+
+@pytest.mark.parametrize("closure_convert", [True, False])
+@pytest.mark.parametrize("name", WRITTEN_TO)
+def test_what_is_written_to_counts(monkeypatch, name, closure_convert):
+    for factor in (1.0, 2.0, 3.0, 3.0):
+        monkeypatch.setattr(Settings, "factor", factor)
+        monkeypatch.setattr(MODULE, "factor", factor, raising=False)
+        EYE[:] = factor * np.eye(N)
+        before = len(runs)
+        assert_close(_estimate(WRITTEN_TO[name](), closure_convert), factor * N)
+    # The last is as the one before.
+    assert len(runs) == before
+
+
+class Colour(enum.Enum):
+    red = 1
+
+
+def test_what_does_not_change_compiles_once():
+    a = jnp.asarray(matrix("flat", N), float_dtype())
+
+    before = len(runs)
+    for _ in range(3):
+        value = _estimate(lambda v: a @ v if Colour.red is Colour(1) else v, False)
+        assert_close(value, jnp.trace(a), rtol=1e-4)
+    assert len(runs) - before <= 1
 
 
 def test_numbers_that_python_must_know_stay_known():

@@ -6,8 +6,11 @@ is equal for both, and the arrays it closes over, which are ordinary inputs of t
 """
 
 import dis
+import enum
 import functools
+import hashlib
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,12 +76,30 @@ class _Same:
         return id(self.value)
 
 
+class _Frozen:
+    """A NumPy array as it is now. It may be written to later."""
+
+    def __init__(self, value: np.ndarray):
+        if value.dtype.hasobject:
+            raise _NotPortableError
+        self.value = value.copy()
+        digest = hashlib.blake2b(self.value.tobytes()).digest()
+        self._key = value.dtype.str, value.shape, digest
+
+    def __eq__(self, other):
+        return isinstance(other, _Frozen) and self._key == other._key
+
+    def __hash__(self):
+        return hash(self._key)
+
+
 class _Code:
     """A Python function without its arrays.
 
     - `function`: one of the functions of this code.
     - `cells`, `defaults`, `keywords`: what it holds, as `(treedef, leaves)` pairs.
-    - `reached`: the globals that it reads, by name. They are compared, not replaced.
+    - `reached`: the globals that it reads, and attributes of modules and classes, by name.
+        They are compared, not replaced.
     """
 
     def __init__(self, function, cells, defaults, keywords, reached):
@@ -128,7 +149,7 @@ def _restore_leaf(x, arrays: Iterator[Any]):
         return next(arrays)
     if isinstance(x, _Code):
         return x.build(arrays)
-    return x.value if isinstance(x, _Same) else x[1]
+    return x.value if isinstance(x, _Same | _Frozen) else x[1]
 
 
 def portable(fn: Callable) -> Callable:
@@ -163,7 +184,9 @@ def _describe_function(fn: types.FunctionType, arrays: list, within: tuple) -> _
         (name, _describe(x, arrays, within))
         for name, x in (fn.__kwdefaults__ or {}).items()
     )
-    return _Code(fn, tuple(cells), defaults, keywords, _reached(fn, within))
+    held = [cell.cell_contents for cell in fn.__closure__ or ()]
+    reached = _reached(fn, within), *_attributes(_all_names(fn, set()), held, within)
+    return _Code(fn, tuple(cells), defaults, keywords, reached)
 
 
 def _may_decide(x: jax.Array) -> bool:
@@ -208,7 +231,7 @@ def _describe_leaf(x, arrays: list | None, within: tuple):
         return type(x), x, repr(x)
     if isinstance(x, np.ndarray):
         # May be a shape, or indices that must be known.
-        return _Same(x)
+        return _Frozen(x)
     if eqx.is_array(x):
         if arrays is None or _may_decide(x):
             return _Same(x)
@@ -242,11 +265,69 @@ _TRANSFORMED = (type(jax.jit(lambda: None)),)
 
 
 def _reached(fn: types.FunctionType, within: tuple):
-    reached = []
-    for name in sorted(_names(fn.__code__)):
-        if name in fn.__globals__:
-            reached.append((name, *_describe(fn.__globals__[name], None, within)))
-    return tuple(reached)
+    reached, names = [], _names(fn.__code__)
+    found = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
+    for name, x in sorted(found.items()):
+        reached.append((name, *_describe(x, None, within)))
+    held = list(found.values())
+    return *reached, *_attributes(_all_names(fn, set()), held, within)
+
+
+def _all_names(fn: types.FunctionType, seen: set[types.FunctionType]) -> set[str]:
+    """Names that a function reads, and Python functions that it calls."""
+    if fn in seen:
+        return set()
+    seen.add(fn)
+    names = _names(fn.__code__)
+    held = [fn.__globals__.get(name) for name in names]
+    held += [cell.cell_contents for cell in fn.__closure__ or ()]
+    inner = [x for x in held if isinstance(x, types.FunctionType)]
+    return names.union(*(_all_names(x, seen) for x in inner))
+
+
+def _attributes(names: set[str], held: list[Any], within: tuple) -> Iterator[Any]:
+    """What a function may read of modules and classes, which can be assigned to.
+
+    Those of libraries are taken not to change.
+    """
+    seen, held = set(), list(held)
+    while held:
+        owner = held.pop()
+        if not isinstance(owner, type | types.ModuleType) or id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        where = getattr(owner, "__module__", None) or owner.__name__
+        if str(where).partition(".")[0] in _LIBRARIES:
+            continue
+        for name in sorted(names):
+            x = inspect.getattr_static(owner, name, _NotPortableError)
+            if x is _NotPortableError or isinstance(x, _DESCRIPTORS):
+                continue
+            if isinstance(x, enum.Enum):
+                x = _Same(x)
+            elif isinstance(x, _CONSTANTS):
+                x = type(x), repr(x)
+            elif isinstance(x, np.ndarray):
+                x = _Frozen(x)
+            elif isinstance(x, types.FunctionType) and not isinstance(owner, type):
+                x = _describe(x, None, within)
+            elif callable(x) or isinstance(x, jax.Array | types.ModuleType | np.dtype):
+                held.append(x)
+                x = _Same(x)
+            else:
+                raise _NotPortableError
+            yield name, _Same(owner), x
+
+
+_DESCRIPTORS = (
+    property,
+    classmethod,
+    staticmethod,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
+_LIBRARIES = {"builtins", "jax", "jaxlib", "jaxtyping", "numpy", "scipy", "equinox"}
+_LIBRARIES |= {"lineax", *sys.stdlib_module_names} - {"__main__", "os"}
 
 
 def _names(code: types.CodeType) -> set[str]:
