@@ -20,6 +20,7 @@ LAYERS = [
     "_sharding",
     "_closures",
     "_programs",
+    "_leaves",
     "_spectral_function",
     "_operator",
     "_known_diagonal",

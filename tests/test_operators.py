@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -344,6 +345,43 @@ def test_closures_over_traced_values(key, kind):
     assert_close(total, jnp.sum(both), rtol=1e-4)
 
 
+def _power(x, args):
+    fn, factor, exponent = args
+    return fn(factor * x**exponent)
+
+
+@pytest.mark.parametrize("closure_convert", [True, False])
+def test_arguments_of_a_jacobian(key, closure_convert):
+    x = jnp.linspace(0.5, 1, 9).astype(float_dtype())
+
+    def trace(fn, args, k, x=x):
+        operator = lx.JacobianLinearOperator(
+            fn, x, args, closure_convert=closure_convert
+        )
+        return tx.trace(key, operator, k).value
+
+    # Functions, Python numbers and arrays of NumPy.
+    factors = np.linspace(1, 2, 9).astype(x.dtype)
+    for args in ((jnp.tanh, 2.0, 2), (lambda v: v, factors, 3), (jnp.sin, x, 1)):
+        expected = jnp.trace(jax.jacfwd(lambda x, args=args: _power(x, args))(x))
+        assert_close(trace(_power, args, 9), expected, rtol=1e-4)
+    net = eqx.nn.MLP(9, 9, 8, 1, activation=jnp.tanh, key=key, dtype=x.dtype)
+
+    def of(net):
+        return trace(lambda x, net: net(x), net, 9)
+
+    def directly(net):
+        return jnp.trace(jax.jacfwd(net)(x))
+
+    value, gradient = eqx.filter_value_and_grad(of)(net)
+    expected = eqx.filter_value_and_grad(directly)(net)
+    assert_close(value, expected[0], rtol=1e-4)
+    for got, wanted in zip(
+        jax.tree.leaves(gradient), jax.tree.leaves(expected[1]), strict=True
+    ):
+        assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+
+
 def test_a_solve_inside_the_operator(key):
     p = parameters(20)
     a = p["a"] @ p["a"].T / 20 + jnp.eye(20, dtype=p["a"].dtype)
@@ -408,7 +446,16 @@ def test_large_matrices_are_multiplied_by_columns(monkeypatch, k):
 
         return lx.FunctionLinearOperator(product, jax.eval_shape(lambda: p["a"][0]))
 
-    for operator in (function, lambda p: lx.MatrixLinearOperator(p["a"])):
+    def of_global(p):
+        # As a function that reads the matrix as a global: it is no leaf.
+        return lx.FunctionLinearOperator(
+            lambda vector: p["a"] @ vector,
+            jax.eval_shape(lambda: p["a"][0]),
+            closure_convert=False,
+        )
+
+    monkeypatch.setattr("traceax._operator._SMALL_SPACE", 0)
+    for operator in (function, of_global, lambda p: lx.MatrixLinearOperator(p["a"])):
         whole = program(operator, False)
         (_, expected), gradient = whole(p, block)
         assert_close(expected, operator(p).as_matrix() @ block, rtol=1e-4, atol=1e-5)

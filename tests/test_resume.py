@@ -157,3 +157,15 @@ def test_states_of_own_estimators_begin_anew(key):
     state = Plain().init(key, operator)
     again = Plain().estimate(Plain().estimate(state, 4).state, 4)
     assert_close(again.value, Plain().estimate(state, 4).value)
+
+
+def test_states_are_of_one_configuration(key):
+    operator = as_operator(matrix("exp", N))
+    for one, other in (
+        (tx.XTraceEstimator(), ESTIMATORS["xtrace-plain"]),
+        (tx.HutchPlusPlusEstimator(), tx.HutchPlusPlusEstimator(tx.NormalSampler())),
+        (ESTIMATORS["hutchinson-chunks"], tx.HutchinsonEstimator(chunk_size=5)),
+    ):
+        state = one.estimate(one.init(key, operator), 12).state
+        with pytest.raises(TypeError, match=r"of which .* can't make use; begin anew"):
+            other.estimate(state, 12)

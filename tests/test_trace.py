@@ -151,6 +151,23 @@ def test_states_refine(key):
         assert_close(refined.value, tx.trace(key, operator, 12, estimator).value)
 
 
+def test_states_of_parts_are_of_the_whole(key):
+    a = matrix("poly", N)
+    d = lx.DiagonalLinearOperator(100 * jnp.ones(N))
+    for operator, truth in (
+        (as_operator(a, psd=True) + d, np.trace(a) + 100 * N),
+        (as_operator(a, psd=True) * jnp.asarray(-10.0), -10 * np.trace(a)),
+    ):
+        estimate = tx.trace(key, operator, N // 2)
+        for estimator in (tx.XTraceEstimator(), tx.HutchinsonEstimator()):
+            # All of the budget, so that the answer is exact.
+            refined = estimator.estimate(estimate.state, N)
+            assert_close(refined.value, truth, rtol=1e-4)
+    state = tx.trace(key, as_operator(a, psd=True) + d, 8).state
+    with pytest.raises(TypeError, match="state must be that of its init"):
+        tx.XNysTraceEstimator().estimate(state, 8)
+
+
 def test_an_estimator_may_wrap_another(key):
     class Doubled(tx.TraceEstimator):
         inner: tx.TraceEstimator

@@ -122,7 +122,7 @@ class TraceEstimator(eqx.Module):
             (see [`traceax.RESULTS`][]), unless `throw=False`.
         """
         where = f"{type(self).__name__}.estimate"
-        check_state(state, type(self).__name__, where)
+        check_state(state, self, where)
         k = check_budget(k, where)
         space = space_of(state.operator)
         tolerance = make_tolerance(rtol, atol, level, space, where)
@@ -163,7 +163,7 @@ class TraceEstimator(eqx.Module):
         - as `init`; `ValueError` for an operator of another structure.
         """
         where = f"{type(self).__name__}.refresh"
-        check_state(state, type(self).__name__, where)
+        check_state(state, self, where)
         fresh = self.init(key, operator)
         if state.operator is not None:
             old, new = (space_of(x.operator) for x in (state, fresh))
@@ -197,7 +197,7 @@ def _estimate(
     if outcome.kept is not None and hasattr(state, "kept"):
         kept = outcome.kept
         if not isinstance(kept, Kept):
-            kept = Kept(total, kept, type(estimator).__name__)
+            kept = Kept(total, kept, repr(estimator))
         state = with_kept(state, kept)
     return finish(outcome, state, throw=throw)
 

@@ -1,5 +1,6 @@
 """Why an estimate is not finite."""
 
+import functools
 import math
 
 import equinox as eqx
@@ -30,7 +31,12 @@ def explain(
     - `solves`: whether the operator solves linear systems.
     """
     leaves = [x for x in jtu.tree_leaves(parameters) if eqx.is_inexact_array(x)]
+    return _explain(result, value, leaves, largest_product, solves)
 
+
+# Compiled once, also for estimates that are put together outside of a program.
+@functools.partial(jax.jit, static_argnums=4)
+def _explain(result, value, leaves, largest_product, solves) -> RESULTS:
     def cause() -> RESULTS:
         if leaves:
             # Not as blocks are in memory: a transpose of parameters would be a copy.

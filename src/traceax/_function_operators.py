@@ -19,6 +19,7 @@ from ._frechet import (
     product_tangent,
 )
 from ._krylov import arnoldi, lanczos
+from ._leaves import with_array_leaves
 from ._operator import (
     apply_block,
     check_operator,
@@ -27,7 +28,6 @@ from ._operator import (
     is_positive_semidefinite,
     is_symmetric,
     space_of,
-    with_array_leaves,
 )
 from ._orthogonal import combine
 from ._spectral_function import SpectralFunction, spectral_function

@@ -17,8 +17,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Inexact, PyTree
 
-from ._closures import closes_over_tracer, portable
-from ._programs import interned
 from ._sharding import block_layout, lay_out, on_one_cpu, rows_of, side_by_side
 
 
@@ -137,6 +135,8 @@ def columns_at_once(n: int, k: int) -> int:
 
 # Of this size a matrix is read from memory in every pass over it.
 _LARGE_MATRIX = 2**25
+# Of fewer dimensions an operator isn't traced to find one.
+_SMALL_SPACE = 512
 # Columns of a matrix product that a CPU's vector units take together, and up to how many
 # the matrix is read only once.
 _COLUMNS = 8
@@ -224,10 +224,12 @@ def _reads_large_matrix(operator: lx.AbstractLinearOperator) -> bool:
     def is_large(x: Any) -> bool:
         return getattr(x, "ndim", 0) == 2 and x.size * x.dtype.itemsize >= _LARGE_MATRIX
 
-    structure = operator.in_structure()
-    if getattr(structure, "ndim", 0) != 1 or not on_one_cpu():
+    structure = jtu.tree_leaves(operator.in_structure())
+    if len(structure) != 1 or structure[0].ndim != 1 or not on_one_cpu():
         return False
-    if not any(is_large(x) for x in jtu.tree_leaves(operator)):
+    # What a function reads of globals is no leaf, and seen in its operations only.
+    small = structure[0].size < _SMALL_SPACE
+    if small and not any(is_large(x) for x in jtu.tree_leaves(operator)):
         return False
     return any(
         equation.primitive.name == "dot_general"
@@ -293,10 +295,12 @@ def _apply_by_columns(
     operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
 ) -> Inexact[Array, "n k"]:
     """For an operator on vectors of one axis, laid out in memory as (n, k)."""
-    dtype = space_of(operator).dtype
+    space = space_of(operator)
+    treedef = jtu.tree_structure(space.structure)
     # Barriers, so that the compiler doesn't lay them out otherwise.
-    columns = jax.lax.optimization_barrier(block.astype(dtype))
-    products = jax.vmap(operator.mv, in_axes=1, out_axes=1)(columns)
+    columns = jax.lax.optimization_barrier(block.astype(space.dtype))
+    vectors = jtu.tree_unflatten(treedef, [columns])
+    (products,) = jtu.tree_leaves(jax.vmap(operator.mv, in_axes=1, out_axes=1)(vectors))
     return jax.lax.optimization_barrier(products.astype(block.dtype))
 
 
@@ -338,32 +342,3 @@ def has_real_trace(operator: lx.AbstractLinearOperator) -> bool:
         or is_positive_semidefinite(operator)
         or is_negative_semidefinite(operator)
     )
-
-
-def _is_data(x: Any) -> bool:
-    if isinstance(x, np.ndarray | np.generic):
-        return x.dtype.kind in "biufc" or jnp.issubdtype(x.dtype, jnp.inexact)
-    return isinstance(x, float | complex)
-
-
-def with_array_leaves(operator: lx.AbstractLinearOperator) -> Any:
-    """The operator with everything that can vary in array leaves.
-
-    - NumPy arrays and Python floats become JAX arrays: another value is other data,
-        not another structure to compile for. Ask for tags that depend on a scalar's
-        sign before this.
-    - What its functions close over becomes leaves, too, where that is all that they
-        depend on: operators made of a new lambda each time compile once.
-    - If a function still closes over traced values, `operator.mv` is converted. lineax
-        does so for its own classes unless told `closure_convert=False`. A traced value
-        may neither be hidden from differentiation nor kept in a cache.
-    """
-    operator = jtu.tree_map(lambda x: interned(portable(x)), operator)
-    functions = [
-        leaf
-        for leaf in jtu.tree_leaves(operator)
-        if callable(leaf) and not eqx.is_array(leaf)
-    ]
-    if any(closes_over_tracer(fn, set()) for fn in functions):
-        operator = lx.FunctionLinearOperator(operator.mv, operator.in_structure())
-    return jtu.tree_map(lambda x: jnp.asarray(x) if _is_data(x) else x, operator)

@@ -31,7 +31,8 @@ from jaxtyping import Array, Float, Inexact, PyTree
 from ._estimate import RESULTS, UNKNOWN, known_or
 from ._failure import explain, solves_systems
 from ._frechet import SpectralBlocks
-from ._operator import apply_block, space_of, with_array_leaves
+from ._leaves import with_array_leaves
+from ._operator import apply_block, space_of
 from ._orthogonal import column_dots
 from ._spectral_function import SpectralFunction
 from ._stream import CountedBlocks, CountedStream, ProbeStream

@@ -37,7 +37,7 @@ class Kept(eqx.Module):
 
     - `budget`: how many products were allowed so far.
     - `parts`: arrays, as the estimator's `compute` returned them.
-    - `owner`: the name of the estimator's class.
+    - `owner`: the estimator, as it prints.
     """
 
     budget: int = eqx.field(static=True)
@@ -83,8 +83,9 @@ class TraceState(eqx.Module):
         return self._key.typed
 
 
-def check_state(state: Any, owner: str, where: str) -> None:
+def check_state(state: Any, estimator: Any, where: str) -> None:
     """Refuses what isn't a state, and what another estimator keeps."""
+    owner = repr(estimator)
     if not hasattr(state, "operator"):
         hint = "its `.state`" if hasattr(state, "standard_error") else "that of `init`"
         raise TypeError(
@@ -95,7 +96,7 @@ def check_state(state: Any, owner: str, where: str) -> None:
     if kept is not None and kept.owner != owner:
         raise TypeError(
             f"{where}: the state keeps products of {kept.owner}, of which {owner} can't "
-            f"make use; begin anew with {owner}.init."
+            f"make use; begin anew with {type(estimator).__name__}.init."
         )
 
 

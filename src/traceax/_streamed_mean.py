@@ -17,12 +17,12 @@ from ._base import (
     with_kept,
 )
 from ._estimate import RESULTS, Estimate
+from ._leaves import with_array_leaves
 from ._operator import (
     apply_block,
     check_operator,
     has_real_trace,
     space_of,
-    with_array_leaves,
 )
 from ._primitive import estimate_trace
 from ._state import Kept, check_budget
@@ -57,7 +57,7 @@ class StreamedMeanState(eqx.Module):
     - `products`, `weights`: products with the mean, and sums of weights, of the passes
         before this one.
     - `passes_left`: how many passes have not ended, a Python int.
-    - `made_by`: the name of the estimator, and k.
+    - `made_by`: the estimator, as it prints, and k.
     """
 
     inner: Any
@@ -241,7 +241,7 @@ class StreamedMean(eqx.Module):
             )
         state = self.end_pass(state) if state.passes_left else state
         inner, operator = state.inner, state.inner.operator
-        owner = type(self.estimator).__name__
+        owner = repr(self.estimator)
         # Of no entries: derivatives with respect to what the products depend on reach
         # the operator, which refuses.
         depends_on = [x[:, :0] for x in state.products]
@@ -259,7 +259,7 @@ class StreamedMean(eqx.Module):
 
     @property
     def _signature(self) -> tuple[str, int]:
-        return type(self.estimator).__name__, self.k
+        return repr(self.estimator), self.k
 
 
 class _OfProducts(eqx.Module):
@@ -274,7 +274,7 @@ class _OfProducts(eqx.Module):
             outcome = exact_answer(space, *products)
         else:
             _, parts = self.estimator.passes(state, k)
-            owner = type(self.estimator).__name__
+            owner = repr(self.estimator)
             known = with_kept(state, Kept(k, parts(*products), owner))
             outcome = self.estimator.compute(known, k)
         value, error, stats, blocks = outcome

@@ -24,7 +24,7 @@ from ._operator import (
     space_of,
 )
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-from ._state import check_budget, init_state
+from ._state import TraceState, check_budget, init_state
 from ._tolerance import SMALL, make_tolerance
 
 
@@ -98,7 +98,9 @@ def trace(
 
     **Returns:**
 
-    A [`traceax.Estimate`][]. Its `state` belongs to the estimator that was used.
+    A [`traceax.Estimate`][]. Its `state` belongs to the estimator that was used. Where an
+    exact part or a factor was taken apart, it is one that begins anew, of the whole
+    operator: what was kept is of a part.
 
     **Raises:**
 
@@ -156,14 +158,15 @@ def trace(
             )
     if split.exact is not None or factor is not None:
         real = has_real_trace(operator)
-        estimate = _combine(estimate, operator, factor, split, space, real=real)
+        # What was kept is of the rest alone: the state is one that begins anew.
+        estimate = _combine(estimate, state, factor, split, space, real=real)
     estimate = _with_choice(estimate, choice)
     return raise_failure(estimate) if throw else estimate
 
 
 def _combine(
     estimate: Estimate,
-    operator: lx.AbstractLinearOperator,
+    state: TraceState,
     factor: Inexact[Array, ""] | None,
     split: "_Split",
     space: Space,
@@ -188,7 +191,11 @@ def _combine(
     result = RESULTS.where(
         estimate.result == RESULTS.successful,
         explain(
-            RESULTS.successful, value, operator, jnp.abs(estimate.value), solves=False
+            RESULTS.successful,
+            value,
+            state.operator,
+            jnp.abs(estimate.value),
+            solves=False,
         ),
         estimate.result,
     )
@@ -198,7 +205,7 @@ def _combine(
         error.astype(jnp.finfo(dtype).dtype),
         result,
         {**estimate.stats, "num_matvecs": used},
-        estimate.state,
+        state,
     )
 
 

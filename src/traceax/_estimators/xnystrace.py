@@ -134,7 +134,7 @@ class XNysTraceEstimator(TraceEstimator):
         U, T, AU = jax.lax.optimization_barrier((U.T, T, combine(Y, inverse).T))
         U, T, AU = U.T, T * length, AU.T
         scale = power_of_two_scale(AU)
-        sign = -1 if state.negative else 1
+        sign = _sign(state)
         samples, pairs, shift, magnitude, result = _leave_one_out_traces(
             U, T, AU, (sign / scale).astype(AU.dtype), resphere=self.resphere
         )
@@ -179,7 +179,7 @@ class XNysTraceEstimator(TraceEstimator):
         n, dtype = space.size, space.compute_dtype
         sampler = laid_out(self.sampler, space)
         draw = ProbeStream(state.key, sampler, n, k, k, dtype).source()
-        sign = -1 if state.negative else 1
+        sign = _sign(state)
 
         def step(carry, count, phase):
             rows, T = carry
@@ -238,6 +238,16 @@ class XNysTraceEstimator(TraceEstimator):
         }
         blocks = counted_halves(*stand_in(Omega, loo, active), reached.taken)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
+
+
+def _sign(state) -> int:
+    if not hasattr(state, "negative"):
+        raise TypeError(
+            "XNysTraceEstimator.estimate: state must be that of its init, got a "
+            f"{type(state).__name__}; begin with XNysTraceEstimator().init(key, "
+            "operator), of an operator that is tagged semidefinite."
+        )
+    return -1 if state.negative else 1
 
 
 def _leave_one_out_traces(
