@@ -16,7 +16,7 @@ from ._orthogonal import largest_entry
 from ._primitive import Outcome, estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._standard_error import ErrorBar
-from ._state import Kept, check_budget, check_state
+from ._state import Kept, check_budget, check_state, described
 from ._stream import ProbeStream
 from ._tolerance import FEWEST, SMALL, Tolerance, make_tolerance
 
@@ -197,7 +197,7 @@ def _estimate(
     if outcome.kept is not None and hasattr(state, "kept"):
         kept = outcome.kept
         if not isinstance(kept, Kept):
-            kept = Kept(total, kept, repr(estimator))
+            kept = Kept(total, kept, described(estimator))
         state = with_kept(state, kept)
     return finish(outcome, state, throw=throw)
 

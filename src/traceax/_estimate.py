@@ -49,9 +49,10 @@ class RESULTS(eqx.Enumeration):
         "functions of other operators are not estimated."
     )
     tolerance_not_met = (
-        "The tolerance was not met with the products that were allowed. The value and "
-        "its error bar are those of all of them. Allow for more products, or a larger "
-        "tolerance; throw=False returns the estimate as it is."
+        "The tolerance was not met with the products that were allowed, n - 1 at most. "
+        "The value and its error bar are those of all of them. Allow for more products, or "
+        "a larger tolerance; n products without a tolerance give the exact answer; "
+        "throw=False returns the estimate as it is."
     )
     wrong_weights = (
         "The weights of a streamed mean sum to zero, are not finite, or sum to another "

@@ -31,6 +31,7 @@ def independent_samples(
     grams: Inexact[Array, "c g g"],
     exact: Inexact[Array, " e"] | None = None,
     *,
+    dimension: int | None = None,
     active: Bool[Array, " m"] | None = None,
 ) -> ErrorBar:
     r"""The error bar of the mean of independent samples `w_j^* A w_j`.
@@ -45,7 +46,9 @@ def independent_samples(
     agree by chance, with probability `2^(1 - m)`, so that `s^2 = 0` though the samples
     vary. Where samples agree, `s^2` is the largest variance that samples of signs can
     have, `2 |A|_F^2`, times that probability; `|A|_F^2` is the mean of `|A w_j|^2`.
-    Without it few probes would report an error of 0 for a wrong answer.
+    Without it few probes would report an error of 0 for a wrong answer. Signs don't see a
+    multiple of the identity: given the `dimension`, it is `|A w_j|^2 - |w_j^* A w_j|^2 /
+    dimension`, of the traceless part.
 
     *Degrees of freedom* nu, of the Student t interval: one less than m for normal
     samples, and fewer the more skewed they are, `1/nu = 1/(m-1) + c gamma^2 / m` (see
@@ -60,7 +63,11 @@ def independent_samples(
     unit = _unit(jnp.maximum(jnp.max(jnp.abs(samples)), jnp.max(norms)))
     (deviations,) = _there(active, (samples - mean) / unit.astype(samples.dtype))
     variance = jnp.sum(jnp.abs(deviations) ** 2) / (m - 1)
-    tied = jnp.exp2(1.0 - m) * 2 * jnp.sum((norms / unit) ** 2) / m
+    squares = jnp.sum((norms / unit) ** 2)
+    if dimension is not None:
+        along = jnp.sum(jnp.abs(samples / unit.astype(samples.dtype)) ** 2) / dimension
+        squares = jnp.maximum(squares - along, 0)
+    tied = jnp.exp2(1.0 - m) * 2 * squares / m
     variance = jnp.where(variance < 0.01 * tied, tied, variance) / m
     skewness = jnp.maximum(
         _squared_skewness(deviations, m),

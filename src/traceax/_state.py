@@ -1,5 +1,6 @@
 """The state of an estimator, and the checks of what it is made from."""
 
+import dataclasses
 import operator as op
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,7 @@ class Kept(eqx.Module):
 
     - `budget`: how many products were allowed so far.
     - `parts`: arrays, as the estimator's `compute` returned them.
-    - `owner`: the estimator, as it prints.
+    - `owner`: the estimator, as `described` writes it.
     """
 
     budget: int = eqx.field(static=True)
@@ -83,9 +84,22 @@ class TraceState(eqx.Module):
         return self._key.typed
 
 
+def described(x: Any) -> str:
+    """A module as it would be written, with every field; the same inside of programs."""
+    if eqx.is_array(x):
+        return f"{x.dtype}{list(x.shape)}"
+    if not isinstance(x, eqx.Module):
+        return repr(x)
+    fields = [
+        f"{field.name}={described(getattr(x, field.name))}"
+        for field in dataclasses.fields(x)
+    ]
+    return f"{type(x).__name__}({', '.join(fields)})"
+
+
 def check_state(state: Any, estimator: Any, where: str) -> None:
     """Refuses what isn't a state, and what another estimator keeps."""
-    owner = repr(estimator)
+    owner = described(estimator)
     if not hasattr(state, "operator"):
         hint = "its `.state`" if hasattr(state, "standard_error") else "that of `init`"
         raise TypeError(

@@ -25,7 +25,7 @@ from ._operator import (
     space_of,
 )
 from ._primitive import estimate_trace
-from ._state import Kept, check_budget
+from ._state import Kept, check_budget, described
 from ._streamed_arguments import (
     SIGNS,
     WHERE,
@@ -57,7 +57,7 @@ class StreamedMeanState(eqx.Module):
     - `products`, `weights`: products with the mean, and sums of weights, of the passes
         before this one.
     - `passes_left`: how many passes have not ended, a Python int.
-    - `made_by`: the estimator, as it prints, and k.
+    - `made_by`: the estimator, as it would be written, and k.
     """
 
     inner: Any
@@ -241,7 +241,7 @@ class StreamedMean(eqx.Module):
             )
         state = self.end_pass(state) if state.passes_left else state
         inner, operator = state.inner, state.inner.operator
-        owner = repr(self.estimator)
+        owner = described(self.estimator)
         # Of no entries: derivatives with respect to what the products depend on reach
         # the operator, which refuses.
         depends_on = [x[:, :0] for x in state.products]
@@ -259,7 +259,7 @@ class StreamedMean(eqx.Module):
 
     @property
     def _signature(self) -> tuple[str, int]:
-        return repr(self.estimator), self.k
+        return described(self.estimator), self.k
 
 
 class _OfProducts(eqx.Module):
@@ -274,7 +274,7 @@ class _OfProducts(eqx.Module):
             outcome = exact_answer(space, *products)
         else:
             _, parts = self.estimator.passes(state, k)
-            owner = repr(self.estimator)
+            owner = described(self.estimator)
             known = with_kept(state, Kept(k, parts(*products), owner))
             outcome = self.estimator.compute(known, k)
         value, error, stats, blocks = outcome

@@ -24,7 +24,7 @@ from .._orthogonal import column_dots, largest_entry, orthonormalise
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes
 from .._sharding import side_by_side
 from .._standard_error import ErrorBar, independent_samples, sum_of_independent
-from .._state import Kept, StoredKey, TraceState, init_state
+from .._state import Kept, StoredKey, TraceState, described, init_state
 from .._stream import without_numpy
 
 # Products that are enough for three probes of the past and three fresh ones.
@@ -188,7 +188,7 @@ class DeltaShiftEstimator(TraceEstimator):
                 nothing(one),
                 jnp.zeros(2, space.real_dtype),
             )
-            stats["kept"] = Kept(0, _finite(past), type(self).__name__)
+            stats["kept"] = Kept(0, _finite(past), described(self))
         G = fresh.G
         blocks = side_by_side(B, G), side_by_side(B, G / G.shape[1])
         return total + bar.mean, bar.standard_error, stats, blocks
@@ -245,7 +245,7 @@ class DeltaShiftEstimator(TraceEstimator):
             "degrees_of_freedom": total.degrees_of_freedom,
             "largest_product": largest_entry(products),
             "weight_of_past": mix.weights[2],
-            "kept": Kept(0, _finite(kept), type(self).__name__),
+            "kept": Kept(0, _finite(kept), described(self)),
         }
         V = side_by_side(B, fresh.G, again.G)
         Z = side_by_side(B, a / f * fresh.G, b / p * again.G)

@@ -117,7 +117,9 @@ class HutchinsonEstimator(TraceEstimator):
             assert Omega is not None
             assert head is not None
             tested = gram(Omega, head)[None]
-        value, standard_error, freedom = independent_samples(samples, norms, tested)
+        value, standard_error, freedom = independent_samples(
+            samples, norms, tested, dimension=stream.n
+        )
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.
             standard_error = standard_error * math.sqrt(1 - k / stream.n)
@@ -193,6 +195,7 @@ class HutchinsonEstimator(TraceEstimator):
                 samples[: phase.end],
                 norms[: phase.end],
                 products[None],
+                dimension=n,
                 active=there(count, phase.end),
             )
             if not self.sampler.independent:
