@@ -1,7 +1,9 @@
 """The fast leave-one-out formulas against loops that leave probes out."""
 
+import jax
 import jax.numpy as jnp
 import jax.random as jr
+import lineax as lx
 import numpy as np
 import pytest
 from helpers import as_operator, assert_close, matrix
@@ -131,3 +133,31 @@ def test_the_skewness_of_a_gram_matrix_is_that_of_the_samples():
     sets = probes.reshape(30, 10000, 4).transpose(1, 0, 2)
     grams = jnp.einsum("sni,n,snj->sij", sets, spectrum, sets)
     assert_close(_gram_squared_skewness(grams), exact, rtol=0.1)
+
+
+def test_ties_do_not_count_a_multiple_of_the_identity():
+    # Signs don't see it, and have the variance of the rest, which is small.
+    n, keys = 40, jr.split(jr.key(1), 300)
+    rest = jr.normal(jr.key(0), (n, n))
+    operator = lx.MatrixLinearOperator(
+        jnp.eye(n) + 1e-3 * (rest - jnp.diag(jnp.diag(rest)))
+    )
+
+    def one(key, k):
+        estimate = tx.trace(key, operator, k, tx.HutchinsonEstimator())
+        return estimate.value, estimate.standard_error
+
+    truth = jnp.trace(operator.as_matrix())
+    for k in (4, 8):
+        values, errors = jax.vmap(lambda key, k=k: one(key, k))(keys)
+        spread = jnp.sqrt(jnp.mean((values - truth) ** 2))
+        assert_close(jnp.median(errors), spread, rtol=0.3)
+    # Where signs can tie, they may: few of them don't report an error of 0.
+    swap = lx.MatrixLinearOperator(jnp.asarray([[1.0, 3.0], [3.0, 1.0]]))
+    padded = lx.FunctionLinearOperator(
+        lambda v: jnp.concatenate([swap.mv(v[:2]), v[2:]]), operator.in_structure()
+    )
+    estimates = jax.vmap(
+        lambda key: tx.trace(key, padded, 4, tx.HutchinsonEstimator()).standard_error
+    )(keys)
+    assert jnp.min(estimates) > 0.5

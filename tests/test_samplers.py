@@ -275,3 +275,15 @@ def test_normal_numbers():
     assert_close(ends[0], -ends[1], rtol=1e-6)
     assert 0 < ends[2] < 1e-6
     assert_close(ends[2], -ends[3], rtol=1e-6)
+
+
+def test_short_probes_are_drawn_in_a_loop(key):
+    # Else an operator's loops over data would hash them for each of the data.
+    def program(n, k):
+        draw = tx.NormalSampler().sample
+        return str(jax.make_jaxpr(lambda key: draw(key, n, k, np.float32))(key))
+
+    assert "scan" in program(200, 20)
+    assert "scan" in program(200, 7)
+    assert "scan" not in program(20, 7)  # few are drawn faster than a loop starts
+    assert "scan" not in program(2**17, 7)

@@ -258,7 +258,9 @@ def test_operators_must_be_semidefinite_if_one_is(key):
 def test_states_of_other_streams_are_refused(key):
     operator = as_operator(matrix("flat", 5))
     state = StreamedMean(tx.XTraceEstimator(), 4).init(key, operator)
-    message = r"of a StreamedMean with XTraceEstimator\(.*\) and k = 3, got .* and k = 4"
+    message = (
+        r"of a StreamedMean with XTraceEstimator\(.*\) and k = 3, got .* and k = 4"
+    )
     other = StreamedMean(tx.XTraceEstimator(), 3)
     with pytest.raises(ValueError, match=message):
         other.update(state, operator)
