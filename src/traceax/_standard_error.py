@@ -47,8 +47,9 @@ def independent_samples(
     vary. Where samples agree, `s^2` is the largest variance that samples of signs can
     have, `2 |A|_F^2`, times that probability; `|A|_F^2` is the mean of `|A w_j|^2`.
     Without it few probes would report an error of 0 for a wrong answer. Signs don't see a
-    multiple of the identity: given the `dimension`, it is `|A w_j|^2 - |w_j^* A w_j|^2 /
-    dimension`, of the traceless part.
+    multiple of the identity: given the `dimension` n, it is that of the traceless part,
+    the mean of `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased where no entry is
+    on the diagonal of that.
 
     *Degrees of freedom* nu, of the Student t interval: one less than m for normal
     samples, and fewer the more skewed they are, `1/nu = 1/(m-1) + c gamma^2 / m` (see
@@ -64,9 +65,9 @@ def independent_samples(
     (deviations,) = _there(active, (samples - mean) / unit.astype(samples.dtype))
     variance = jnp.sum(jnp.abs(deviations) ** 2) / (m - 1)
     squares = jnp.sum((norms / unit) ** 2)
-    if dimension is not None:
-        along = jnp.sum(jnp.abs(samples / unit.astype(samples.dtype)) ** 2) / dimension
-        squares = jnp.maximum(squares - along, 0)
+    if dimension is not None and dimension > 2:
+        along = jnp.sum(jnp.abs(samples / unit.astype(samples.dtype)) ** 2)
+        squares = jnp.maximum(dimension * squares - along, 0) / (dimension - 2)
     tied = jnp.exp2(1.0 - m) * 2 * squares / m
     variance = jnp.where(variance < 0.01 * tied, tied, variance) / m
     skewness = jnp.maximum(
