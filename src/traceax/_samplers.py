@@ -104,8 +104,12 @@ class _Probes(NamedTuple):
 
     def keys(self) -> Key[Array, " k"]:
         """A key for each probe."""
-        indices = jnp.arange(self.k) + self.start
-        return jax.vmap(lambda j: jax.random.fold_in(self.key, j))(indices)
+        return jax.vmap(lambda j: jax.random.fold_in(self.key, j))(self.indices())
+
+    def indices(self, step: int = 1) -> Int[Array, " _"]:
+        """That of each probe, or of every `step`-th."""
+        start = jnp.asarray(self.start)
+        return jnp.arange(0, self.k, step, dtype=start.dtype) + start
 
 
 def _block(
@@ -118,7 +122,7 @@ def _block(
     # in a loop of two turns: the compiler would else draw them again wherever they are
     # read, for each of an operator's data. A barrier doesn't keep it from that.
     width = -(-probes.k // 2) if short else 1
-    starts = jnp.arange(0, probes.k, width) + probes.start
+    starts = probes.indices(width)
     rows = jax.lax.map(lambda j: draw(probes._replace(start=j, k=width)), starts)
     return rows.reshape(-1, probes.n)[: probes.k].T
 
