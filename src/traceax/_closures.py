@@ -184,9 +184,7 @@ def _describe_function(fn: types.FunctionType, arrays: list, within: tuple) -> _
         (name, _describe(x, arrays, within))
         for name, x in (fn.__kwdefaults__ or {}).items()
     )
-    held = [cell.cell_contents for cell in fn.__closure__ or ()]
-    reached = _reached(fn, within), *_attributes(_all_names(fn, set()), held, within)
-    return _Code(fn, tuple(cells), defaults, keywords, reached)
+    return _Code(fn, tuple(cells), defaults, keywords, _reached(fn, within))
 
 
 def _may_decide(x: jax.Array) -> bool:
@@ -269,7 +267,7 @@ def _reached(fn: types.FunctionType, within: tuple):
     found = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     for name, x in sorted(found.items()):
         reached.append((name, *_describe(x, None, within)))
-    held = list(found.values())
+    held = [*found.values(), *(cell.cell_contents for cell in fn.__closure__ or ())]
     return *reached, *_attributes(_all_names(fn, set()), held, within)
 
 

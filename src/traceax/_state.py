@@ -99,7 +99,6 @@ def described(x: Any) -> str:
 
 def check_state(state: Any, estimator: Any, where: str) -> None:
     """Refuses what isn't a state, and what another estimator keeps."""
-    owner = described(estimator)
     if not hasattr(state, "operator"):
         hint = "its `.state`" if hasattr(state, "standard_error") else "that of `init`"
         raise TypeError(
@@ -107,7 +106,7 @@ def check_state(state: Any, estimator: Any, where: str) -> None:
             f"{type(state).__name__}; pass {hint}."
         )
     kept = getattr(state, "kept", None)
-    if kept is not None and kept.owner != owner:
+    if kept is not None and kept.owner != (owner := described(estimator)):
         raise TypeError(
             f"{where}: the state keeps products of {kept.owner}, of which {owner} can't "
             f"make use; begin anew with {type(estimator).__name__}.init."
