@@ -27,7 +27,12 @@ from helpers import (
 
 import traceax as tx
 from traceax._known_diagonal import known_diagonal
-from traceax._operator import apply_block, columns_at_once, space_of
+from traceax._operator import (
+    apply_block,
+    columns_at_once,
+    extend_products,
+    space_of,
+)
 
 
 def _every_class():
@@ -424,6 +429,40 @@ def test_large_blocks_are_multiplied_some_columns_at_a_time(monkeypatch, k):
             jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True
         ):
             assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+
+def test_cheap_operators_are_multiplied_a_few_columns_at_a_time(monkeypatch):
+    # On one CPU: as if blocks of more than 5 columns were large, and 2 fitted the cache.
+    monkeypatch.setattr("traceax._operator._ENTRIES", 5 * 20)
+    p = parameters(20)
+    rng = np.random.default_rng(0)
+    block = jnp.asarray(rng.normal(size=(20, 14)), float_dtype())
+
+    def differences(p):
+        def product(v):
+            return p["d"] * v - jnp.roll(v, 1) - v[::-1]
+
+        return lx.FunctionLinearOperator(product, jax.eval_shape(lambda: p["d"]))
+
+    def square(p, block):
+        products = extend_products(differences(p), (block[:, :8], None), (block, None))
+        return sum(jnp.sum(x**2) for x in products), products
+
+    program = jax.value_and_grad(square, has_aux=True)
+    (_, expected), gradient = program(p, block)
+    assert_close(expected[1], differences(p).as_matrix() @ block, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr("traceax._operator._CACHED", 2 * 20)
+    text = str(jax.make_jaxpr(program)(p, block))
+    assert "[2,20]" in text
+    assert "[22,20]" not in text
+    (_, products), of_columns = program(p, block)
+    for x, y in zip(products, expected, strict=True):
+        assert_close(x, y, rtol=1e-6)
+    assert_close(of_columns["d"], gradient["d"], rtol=1e-5)
+    # What costs more than memory is shared by as many columns as before.
+    dense = OPERATORS["function"](p)
+    text = str(jax.make_jaxpr(lambda block: apply_block(dense, block))(block))
+    assert "[2,20]" not in text
 
 
 @pytest.mark.parametrize("k", [5, 40, 70])

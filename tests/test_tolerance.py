@@ -326,16 +326,20 @@ def test_inside_loops(key, kind, name):
 
 
 def test_looks():
-    for most, first in itertools.product((1, 3, 4, 7, 16, 50, 200, 1001), (4, 8)):
-        schedule = phases(most, first=first)
+    mosts, firsts = (1, 3, 4, 7, 16, 50, 60, 200, 1001), (4, 8, 16)
+    for most, first in itertools.product(mosts, firsts):
+        wide = first == 16
+        schedule = phases(most, first=first, wide=wide)
         ends = [phase.end for phase in schedule]
         assert ends[-1] == most
         start = 0
         for phase in schedule:
             assert (phase.end - start) % phase.width == 0
-            assert phase.width <= max(first, start // 2)
+            assert phase.width <= max(32 if wide else first, start // 2)
+            assert phase.width <= first or start > 0
             start = phase.end
     assert all(phase.width <= 4 for phase in phases(50, widest=4))
+    assert all(phase.width <= 20 for phase in phases(56, widest=20, wide=True))
 
 
 def test_wrong_arguments(key):

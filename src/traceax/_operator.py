@@ -4,6 +4,7 @@ Algorithms see an operator as a function from `(n, k)` blocks to `(n, k)` blocks
 dtype. This file is the only one that knows of PyTrees, leaf dtypes and structure tags.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +18,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Inexact, PyTree
 
-from ._sharding import block_layout, lay_out, on_one_cpu, rows_of, side_by_side
+from ._sharding import (
+    block_layout,
+    lay_out,
+    on_one_cpu,
+    rows_of,
+    side_by_side,
+)
 
 
 class Space(NamedTuple):
@@ -123,9 +130,9 @@ def most_columns(n: int) -> int:
     return max(_FEWEST, _ENTRIES // max(n, 1))
 
 
-def columns_at_once(n: int, k: int) -> int:
+def columns_at_once(n: int, k: int, most: int | None = None) -> int:
     """How many of k columns to take in one pass."""
-    most = most_columns(n)
+    most = most_columns(n) if most is None else most
     if most >= k:
         return k
     # Fewer in the last pass would be a second program to compile.
@@ -133,6 +140,18 @@ def columns_at_once(n: int, k: int) -> int:
     return even[0] if even else most
 
 
+# Entries of a block that stay in the cache of a processor's core, with what a few
+# operations make of them.
+_CACHED = 2**20
+# Operations that take as long as reading and writing memory.
+_CHEAP = frozenset(
+    [
+        *("add", "add_any", "sub", "mul", "neg", "div", "select_n"),
+        *("convert_element_type", "copy", "broadcast_in_dim", "reshape", "squeeze"),
+        *("expand_dims", "transpose", "rev", "concatenate", "split", "pad"),
+        *("slice", "dynamic_slice", "dynamic_update_slice", "jit", "pjit"),
+    ]
+)
 # Of this size a matrix is read from memory in every pass over it.
 _LARGE_MATRIX = 2**25
 # Of fewer dimensions an operator isn't traced to find one.
@@ -170,7 +189,9 @@ def apply_block(
     size, apply = columns_at_once(n, k), _apply_at_once
     if size < k and not on_one_cpu():
         size = k
-    if _reads_large_matrix(operator):
+    if size < k and _is_cheap(operator):
+        size = columns_at_once(n, k, max(1, _CACHED // n))
+    if reads_large_matrix(operator):
         if resumable:
             size, apply = _SAME_COLUMNS, _apply_by_columns
         elif k <= _MOST_COLUMNS:
@@ -191,8 +212,15 @@ def apply_block(
     if whole == size:
         products = some(0, size)
     else:
-        starts = jnp.arange(0, whole, size)
-        products = jax.lax.map(lambda start: some(start, size), starts).reshape(-1, n)
+
+        def turn(i, products):
+            new = some(i * size, size)
+            # Never negated. A branch, for on a CPU what is written where it is computed
+            # is computed by a single thread.
+            new = jax.lax.cond(i < 0, jnp.negative, lambda x: x, new)
+            return jax.lax.dynamic_update_slice_in_dim(products, new, i * size, 0)
+
+        products = jax.lax.fori_loop(0, whole // size, turn, rows[:whole])
     if rest:
         products = jnp.concatenate([products, some(whole, rest)])
     return products[:k].T
@@ -218,7 +246,12 @@ def _equations(program: Any) -> Iterator[Any]:
             yield from _equations(parameter)
 
 
-def _reads_large_matrix(operator: lx.AbstractLinearOperator) -> bool:
+def _is_cheap(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a product only moves and adds numbers: columns have nothing to share."""
+    return all(x.primitive.name in _CHEAP for x in equations(operator))
+
+
+def reads_large_matrix(operator: lx.AbstractLinearOperator) -> bool:
     """Whether a product of vectors of one axis multiplies one by a large matrix."""
 
     def is_large(x: Any) -> bool:
@@ -245,7 +278,7 @@ def extend_products(
 ) -> list[Inexact[Array, "n _"]]:
     """Products of the operator with blocks, given with those of their first columns.
 
-    All new ones are taken at once.
+    All new ones are taken at once, if that saves anything.
     """
 
     # Barriers, so that what comes before and after is compiled alike, whatever is known.
@@ -257,14 +290,20 @@ def extend_products(
         x[:, 0 if y is None else y.shape[1] :]
         for (x, _), y in zip(blocks, known, strict=True)
     ]
-    block = alone(side_by_side(*new))
-    products = alone(apply_block(operator, block, resumable=True))
-    found, start = [], 0
-    for x, y in zip(new, known, strict=True):
-        part = products[:, start : start + x.shape[1]]
-        start += x.shape[1]
-        found.append(part if y is None else side_by_side(y, part))
-    return [alone(x) for x in found]
+    widths = [x.shape[1] for x in new]
+    n, total = new[0].shape[0], sum(widths)
+    if columns_at_once(n, total) < total and on_one_cpu() and _is_cheap(operator):
+        # To put large blocks together takes as long as the products.
+        parts = [apply_block(operator, alone(x), resumable=True) for x in new]
+    else:
+        block = alone(side_by_side(*new))
+        products = alone(apply_block(operator, block, resumable=True))
+        ends = list(itertools.accumulate(widths, initial=0))
+        parts = [products[:, i:j] for i, j in itertools.pairwise(ends)]
+    return [
+        alone(part if y is None else side_by_side(y, part))
+        for part, y in zip(parts, known, strict=True)
+    ]
 
 
 def _apply_at_once(

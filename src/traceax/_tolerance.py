@@ -144,11 +144,16 @@ class Phase(NamedTuple):
     end: int
 
 
-def phases(most: int, widest: int | None = None, first: int = FEWEST) -> list[Phase]:
+def phases(
+    most: int, widest: int | None = None, first: int = FEWEST, *, wide: bool = False
+) -> list[Phase]:
     """Four steps of `first` probes, then of a half and a third of those before, in turn.
 
-    None is wider than `widest`.
+    None is wider than `widest`. `wide`: for operators whose products take the time of
+    reading a large matrix, almost the same for 16 columns as for one. Steps begin with
+    16 then, and the last one takes what would be left, up to 32.
     """
+    first = 16 if wide else first
     found: list[Phase] = []
     count, width = 0, min(first, widest or first)
     while count < most:
@@ -156,6 +161,10 @@ def phases(most: int, widest: int | None = None, first: int = FEWEST) -> list[Ph
         if widest is not None and 2 * width > widest:
             steps = most  # no wider ones follow
         steps = min(steps, (most - count) // width)
+        left = most - count - steps * width
+        at_once = steps > 0 and 0 < left <= min(32, widest or most) - width
+        if wide and at_once and count + steps * width > width:  # not all of them
+            steps -= 1
         if steps == 0:
             found.append(Phase(most - count, most))
             break

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._base import TraceEstimator
-from .._operator import apply_block, extend_products, space_of
+from .._operator import apply_block, extend_products, reads_large_matrix, space_of
 from .._orthogonal import TILE, column_dots, column_norms, tested_columns
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import side_by_side
@@ -170,12 +170,13 @@ class HutchinsonEstimator(TraceEstimator):
         stream = ProbeStream(state.key, sampler, n, k, size, dtype)
         draw = stream.source()
         few = min(k, GRAM_PROBES)
+        schedule = phases(k, widest, wide=reads_large_matrix(state.operator))
 
         def step(carry, count, phase):
             samples, norms, head, products = carry
             block = draw(count, phase.width)
             Y = apply_block(state.operator, block)
-            if phase.width < GRAM_PROBES:
+            if phase.width < GRAM_PROBES or phase is schedule[0]:
 
                 def grown():
                     (longer,) = put([head], [Y.T], count)
@@ -212,7 +213,7 @@ class HutchinsonEstimator(TraceEstimator):
         reached = until(
             tolerance,
             meter,
-            phases(k, widest),
+            schedule,
             carry,
             None,
             step,
