@@ -10,7 +10,13 @@ from helpers import as_operator, assert_close, matrix
 
 import traceax as tx
 from traceax._estimators.xnystrace import _leave_one_out_traces as nystrom_traces
-from traceax._leave_one_out import leave_one_out, leave_one_out_traces, stand_in
+from traceax._leave_one_out import (
+    grams,
+    leave_one_out,
+    leave_one_out_traces,
+    probe_dots,
+    stand_in,
+)
 from traceax._operator import apply_block
 from traceax._orthogonal import orthonormalise
 from traceax._standard_error import _gram_squared_skewness, leave_one_out_samples
@@ -46,10 +52,10 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, resphere):
     operator = as_operator(a)
     Y = apply_block(operator, jnp.asarray(omega))
     Q, R = orthonormalise(Y)
-    loo = leave_one_out(jnp.asarray(omega), Q, R, resphere=resphere)
-    samples, pairs, _ = leave_one_out_traces(
-        jnp.asarray(omega), Y, apply_block(operator, Q), loo, resphere=resphere
-    )
+    tested = probe_dots(jnp.asarray(omega), Y)
+    of = grams(jnp.asarray(omega), Q, apply_block(operator, Q), *tested)
+    loo = leave_one_out(of.W, of.squares, R, N, resphere=resphere)
+    samples, pairs, _ = leave_one_out_traces(of, loo, resphere=resphere)
     average = np.zeros((N, N), omega.dtype)
     for i in range(M):
         expected, p, g, weight = _naive_trace(a, omega, i, {i}, resphere)
@@ -58,7 +64,7 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, resphere):
         for j in set(range(M)) - {i}:
             expected, *_ = _naive_trace(a, omega, i, {i, j}, resphere)
             assert_close(pairs[i, j], expected)
-    V, Z = stand_in(jnp.asarray(omega), loo)
+    V, Z = stand_in(jnp.asarray(omega), Q, loo)
     assert_close(V @ Z.conj().T, average, atol=1e-10)
 
 

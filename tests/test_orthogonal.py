@@ -7,7 +7,7 @@ import pytest
 from helpers import assert_close, complex_dtype, float_dtype, haar
 
 from traceax._hash import signs
-from traceax._orthogonal import _inners_by_pieces, inner, orthonormalise
+from traceax._orthogonal import inners, inverse_root, orthonormalise, sum_over_rows
 
 ROWS = 400
 
@@ -100,18 +100,47 @@ def test_lanes_do_not_disturb_each_other():
     assert not jnp.all(jnp.isfinite(gram[2]))
 
 
-@pytest.mark.parametrize("n", [255, 256, 257, 100_001])
-def test_products_in_pieces(n):
+@pytest.mark.parametrize("complex", [False, True])
+def test_the_root_of_an_inverse(complex):
+    u = haar(6, 0, complex)
+    dtype = complex_dtype() if complex else float_dtype()
+    eps = float(jnp.finfo(dtype).eps)
+    floor = jnp.asarray(1e-3, float_dtype())
+    # Far from singular; within the floor; below the floor, and negative.
+    for lowest in (0.5, 2e-3, 1e-4, 0.0, -1e-2):
+        values = np.array([1.0, 1.0, 2.0, 3.0, 4.0, lowest])
+        H = jnp.asarray((u * values) @ u.conj().T, dtype)
+        root, least = jax.jit(inverse_root)(H, floor)
+        expected = (u / np.maximum(values, 1e-3)) @ u.conj().T
+        assert_close(root @ root.conj().T, expected, rtol=0, atol=2e4 * eps * 1e3)
+        assert_close(least, min(lowest, 0), rtol=0, atol=50 * eps)
+    # As a batch, of which some lanes are regular.
+    several = jnp.stack([H, jnp.eye(6, dtype=dtype)])
+    roots, _ = jax.vmap(inverse_root, (0, None))(several, floor)
+    assert_close(jnp.abs(roots[1]), jnp.eye(6, dtype=float_dtype()))
+    assert_close(roots[0], root, rtol=0, atol=2e4 * eps * 30)
+
+
+@pytest.mark.parametrize("n", [511, 512, 513, 100_001])
+def test_sums_over_pieces_of_the_rows(n, monkeypatch):
+    # As if no more than the fewest rows fitted into the cache.
+    monkeypatch.setattr("traceax._orthogonal._CACHED", 1)
     rng = np.random.default_rng(2)
-    x, y = rng.normal(size=(5, n)), rng.normal(size=(7, n)) + 1j
+    x, y = rng.normal(size=(n, 5)), rng.normal(size=(n, 7)) + 1j
     x, y = jnp.asarray(x + 1j, complex_dtype()), jnp.asarray(y, complex_dtype())
-    half = jnp.asarray(0.5, x.dtype)
-    expected = np.asarray(x, np.complex128).conj() @ np.asarray(y, np.complex128).T / 4
-    atol = 1e-5 * n**0.5
-    first, second = _inners_by_pieces([(x, y), (y, y)], half)
-    assert_close(first, expected, rtol=1e-5, atol=atol)
-    assert second.shape == (7, 7)
-    assert_close(inner(x.T, y.T) / 4, expected, rtol=1e-5, atol=atol)
+    expected = np.asarray(x, np.complex128).conj().T @ np.asarray(y, np.complex128)
+    close = {"rtol": 1e-5, "atol": 1e-5 * n**0.5}
+    two = jnp.asarray(2.0, x.real.dtype)
+    products, own = inners((x, y), (y, y), scale=two)
+    assert_close(4 * products, expected, **close)
+
+    def squares(x, y):
+        assert (len(x) < n) == (n >= 512)
+        return jnp.sum(jnp.abs(y) ** 2, axis=0), jnp.sum(x)
+
+    lengths, total = sum_over_rows(squares, x, y)
+    assert_close(lengths, 4 * jnp.real(jnp.diagonal(own)), **close)
+    assert_close(total, np.sum(x), **close)
 
 
 def test_the_fill_is_not_singular():

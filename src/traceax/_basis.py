@@ -71,26 +71,36 @@ def growing_basis(
     size = tile_size(n)
     number = -(-k // size)
     # Given vectors, each tile of which the basis replaces.
-    rows = jnp.pad(whole_columns(block).T, ((0, number * size - k), (0, 0)))
-    present = jnp.arange(number * size) < k
+    rows = whole_columns(block).T
+    if k < size:
+        rows = jnp.pad(rows, ((0, size - k), (0, 0)))
+    width = number * size
+    last = len(rows) - size
+    each = jnp.arange(size)
 
     def tile(j, carry):
         basis, R = carry
         start = j * size
-        given = jax.lax.dynamic_slice_in_dim(basis, start, size)
-        here = jax.lax.dynamic_slice_in_dim(present, start, size)
-        Q, columns = extend(basis, given, j, here)
-        basis = jax.lax.dynamic_update_slice_in_dim(basis, Q, start, 0)
+        # Of the last tile the vectors before it, too: they are left as they are.
+        before = start - jnp.minimum(start, last)
+        here = jax.lax.dynamic_slice_in_dim(basis, start - before, size)
+        given = jnp.pad(here, ((0, size), (0, 0)))
+        given = jax.lax.dynamic_slice_in_dim(given, before, size)
+        Q, columns = extend(basis, given, j, start + each < k, width)
+        Q = jnp.pad(Q, ((size, 0), (0, 0)))
+        Q = jax.lax.dynamic_slice_in_dim(Q, size - before, size)
+        Q = jnp.where(each[:, None] < before, here, Q)
+        basis = jax.lax.dynamic_update_slice_in_dim(basis, Q, start - before, 0)
         return basis, jax.lax.dynamic_update_slice_in_dim(R, columns, start, 1)
 
-    basis, R = rows, zeros_beside(rows, (len(rows), len(rows)))
+    basis, R = rows, zeros_beside(rows, (width, width))
     done = 0
     if n <= FEW_ROWS:
         # As fast as a single pass, and mostly all of it. LAPACK would leave out zeros at
         # the end, and then group the columns before them otherwise.
-        given = jnp.where(present[:size, None], rows[:size], 1)
-        Q, upper = householder(replicate(given.T))
-        basis = basis.at[:size].set(jnp.where(present[:size, None], Q.T, 0))
+        present = each[:, None] < k
+        Q, upper = householder(replicate(jnp.where(present, rows[:size], 1).T))
+        basis = basis.at[:size].set(jnp.where(present, Q.T, 0))
         R = R.at[:size, :size].set(upper)
         done = 1
     if number > done:
@@ -105,7 +115,8 @@ def extend(
     given: Inexact[Array, "c n"],
     j: Int[Array, ""] | int,
     present: Bool[Array, " c"],
-) -> tuple[Inexact[Array, "c n"], Inexact[Array, "k c"]]:
+    width: int,
+) -> tuple[Inexact[Array, "c n"], Inexact[Array, "{width} c"]]:
     """The tile j of an orthonormal basis, of which tiles before j are given.
 
     **Returns:** orthonormal vectors, 0 where none is present, and the coordinates of
@@ -120,7 +131,7 @@ def extend(
             X = X - combine(Q.T, inside).T
             return X, jax.lax.dynamic_update_slice_in_dim(C, inside, i * len(X), 0)
 
-        C = zeros_beside(X, (len(basis), len(X)))
+        C = zeros_beside(X, (width, len(X)))
         return jax.lax.fori_loop(0, j, off_tile, (X, C))
 
     X, C, M = _orthonormalise(given, project, present, jnp.asarray(j), _by_prefix)
@@ -171,10 +182,12 @@ def _orthonormalise(
 
         # Signs of norm eps, for what is 0 once the rest of the basis is taken out. Others
         # each time: in a small space they may be in the span of the rest.
-        fill = noise(c, n, dtype, number * _MOST_PASSES + tile.passes)
-        fill = fill * (float(eps) / n**0.5)
-        again = active & (tile.passes > 0)
-        X = tile.X + jnp.where(again[:, None], fill, 0)
+        def filled(X):
+            fill = noise(c, n, dtype, number * _MOST_PASSES + tile.passes)
+            fill = fill * (float(eps) / n**0.5)
+            return X + jnp.where(active[:, None], fill, 0)
+
+        X = jax.lax.cond(tile.passes > 0, filled, lambda X: X, tile.X)
         X, C = project(X, active)
         lower, inverse, settled = _factor(X, C, n, factor)
         # Vectors that are orthonormal stay as they are.

@@ -36,17 +36,46 @@ from ._orthogonal import (
 from ._sharding import side_by_side
 
 
+class Grams(NamedTuple):
+    """What samples are made of: products of blocks with each other."""
+
+    W: Inexact[Array, "m m"]  # Q^* Omega
+    H: Inexact[Array, "m m"]  # Q^* A Q
+    T: Inexact[Array, "m m"]  # (A Q)^* Omega
+    squares: Float[Array, " m"]  # |w_i|^2
+    tested: Inexact[Array, " m"]  # w_i^* A w_i
+
+
 class LeaveOneOut(NamedTuple):
     """What each probe keeps when the range found by the others is projected out."""
 
-    Q: Inexact[Array, "n m"]
+    n: int
     R: Inexact[Array, "m m"]
     S: Inexact[Array, "m m"]
     X: Inexact[Array, "m m"]
     a: Float[Array, " m"]
     left: Float[Array, " m"]  # |g_i|^2
-    basis: Inexact[Array, "m m"] | None  # of Q in the given one, if it is another
+    basis: Inexact[Array, "m m"] | None  # the one meant, in Q, if it is another
     number: Float[Array, ""] | int  # of probes
+
+
+def probe_dots(
+    Omega: Inexact[Array, "n m"], Y: Inexact[Array, "n m"]
+) -> tuple[Float[Array, " m"], Inexact[Array, " m"]]:
+    """`squares` and `tested` of `Grams`. Y is not needed any more then."""
+    return jnp.real(column_dots(Omega, Omega)), column_dots(Omega, Y)
+
+
+def grams(
+    Omega: Inexact[Array, "n m"],
+    Q: Inexact[Array, "n m"],
+    AQ: Inexact[Array, "n m"],
+    squares: Float[Array, " m"],
+    tested: Inexact[Array, " m"],
+) -> Grams:
+    """Of all blocks, each of which is read once."""
+    W, H, T = inners((Q, Omega), (Q, AQ), (AQ, Omega))
+    return Grams(W, H, T, squares, tested)
 
 
 def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
@@ -96,16 +125,18 @@ def normalise_columns(x: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
 
 
 def leave_one_out(
-    Omega: Inexact[Array, "n m"],
-    Q: Inexact[Array, "n m"],
+    W: Inexact[Array, "m m"],
+    squares: Float[Array, " m"],
     R: Inexact[Array, "m m"],
+    n: int,
     *,
     resphere: bool,
     active: Bool[Array, " m"] | None = None,
 ) -> LeaveOneOut:
-    r"""The downdate of `Q` for every probe, in `O(n m^2)`.
+    r"""The downdate of `Q` for every probe, in `O(m^3)`.
 
-    `active` says which columns there are, all by default; the others are 0.
+    From `W = Q^* Omega` and the squares of the lengths of probes. `active` says which
+    columns there are, all by default; the others are 0.
 
     *Downdate.* `R^-* e_i` is orthogonal to every column of `R` but the i-th, since
     `(R^-* e_i)^* R e_j = e_i^* e_j`. So its direction `s_i` is what the range of `Y`
@@ -121,7 +152,7 @@ def leave_one_out(
     projected probe: with `n` for `|w_i|^2` the mean would be off by percents for
     probes whose length varies. Without resphering, `a_i = 1`.
     """
-    n, count = Q.shape
+    count = R.shape[1]
     scaled = R / power_of_two_scale(R).astype(R.dtype)
     if active is not None:
         count = jnp.sum(active).astype(jnp.finfo(R.dtype).dtype)
@@ -131,31 +162,24 @@ def leave_one_out(
         columns, basis = inverse_conjugate_transpose(floor_diagonal(scaled)), None
     else:
         columns, basis = left_out_of_dependent(scaled)
-        Q, R = combine(Q, basis), matmul(basis.conj().T, R)
+        R, W = (matmul(basis.conj().T, x) for x in (R, W))
     S = normalise_columns(columns)
-    W = inner(Q, Omega)
     X = W - S * column_dots(S, W)[None, :]
-    left = jnp.real(column_dots(Omega, Omega) - column_dots(X, X))
+    left = squares - jnp.real(column_dots(X, X))
     if active is not None:
         left = jnp.where(active, left, 1)
     a = (n - count + 1) / left if resphere else jnp.ones_like(left)
-    return LeaveOneOut(Q, R, S, X, a, left, basis, count)
+    return LeaveOneOut(n, R, S, X, a, left, basis, count)
 
 
 def leave_one_out_traces(
-    Omega: Inexact[Array, "n m"],
-    Y: Inexact[Array, "n m"],
-    AQ: Inexact[Array, "n m"],
-    loo: LeaveOneOut,
-    *,
-    resphere: bool,
+    of: Grams, loo: LeaveOneOut, *, resphere: bool
 ) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Float[Array, ""]]:
     r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
 
-    `AQ` is of the basis that `leave_one_out` was given. Also the magnitude of what is
-    added up to a sample.
+    Also the magnitude of what is added up to a sample.
 
-    Four Gram products of order m; everything else is of order m x m. With
+    With
     `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
 
         g_i^* A g_i = w_i^* A w_i - w_i^* A Q x_i - x_i^* r_i + x_i^* H x_i .
@@ -170,16 +194,16 @@ def leave_one_out_traces(
     Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding
     (the block has lost rank) t is rounding, and so is what A does on it.
     """
-    Q, R, S, X, a, left, basis, count = loo
-    n, m = Q.shape
+    n, R, S, X, a, left, basis, count = loo
+    H, T = of.H, of.T
+    m = len(H)
     if basis is not None:
-        AQ = combine(AQ, basis)
-    # Column i of T is (w_i^* A Q)^*.
-    H, T = inners((Q, AQ), (AQ, Omega))
+        H = matmul(basis.conj().T, matmul(H, basis))
+        T = matmul(basis.conj().T, T)
     HS = matmul(H, S)
     L = R - matmul(H, X)  # column i is Q^* A g_i
     K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
-    quadratics = column_dots(Omega, Y) - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
+    quadratics = of.tested - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
     SHS = inner(S, HS)
     # One product instead of many, and with these indices nothing is transposed later:
     # [i, j] of each is x_i^* s_j.
@@ -219,6 +243,7 @@ def leave_one_out_traces(
 
 def stand_in(
     Omega: Inexact[Array, "n m"],
+    Q: Inexact[Array, "n m"],
     loo: LeaveOneOut,
     active: Bool[Array, " m"] | None = None,
 ) -> tuple[Inexact[Array, "n 2m"], Inexact[Array, "n 2m"]]:
@@ -231,7 +256,9 @@ def stand_in(
     Each term has mean `I` for any fixed matrix it is paired with, so
     `E <Z, B V> = tr B` for every B that does not depend on the probes.
     """
-    Q, m = loo.Q, loo.Q.shape[1]
+    m = Q.shape[1]
+    if loo.basis is not None:
+        Q = combine(Q, loo.basis)
     number = jnp.asarray(loo.number).astype(Q.dtype)
     G = Omega - combine(Q, loo.X)
     kept = jnp.eye(m, dtype=Q.dtype) - matmul(loo.S, loo.S.conj().T) / number

@@ -11,13 +11,14 @@ other's threads in XLA's CPU scheduler, so that a program hangs. Here a batch is
 sequence of calls; the products around them stay batched.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
 
 from ._hash import signs
 from ._sharding import (
@@ -34,8 +35,9 @@ FEW_ROWS = 256
 _MOST_PASSES = 10
 # Columns that `tested_columns` sums at once, unless there are never as many.
 TILE = 8
-# Entries of a block that fit into a processor's cache.
+# Entries of a block that fit into a processor's cache, and rows that are worth a product.
 _CACHED = 2**19
+_FEWEST_ROWS = 256
 
 
 def orthonormalise(
@@ -164,6 +166,32 @@ def eigh(
     return values, vectors
 
 
+def inverse_root(
+    hermitian: Inexact[Array, "k k"], floor: Float[Array, ""]
+) -> tuple[Inexact[Array, "k k"], Float[Array, ""]]:
+    """`B` with `B B^* = H^-1`, and the least eigenvalue of H, or 0 if it is positive.
+
+    `B = L^-*` of a Cholesky factorisation, several times faster, where H is far from
+    singular; else from eigenvalues, none of which is taken for less than the floor.
+    """
+    _, inverse = cholesky(hermitian)
+    # At least that of H^-1; NaN where H isn't positive.
+    norm = jnp.linalg.norm(inverse) ** 2
+    eps = float(jnp.finfo(hermitian.dtype).eps)
+    lowest = jnp.maximum(floor, eps ** (2 / 3) * jnp.linalg.norm(hermitian))
+
+    def from_eigenvalues():
+        values, vectors = eigh(hermitian)
+        scales = 1 / jnp.sqrt(jnp.maximum(values, floor))
+        least = jnp.minimum(jnp.min(values), 0)
+        return vectors * scales[None, :].astype(hermitian.dtype), least
+
+    def from_cholesky():
+        return inverse.conj().T, jnp.zeros_like(floor)
+
+    return jax.lax.cond(norm * lowest < 1, from_cholesky, from_eigenvalues)
+
+
 @sequential_vmap
 def svd(matrix: Inexact[Array, "k k"]) -> tuple[Array, Float[Array, " k"], Array]:
     """`U`, singular values, descending, and `V^*`."""
@@ -198,51 +226,51 @@ def inners(
     """`inner` of several pairs of blocks, which are read once."""
     dtype = pairs[0][0].dtype
     unit = jnp.ones((), dtype) if scale is None else 1 / scale.astype(dtype)
-    n = pairs[0][0].shape[0]
-    widest = max(block.shape[1] for pair in pairs for block in pair)
-    if n * widest > 2 * _CACHED and on_one_cpu():
-        return _inners_by_pieces([(x.T, y.T) for x, y in pairs], unit)
-    if scale is not None:
-        pairs = tuple((x * unit, y * unit) for x, y in pairs)
-    return [
-        jnp.matmul(
-            x.conj().T,
-            y,
-            precision=jax.lax.Precision.HIGHEST,
-            out_sharding=replicated_like(x, y),
-        )
-        for x, y in pairs
-    ]
+
+    def products(*pieces):
+        if scale is not None:
+            pieces = [x * unit for x in pieces]
+        return [
+            jnp.matmul(
+                x.conj().T,
+                y,
+                precision=jax.lax.Precision.HIGHEST,
+                out_sharding=replicated_like(x, y),
+            )
+            for x, y in zip(pieces[::2], pieces[1::2], strict=True)
+        ]
+
+    return sum_over_rows(products, *[block for pair in pairs for block in pair])
 
 
-def _inners_by_pieces(pairs, unit) -> list[Inexact[Array, "k m"]]:
-    # Of (k, n) arrays, over as many entries of each probe as fit into the cache: three
-    # times faster than XLA's product on a CPU, whose sums along n are slow. A block
-    # over several devices would have to be gathered for it.
-    n = pairs[0][0].shape[1]
-    widest = max(block.shape[0] for pair in pairs for block in pair)
-    length = min(n, max(256, _CACHED // widest))
+def sum_over_rows(
+    of: Callable[..., PyTree[Array]], *blocks: Inexact[Array, "n _"]
+) -> PyTree[Array]:
+    """The sum of `of(*pieces)` over pieces of the rows of blocks.
+
+    On a CPU each is of as many entries of every probe as fit into the cache: three times
+    faster than XLA's product of large blocks, whose sums along n are slow, and what `of`
+    makes of them is never written to memory. A block over several devices would have to
+    be gathered for that, and is a single piece.
+    """
+    n = blocks[0].shape[0]
+    total = sum(block.shape[1] for block in blocks)
+    if n * total <= 4 * _CACHED or n < 2 * _FEWEST_ROWS or not on_one_cpu():
+        return of(*blocks)
+    rows = [block.T for block in blocks]
+    length = min(n, max(_FEWEST_ROWS, 2 * _CACHED // total))
 
     def piece(start, length):
-        products = []
-        for x, y in pairs:
-            a, b = (jax.lax.dynamic_slice_in_dim(z, start, length, 1) for z in (x, y))
-            a, b = (a * unit).conj(), b * unit
-            contracted = (((1,), (1,)), ((), ()))
-            products.append(
-                jax.lax.dot_general(
-                    a, b, contracted, precision=jax.lax.Precision.HIGHEST
-                )
-            )
-        return products
+        pieces = (jax.lax.dynamic_slice_in_dim(x, start, length, 1) for x in rows)
+        return of(*(x.T for x in pieces))
 
     whole = n // length
-    total = piece(whole * length, n - whole * length)
+    first = piece(whole * length, n - whole * length)
     return jax.lax.fori_loop(
         0,
         whole,
-        lambda i, total: jax.tree.map(jnp.add, total, piece(i * length, length)),
-        total,
+        lambda i, sums: jax.tree.map(jnp.add, sums, piece(i * length, length)),
+        first,
     )
 
 

@@ -9,10 +9,11 @@ from .._deflation import deflated_trace, with_basis
 from .._operator import extend_products, space_of
 from .._orthogonal import (
     column_dots,
-    column_norms,
     combine,
     inner,
     largest_entry,
+    power_of_two_scale,
+    sum_over_rows,
 )
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_probes
 from .._sharding import side_by_side
@@ -78,17 +79,16 @@ class HutchPlusPlusEstimator(TraceEstimator):
         # and products with it could not be used again.
         AQ, APsi = extend_products(operator, (Q, known_AQ), (Psi, known_APsi))
         inside = inner(Q, Psi)
-        G, AG = Psi - combine(Q, inside), APsi - combine(AQ, inside)
+        tests = _residual_tests(Q, AQ, Psi, APsi, inside)
         low_rank = column_dots(Q, AQ)
-        residual, standard_error, freedom = independent_samples(
-            column_dots(G, AG), column_norms(AG), gram(G, AG)[None], low_rank
-        )
+        residual, standard_error, freedom = independent_samples(*tests, low_rank)
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
             "largest_product": largest_entry(Y if sketch_size else APsi),
             "kept": [Y, AQ, APsi],
         }
+        G = Psi - combine(Q, inside)
         blocks = side_by_side(Q, G), side_by_side(Q, G / num_residual)
         return jnp.sum(low_rank) + residual, standard_error, stats, blocks
 
@@ -113,6 +113,19 @@ class HutchPlusPlusEstimator(TraceEstimator):
         sketch_key, residual_key = jax.random.split(state.key)
         Omega = draw_probes(self.sampler, sketch_key, sketch_size, space)
         return Omega, draw_probes(self.sampler, residual_key, num_residual, space)
+
+
+def _residual_tests(Q, AQ, Psi, APsi, inside):
+    """`g_i^* A g_i`, `|A g_i|` and `g_i^* A g_j` of the first `g_i = (I - Q Q^*) psi_i`."""
+    scale = power_of_two_scale(APsi)
+    unit = scale.astype(APsi.dtype)
+
+    def sums(Q, AQ, Psi, APsi):
+        G, AG = Psi - combine(Q, inside), (APsi - combine(AQ, inside)) / unit
+        return column_dots(G, AG), column_dots(AG, AG), gram(G, AG)
+
+    dots, squares, products = sum_over_rows(sums, Q, AQ, Psi, APsi)
+    return dots * unit, jnp.sqrt(jnp.real(squares)) * scale, (products * unit)[None]
 
 
 def _size_of_new_sketch(k: int) -> int:

@@ -24,13 +24,15 @@ from .._operator import (
     extend_products,
     is_negative_semidefinite,
     is_positive_semidefinite,
+    reads_large_matrix,
     space_of,
 )
 from .._orthogonal import (
+    column_dots,
     combine,
-    eigh,
     inner,
     inverse_conjugate_transpose,
+    inverse_root,
     largest_entry,
     matmul,
     orthonormalise,
@@ -147,7 +149,7 @@ class XNysTraceEstimator(TraceEstimator):
         # The derivative's blocks need probes with independent columns. Those of U are
         # orthogonal to each other.
         Q, R = orthonormalise(Y)
-        loo = leave_one_out(Omega, Q, R * length, resphere=self.resphere)
+        loo = _left_out(Omega, Q, R * length, resphere=self.resphere)
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
@@ -155,7 +157,7 @@ class XNysTraceEstimator(TraceEstimator):
             "largest_product": largest_entry(Y),
             "kept": [Y],
         }
-        return value, standard_error, stats, stand_in(Omega, loo)
+        return value, standard_error, stats, stand_in(Omega, Q, loo)
 
     def passes(self, state, k):
         """What each pass of a [`traceax.StreamedMean`][] multiplies."""
@@ -215,7 +217,7 @@ class XNysTraceEstimator(TraceEstimator):
         reached = until(
             tolerance,
             meter,
-            phases(k),
+            phases(k, wide=reads_large_matrix(operator)),
             carry,
             RESULTS.successful,
             step,
@@ -227,17 +229,22 @@ class XNysTraceEstimator(TraceEstimator):
         active = there(reached.taken, k)
         Q, R = orthonormalise(AU)
         Q = jnp.where(active[None, :], Q, 0)  # not what it was filled with
-        loo = leave_one_out(
-            Omega, Q, matmul(R, T), resphere=self.resphere, active=active
-        )
+        loo = _left_out(Omega, Q, matmul(R, T), resphere=self.resphere, active=active)
         stats = {
             "num_matvecs": reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
             "result": reached.found,
             "largest_product": largest_entry(AU),
         }
-        blocks = counted_halves(*stand_in(Omega, loo, active), reached.taken)
+        blocks = counted_halves(*stand_in(Omega, Q, loo, active), reached.taken)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
+
+
+def _left_out(Omega, Q, R, *, resphere, active=None):
+    squares = jnp.real(column_dots(Omega, Omega))
+    return leave_one_out(
+        inner(Q, Omega), squares, R, len(Q), resphere=resphere, active=active
+    )
 
 
 def _sign(state) -> int:
@@ -280,6 +287,7 @@ def _leave_one_out_traces(
 
     *Leaving out j as well*, for `t_ij`: the pair `q_i`, `q_j` spans what is lost, with
     `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
+    All of this holds for any `B` with `B B^* = H^-1`, and `B^* e_i` for `H^{-1/2} e_i`.
 
     Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i`
     takes the place of `e_i`, and 1 that of n - k + 1.
@@ -317,15 +325,12 @@ def _leave_one_out_traces(
     if active is not None:
         # Columns that there are not take no part: eigenvalues of order 1 of their own.
         H_mu = H_mu + outside * norm.astype(Y.dtype)
-    eigenvalues, vectors = eigh(H_mu)
+    root, least = inverse_root(H_mu, mu / 2)
     # A tag can be wrong: neither noise nor rounding does this.
     limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
-    wrong = (jnp.min(eigenvalues) < -limit) | (noise > 0.3 * jnp.linalg.norm(H))
+    wrong = (least < -limit) | (noise > 0.3 * jnp.linalg.norm(H))
     result = RESULTS.where(wrong, RESULTS.not_semidefinite, RESULTS.successful)
-    eigenvalues = jnp.maximum(eigenvalues, mu / 2)
-    root = vectors / jnp.sqrt(eigenvalues)[None, :].astype(Y.dtype)
     F = combine(Y_mu, root)
-    # H^{-1/2} e_i, in the coordinates of the eigenvectors.
     halves = matmul(root.conj().T, left_out)
     q = normalise_columns(halves)
     squares = jnp.sum(jnp.abs(halves) ** 2, axis=0)

@@ -7,8 +7,14 @@ import jax.numpy as jnp
 from .._base import TraceEstimator
 from .._basis import extend_at_once, growing_basis
 from .._deflation import deflated_trace, with_basis
-from .._leave_one_out import leave_one_out, leave_one_out_traces, stand_in
-from .._operator import apply_block, extend_products, space_of
+from .._leave_one_out import (
+    grams,
+    leave_one_out,
+    leave_one_out_traces,
+    probe_dots,
+    stand_in,
+)
+from .._operator import apply_block, extend_products, reads_large_matrix, space_of
 from .._orthogonal import column_dots, column_norms, largest_entry
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
@@ -84,18 +90,20 @@ class XTraceEstimator(TraceEstimator):
         Omega = self._probes(state, m)
         known_Y, known_AQ = kept_parts(state, 2)
         (Y,) = extend_products(operator, (Omega, known_Y))
+        tested, largest = probe_dots(Omega, Y), largest_entry(Y)
         Q, R = growing_basis(Y)
         (AQ,) = extend_products(operator, (Q, known_AQ))
-        loo = leave_one_out(Omega, Q, R, resphere=self.resphere)
-        traces = leave_one_out_traces(Omega, Y, AQ, loo, resphere=self.resphere)
+        of = grams(Omega, Q, AQ, *tested)
+        loo = leave_one_out(of.W, of.squares, R, len(Q), resphere=self.resphere)
+        traces = leave_one_out_traces(of, loo, resphere=self.resphere)
         value, standard_error, freedom = leave_one_out_samples(*traces)
         stats = {
             "num_matvecs": 2 * m,
             "degrees_of_freedom": freedom,
-            "largest_product": largest_entry(Y),
+            "largest_product": largest,
             "kept": [Y, AQ],
         }
-        return value, standard_error, stats, stand_in(Omega, loo)
+        return value, standard_error, stats, stand_in(Omega, Q, loo)
 
     def passes(self, state, k):
         """What each pass of a [`traceax.StreamedMean`][] multiplies."""
@@ -124,22 +132,24 @@ class XTraceEstimator(TraceEstimator):
         def left_out(carry, count, end):
             rows, R = carry
             Omega, Y, Q, AQ = (x[:end].T for x in rows)
+            of = grams(Omega, Q, AQ, *probe_dots(Omega, Y))
             active = there(count, end)
+            R = R[:end, :end]
             loo = leave_one_out(
-                Omega, Q, R[:end, :end], resphere=self.resphere, active=active
+                of.W, of.squares, R, n, resphere=self.resphere, active=active
             )
-            return Omega, Y, AQ, loo, active
+            return of, loo, active
 
         def look(carry, found, count, phase):
-            Omega, Y, AQ, loo, active = left_out(carry, count, phase.end)
-            traces = leave_one_out_traces(Omega, Y, AQ, loo, resphere=self.resphere)
+            of, loo, active = left_out(carry, count, phase.end)
+            traces = leave_one_out_traces(of, loo, resphere=self.resphere)
             return leave_one_out_samples(*traces, active=active), found
 
         carry = [jnp.zeros((m, n), dtype)] * 4, jnp.zeros((m, m), dtype)
         reached = until(
             tolerance,
             meter,
-            phases(m, first=FEWEST // 2),
+            phases(m, first=FEWEST // 2, wide=reads_large_matrix(operator)),
             carry,
             None,
             step,
@@ -147,13 +157,14 @@ class XTraceEstimator(TraceEstimator):
             unknown_error(space),
             fewest=FEWEST // 2,
         )
-        Omega, Y, _, loo, active = left_out(reached.carry, reached.taken, m)
+        _, loo, active = left_out(reached.carry, reached.taken, m)
+        Omega, Y, Q, _ = (x.T for x in reached.carry[0])
         stats = {
             "num_matvecs": 2 * reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
             "largest_product": largest_entry(Y),
         }
-        blocks = counted_halves(*stand_in(Omega, loo, active), reached.taken)
+        blocks = counted_halves(*stand_in(Omega, Q, loo, active), reached.taken)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
     def _probes(self, state, number):
