@@ -23,6 +23,7 @@ from ._orthogonal import (
     FEW_ROWS,
     cholesky,
     combine,
+    diagonal,
     factorise,
     householder,
     inner,
@@ -229,7 +230,7 @@ def _factor(
     r"""L and L^-1 with `X X^* = conj(L L^*)`, and which vectors `conj(L^-1) X` is
     orthonormal for, from the first up to the first that is not."""
     gram = inner(X.T, X.T)
-    squares = jnp.real(jnp.diagonal(gram))
+    squares = jnp.real(diagonal(gram))
     lengths = jnp.sqrt(squares)
     lengths = jnp.where(lengths == 0, 1, lengths)
     unit = lengths.astype(X.dtype)
@@ -238,9 +239,9 @@ def _factor(
     correlations = jnp.where(identity == 1, identity, correlations)
     lower, inverse, settled = factor(correlations, n)
     # Errors of products grow by what was subtracted in relation to what is left.
-    taken = (jnp.sum(jnp.abs(C) ** 2, axis=0) <= 3 * squares) & (squares > 0)
-    taken = jnp.cumprod(taken.astype(jnp.int32)) == 1
-    return lower * unit[:, None], inverse / unit[None, :], settled & taken
+    exact = (jnp.sum(jnp.abs(C) ** 2, axis=0) <= 3 * squares) & (squares > 0)
+    settled = _up_to_the_first_that_is_not(settled & exact)
+    return lower * unit[:, None], inverse / unit[None, :], settled
 
 
 def _by_prefix(correlations: Inexact[Array, "c c"], n: int):
@@ -253,11 +254,12 @@ def _by_prefix(correlations: Inexact[Array, "c c"], n: int):
     identity = jnp.eye(c, dtype=correlations.dtype)
     shift = c * (c + 32 + n**0.25) * eps
     _, inverse = cholesky(correlations + shift * identity)
-    regular = 4 * c * shift * _of_rows(inverse) <= 1
+    regular = 4 * c * shift * _squares_of_rows(inverse) <= 1
+    regular = _up_to_the_first_that_is_not(regular)
     shifts = jnp.where(regular, 0, shift).astype(correlations.dtype)
-    lower, inverse = cholesky(correlations + jnp.diag(shifts))
+    lower, inverse = cholesky(correlations + shifts[:, None] * identity)
     # Errors of products are about eps; they grow by the inverse.
-    return lower, inverse, regular & (_of_rows(inverse) <= 4)
+    return lower, inverse, regular & (_squares_of_rows(inverse) <= 4)
 
 
 def _by_block(correlations: Inexact[Array, "c c"], n: int):
@@ -267,6 +269,10 @@ def _by_block(correlations: Inexact[Array, "c c"], n: int):
     return factor.lower, factor.inverse, settled
 
 
-def _of_rows(inverse: Inexact[Array, "c c"]) -> Float[Array, " c"]:
-    """The largest square of the length of a row, of this row and those before it."""
-    return jax.lax.cummax(jnp.sum(jnp.abs(inverse) ** 2, axis=1))
+def _squares_of_rows(inverse: Inexact[Array, "c c"]) -> Float[Array, " c"]:
+    return jnp.sum(jnp.abs(inverse) ** 2, axis=1)
+
+
+def _up_to_the_first_that_is_not(good: Bool[Array, " c"]) -> Bool[Array, " c"]:
+    number = jnp.arange(len(good))
+    return jnp.all(good[None, :] | (number[None, :] > number[:, None]), axis=1)
