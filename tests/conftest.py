@@ -4,6 +4,7 @@
 """
 
 import os
+import tempfile
 
 # One thread a LAPACK call: with more, OpenBLAS and XLA spin against each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -22,6 +23,11 @@ if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
 jax.config.update("jax_enable_x64", os.environ.get("JAX_ENABLE_X64", "1") != "0")
 # The suite compiles thousands of small programs, and runs each for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
+# What was compiled for one module is read by the next. Each process keeps its own.
+_compiled = tempfile.TemporaryDirectory(prefix="traceax-tests-")
+jax.config.update("jax_compilation_cache_dir", _compiled.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -224,7 +224,7 @@ def test_other_operators_refuse_derivatives_of_the_operator_alone():
 
 
 def test_traces():
-    n, complex = 30, True
+    n, complex = 20, True
     a = as_array(hermitian("flat", n, complex))
     b = as_array(hermitian("signed", n, complex, 4))
 

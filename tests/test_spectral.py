@@ -507,25 +507,29 @@ def test_wrappers_are_their_functions():
     indefinite = as_operator(matrix("signed", N))
     positive = as_operator(matrix("flat", N) / 60)
 
-    def of(fn, operator):
-        return _estimate(key, fn, operator, k, estimator)[:2]
+    def of(operator, fn):
+        values, errors, *_ = _estimate(key, fn, operator, k, estimator)
+        return zip(values, errors, strict=True)
 
-    for entry, fn, operator in (
-        (tx.estrada_index, jnp.exp, indefinite),
-        (tx.trace_inverse, lambda x: 1 / x, positive),
-        (tx.von_neumann_entropy, lambda x: -x * jnp.log(x), positive),
-        (tx.logdet, jnp.log, positive),
+    ps = (1.0, 3.0)
+    *powers, estrada = of(
+        indefinite, lambda x: (*(jnp.abs(x) ** p for p in ps), jnp.exp(x))
+    )
+    others = of(positive, lambda x: (1 / x, -x * jnp.log(x), jnp.log(x)))
+    for entry, operator, (expected, expected_error) in zip(
+        (tx.estrada_index, tx.trace_inverse, tx.von_neumann_entropy, tx.logdet),
+        (indefinite, positive, positive, positive),
+        (estrada, *others),
+        strict=True,
     ):
         value, error, result = _call(entry, key, operator, k, estimator, {})
-        expected, expected_error = of(fn, operator)
         assert result == tx.RESULTS.successful
         assert_close(value, expected, rtol=1e3 * eps())
         assert_close(error, expected_error, rtol=1e5 * eps())
-    for p in (1.0, 2.0, 3.0):
+    for p, (total, total_error) in zip(ps, powers, strict=True):
         value, error, _ = _call(
             tx.schatten_norm, key, indefinite, k, estimator, {"p": jnp.asarray(p)}
         )
-        total, total_error = of(lambda x, p=p: jnp.abs(x) ** p, indefinite)
         assert_close(value, total ** (1 / p), rtol=1e3 * eps())
         slope = total ** (1 / p - 1) / p
         assert_close(error, slope * total_error, rtol=1e5 * eps())
