@@ -77,7 +77,8 @@ def start(devices, processes=1):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
+        + f" --xla_force_host_platform_device_count={devices}",
     }
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{i}.json" for i in range(processes)]

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import traceax as tx
 
-jax.config.update("jax_disable_most_optimizations", False)
+jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_enable_x64", True)
 
 N, RANK, K = 1024, 8, 24

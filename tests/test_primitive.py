@@ -69,6 +69,7 @@ def test_all_kinds_of_calls_share_their_traces(estimator):
     assert len(RUNS) == 1
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("call", range(9))
 def test_compute_runs_no_more_after_the_first_call(call):
     RUNS.clear()
@@ -124,6 +125,7 @@ def test_keys_share_single_matrix_products(estimator):
     assert not any("batching_dims" in line for line in products)
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("estimator", FAMILIES)
 def test_no_host_callback_unless_throwing(key, estimator):
     a = jnp.asarray(matrix("flat", 12), jnp.float32)
@@ -139,6 +141,7 @@ def test_no_host_callback_unless_throwing(key, estimator):
     assert "callback" in text(True)
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("estimator", FAMILIES)
 def test_many_keys_at_once_finish(estimator):
     # In a process of its own, so that a hang is a failure. LAPACK calls batched by

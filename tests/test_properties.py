@@ -219,6 +219,7 @@ def test_powers_of_two_scale_exactly(case, exponent):
     )
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("static", range(0, len(POOL), 9))
 def test_jit_is_the_eager_call(static):
     name, structure, dtype, n, k = POOL[static]

@@ -180,6 +180,7 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
         assert abs(more.value - np.trace(path()[1])) < 6 * more.standard_error
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("name", ["hutch++", "xtrace", "delta-shift"])
 def test_transforms_of_a_path(key, name):
     estimator = ESTIMATORS[name]
@@ -260,6 +261,7 @@ def test_budgets(key, name, ks):
     estimator.estimate(state, ks[0])
 
 
+@pytest.mark.x64
 def test_operators_over_pytrees_and_complex_ones(key):
     estimator = tx.DeltaShiftEstimator()
     a, b = path(complex=True)[:2]
@@ -298,6 +300,7 @@ def test_the_same_key_gives_fresh_probes(key, name):
     assert abs(z_score(values, jnp.trace(a))) < 4
 
 
+@pytest.mark.x64
 def test_estimators_without_a_past_begin_anew(key):
     operator = as_operator(matrix("exp", N), psd=True)
     for estimator in (tx.HutchinsonEstimator(), tx.XNysTraceEstimator()):

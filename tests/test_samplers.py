@@ -135,6 +135,7 @@ def _neighbouring_keys():
     return jnp.stack([*seeds, *probes])
 
 
+@pytest.mark.x64
 def test_every_byte_is_uniform():
     drawn = _words(_neighbouring_keys(), 2**15)
     for shift in (0, 5, 8, 16, 24):
@@ -146,6 +147,7 @@ def test_every_byte_is_uniform():
         assert abs(_chi_squared(counts, stream.size / 256)) < 5
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("lag", [1, 2, 3, 32, 1000, 2**16])
 def test_pairs_of_entries_are_independent(lag):
     drawn = _words(_neighbouring_keys()[:8], 2**17 + lag)
@@ -157,6 +159,7 @@ def test_pairs_of_entries_are_independent(lag):
     assert abs(_chi_squared(counts, first.size / 4096)) < 4.5
 
 
+@pytest.mark.x64
 def test_streams_are_uncorrelated():
     # Bit by bit: every bit of a stream with every bit of every other.
     n = 2**14
@@ -199,6 +202,7 @@ def test_key_words_are_those_of_their_key_and_probe():
     np.testing.assert_array_equal(part[1], whole[1][4:7])
 
 
+@pytest.mark.x64
 def test_words_repeat_as_often_as_by_chance():
     # A bijection of the index would never repeat a word: 2^18 draws of 2^32 repeat
     # 8 times on average.
@@ -208,6 +212,7 @@ def test_words_repeat_as_often_as_by_chance():
     assert abs(repeats - expected) < 4 * np.sqrt(expected)
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("seam", [2**16, 2**31, 2**32, 3 * 2**31])
 def test_no_seam(seam):
     # Around an index where a word runs over, and against the beginning.

@@ -55,9 +55,8 @@ def test_the_example_of_many_devices_and_processes():
     done = subprocess.run(
         [sys.executable, str(HERE.parent / "examples" / "many_devices.py")],
         env={
-            k: v
-            for k, v in os.environ.items()
-            if k not in ("JAX_ENABLE_X64", "XLA_FLAGS")
+            **{k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"},
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # it compiles for most of the time
         },
         capture_output=True,
         text=True,

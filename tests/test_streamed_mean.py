@@ -133,6 +133,7 @@ def data(batches=4):
 PARAMETERS = {"w": np.ones((2, 5), np.float32) / 3, "v": np.ones(5, np.float32) / 5}
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("jit", [False, True])
 def test_hessians_compile_once(key, jit, monkeypatch):
     parameters, batches = jax.tree.map(jnp.asarray, PARAMETERS), data()
