@@ -78,6 +78,7 @@ def growing_basis(
     width = number * size
     last = len(rows) - size
     each = jnp.arange(size)
+    largest = jnp.pad(_largest(rows), (0, width - len(rows)))
 
     def tile(j, carry):
         basis, R = carry
@@ -87,7 +88,8 @@ def growing_basis(
         here = jax.lax.dynamic_slice_in_dim(basis, start - before, size)
         given = jnp.pad(here, ((0, size), (0, 0)))
         given = jax.lax.dynamic_slice_in_dim(given, before, size)
-        Q, columns = extend(basis, given, j, start + each < k, width)
+        sizes = jax.lax.dynamic_slice_in_dim(largest, start, size)
+        Q, columns = extend(basis, given, sizes, j, start + each < k, width)
         Q = jnp.pad(Q, ((size, 0), (0, 0)))
         Q = jax.lax.dynamic_slice_in_dim(Q, size - before, size)
         Q = jnp.where(each[:, None] < before, here, Q)
@@ -114,6 +116,7 @@ def growing_basis(
 def extend(
     basis: Inexact[Array, "k n"],
     given: Inexact[Array, "c n"],
+    largest: Float[Array, " c"],
     j: Int[Array, ""] | int,
     present: Bool[Array, " c"],
     width: int,
@@ -135,7 +138,8 @@ def extend(
         C = zeros_beside(X, (width, len(X)))
         return jax.lax.fori_loop(0, j, off_tile, (X, C))
 
-    X, C, M = _orthonormalise(given, project, present, jnp.asarray(j), _by_prefix)
+    number = jnp.asarray(j)
+    X, C, M = _orthonormalise(given, largest, project, present, number, _by_prefix)
     columns = jax.lax.dynamic_update_slice_in_dim(C, M, j * len(given), 0)
     return X, columns
 
@@ -154,12 +158,18 @@ def extend_at_once(
         return X - combine(basis.T, inside).T, inside
 
     present = jnp.ones(len(given), bool)
-    X, C, M = _orthonormalise(given, project, present, start, _by_block)
+    largest = _largest(given)
+    X, C, M = _orthonormalise(given, largest, project, present, start, _by_block)
     return X, jax.lax.dynamic_update_slice_in_dim(C, M, start, 0)
+
+
+def _largest(rows: Inexact[Array, "c n"]) -> Float[Array, " c"]:
+    return jnp.max(jnp.abs(rows), axis=1)
 
 
 def _orthonormalise(
     given: Inexact[Array, "c n"],
+    largest: Float[Array, " c"],
     project: Callable[..., tuple[Inexact[Array, "c n"], Inexact[Array, "k c"]]],
     present: Bool[Array, " c"],
     number: Int[Array, ""],
@@ -169,10 +179,9 @@ def _orthonormalise(
     basis and M in these of the given ones.
 
     `project(X, active)` takes from the active vectors of X what they have in the basis,
-    and returns what is left and the coordinates of what was taken. `number` tells
-    tiles apart. `factor(correlations, n)` is `_by_prefix` or `_by_block`.
+    and returns what is left and the coordinates of what was taken. `largest` are the
+    vectors' largest entries, `number` tells tiles apart. `factor(correlations, n)` is `_by_prefix` or `_by_block`.
     """
-    largest = jnp.max(jnp.abs(given), axis=1)
     scale = power_of_two(largest)
     c, n = given.shape
     dtype, eps = given.dtype, jnp.finfo(given.dtype).eps
@@ -183,12 +192,10 @@ def _orthonormalise(
 
         # Signs of norm eps, for what is 0 once the rest of the basis is taken out. Others
         # each time: in a small space they may be in the span of the rest.
-        def filled(X):
-            fill = noise(c, n, dtype, number * _MOST_PASSES + tile.passes)
-            fill = fill * (float(eps) / n**0.5)
-            return X + jnp.where(active[:, None], fill, 0)
-
-        X = jax.lax.cond(tile.passes > 0, filled, lambda X: X, tile.X)
+        fill = noise(c, n, dtype, number * _MOST_PASSES + tile.passes)
+        fill = fill * (float(eps) / n**0.5)
+        again = active & (tile.passes > 0)
+        X = tile.X + jnp.where(again[:, None], fill, 0)
         X, C = project(X, active)
         lower, inverse, settled = _factor(X, C, n, factor)
         # Vectors that are orthonormal stay as they are.
