@@ -23,9 +23,8 @@ from ._leaves import with_array_leaves
 from ._operator import (
     apply_block,
     check_operator,
+    is_hermitian,
     is_known,
-    is_negative_semidefinite,
-    is_positive_semidefinite,
     is_symmetric,
     space_of,
 )
@@ -99,7 +98,7 @@ class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
         space = space_of(self.operator)
         flat, unravel = jfu.ravel_pytree(vector)
         x = flat.astype(space.compute_dtype)
-        if _is_hermitian(self.operator):
+        if is_hermitian(self.operator):
             y = _apply(self.operator, self.fn, x, self.num_steps)
         else:
             y = _apply_general(self.operator, self.fn, x, self.num_steps)
@@ -111,7 +110,7 @@ class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
     def transpose(self):
         if lx.is_symmetric(self):
             return self
-        if is_symmetric(self.operator) or not _is_hermitian(self.operator):
+        if is_symmetric(self.operator) or not is_hermitian(self.operator):
             inner = self.operator.transpose()
         else:
             inner = lx.conj(self.operator)
@@ -130,12 +129,6 @@ def _dense(operator) -> Inexact[Array, "n n"]:
     space = space_of(operator)
     identity = jnp.eye(space.size, dtype=space.compute_dtype)
     return apply_block(operator, identity).astype(space.dtype)
-
-
-def _is_hermitian(operator) -> bool:
-    if is_positive_semidefinite(operator) or is_negative_semidefinite(operator):
-        return True
-    return not space_of(operator).is_complex and is_symmetric(operator)
 
 
 def _spaces(operator, x, steps):

@@ -70,10 +70,17 @@ def grams(
     Omega: Inexact[Array, "n m"],
     Q: Inexact[Array, "n m"],
     AQ: Inexact[Array, "n m"],
+    R: Inexact[Array, "m m"] | None,
     squares: Float[Array, " m"],
     tested: Inexact[Array, " m"],
 ) -> Grams:
-    """Of all blocks, each of which is read once."""
+    """Of all blocks, each of which is read once.
+
+    R is given for a Hermitian A, of which it is T: `(A Q)^* Omega = Q^* Y`.
+    """
+    if R is not None:
+        W, H = inners((Q, Omega), (Q, AQ))
+        return Grams(W, H, R, squares, tested)
     W, H, T = inners((Q, Omega), (Q, AQ), (AQ, Omega))
     return Grams(W, H, T, squares, tested)
 

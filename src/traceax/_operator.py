@@ -374,6 +374,13 @@ def is_symmetric(operator: lx.AbstractLinearOperator) -> bool:
     return is_known(lx.is_symmetric, operator)
 
 
+def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator is known to equal its conjugate transpose."""
+    if is_positive_semidefinite(operator) or is_negative_semidefinite(operator):
+        return True
+    return not space_of(operator).is_complex and is_symmetric(operator)
+
+
 def has_real_trace(operator: lx.AbstractLinearOperator) -> bool:
     """Whether the trace is known to be real: a real or a semidefinite operator."""
     return (

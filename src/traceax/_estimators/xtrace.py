@@ -14,7 +14,13 @@ from .._leave_one_out import (
     probe_dots,
     stand_in,
 )
-from .._operator import apply_block, extend_products, reads_large_matrix, space_of
+from .._operator import (
+    apply_block,
+    extend_products,
+    is_hermitian,
+    reads_large_matrix,
+    space_of,
+)
 from .._orthogonal import column_dots, column_norms, largest_entry
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
@@ -93,7 +99,8 @@ class XTraceEstimator(TraceEstimator):
         tested, largest = probe_dots(Omega, Y), largest_entry(Y)
         Q, R = growing_basis(Y)
         (AQ,) = extend_products(operator, (Q, known_AQ))
-        of = grams(Omega, Q, AQ, *tested)
+        T = R if is_hermitian(operator) else None
+        of = grams(Omega, Q, AQ, T, *tested)
         loo = leave_one_out(of.W, of.squares, R, len(Q), resphere=self.resphere)
         traces = leave_one_out_traces(of, loo, resphere=self.resphere)
         value, standard_error, freedom = leave_one_out_samples(*traces)
@@ -132,9 +139,10 @@ class XTraceEstimator(TraceEstimator):
         def left_out(carry, count, end):
             rows, R = carry
             Omega, Y, Q, AQ = (x[:end].T for x in rows)
-            of = grams(Omega, Q, AQ, *probe_dots(Omega, Y))
-            active = there(count, end)
             R = R[:end, :end]
+            T = R if is_hermitian(operator) else None
+            of = grams(Omega, Q, AQ, T, *probe_dots(Omega, Y))
+            active = there(count, end)
             loo = leave_one_out(
                 of.W, of.squares, R, n, resphere=self.resphere, active=active
             )
