@@ -123,6 +123,9 @@ def extend(
 ) -> tuple[Inexact[Array, "c n"], Inexact[Array, "{width} c"]]:
     """The tile j of an orthonormal basis, of which tiles before j are given.
 
+    `largest` are the largest entries of the given vectors, `width` is the number of
+    columns of all tiles.
+
     **Returns:** orthonormal vectors, 0 where none is present, and the coordinates of
     the given vectors in the basis with these at tile j.
     """
@@ -180,7 +183,8 @@ def _orthonormalise(
 
     `project(X, active)` takes from the active vectors of X what they have in the basis,
     and returns what is left and the coordinates of what was taken. `largest` are the
-    vectors' largest entries, `number` tells tiles apart. `factor(correlations, n)` is `_by_prefix` or `_by_block`.
+    vectors' largest entries, `number` tells tiles apart. `factor(correlations, n)` is
+    `_by_prefix` or `_by_block`.
     """
     scale = power_of_two(largest)
     c, n = given.shape
