@@ -63,6 +63,18 @@ def test_factors_are_right_and_keep_every_bit(n, kind, complex):
         np.testing.assert_array_equal(r, R[:width, :width])
 
 
+def test_zeros_at_the_end_of_a_tile_keep_every_bit():
+    # Reflections of the first tile, columns 0 to 15, could leave its zeros out.
+    whole = block("random", 44, 22, False).at[:, 10:19].set(0)
+    factors = jax.jit(growing_basis)
+    Q, R = (np.asarray(x) for x in factors(whole))
+    check(Q, R, whole)
+    for width in (8, 12, 20):
+        q, r = factors(whole[:, :width])
+        np.testing.assert_array_equal(q, Q[:, :width])
+        np.testing.assert_array_equal(r, R[:width, :width])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_extending_at_once(kind):
     n, width = 60, 4

@@ -339,6 +339,51 @@ def test_looks():
             assert phase.width <= first or start > 0
             start = phase.end
     assert all(phase.width <= 4 for phase in phases(50, widest=4))
+
+
+@pytest.mark.x64
+def test_steps_that_widen_early_end_where_they_should():
+    for most, first, widest in itertools.product(
+        range(1, 300), (4, 8, 16), (None, 20, 32, 64)
+    ):
+        schedule = phases(most, widest, first, wide=first == 16)
+        reached = {0}  # at which a phase may begin
+        for phase, following in itertools.pairwise([*schedule, schedule[-1]]):
+            counts = {
+                count
+                for start in reached
+                for count in range(start, phase.end + 1, phase.width)
+            }
+            assert phase.end in counts
+            # Every step of a phase ends within it, from wherever it began.
+            assert all((phase.end - start) % phase.width == 0 for start in reached)
+            reached = {phase.end}
+            if following.width > phase.width:
+                reached |= {c for c in counts if following.leads_to_its_end(c)}
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(("name", "k"), [("hutchinson", 80), ("xtrace", 160)])
+def test_a_large_matrix_takes_no_more_than_the_budget(key, monkeypatch, name, k):
+    # As if the matrix were large: steps are wide from the start.
+    monkeypatch.setattr("traceax._operator._LARGE_MATRIX", 1)
+    monkeypatch.setattr("traceax._operator._SMALL_SPACE", 0)
+    a = jnp.asarray(matrix("nonsymmetric", 200))
+
+    def value(a, rtol):
+        operator = lx.MatrixLinearOperator(a)
+        estimate = tx.trace(key, operator, k, ESTIMATORS[name], rtol=rtol, throw=False)
+        return estimate.value, estimate
+
+    for rtol, fewest, most in ((1e-9, k, k), (0.3, 16, k - 1)):
+        run = jax.jit(jax.value_and_grad(value, has_aux=True))
+        (_, estimate), gradient = run(a, rtol)
+        used = int(estimate.stats["num_matvecs"])
+        assert fewest <= used <= most
+        # Of the traceless part with signs, and of the derivative's blocks, exactly n.
+        if name == "hutchinson":
+            assert_close(jnp.trace(gradient), 200.0)
+        assert abs(estimate.value - jnp.trace(a)) < 4 * estimate.standard_error
     assert all(phase.width <= 20 for phase in phases(56, widest=20, wide=True))
 
 

@@ -101,10 +101,11 @@ def growing_basis(
     if n <= FEW_ROWS:
         # As fast as a single pass, and mostly all of it. LAPACK would leave out zeros at
         # the end, and then group the columns before them otherwise.
-        present = each[:, None] < k
-        Q, upper = householder(replicate(jnp.where(present, rows[:size], 1).T))
-        basis = basis.at[:size].set(jnp.where(present, Q.T, 0))
-        R = R.at[:size, :size].set(upper)
+        nonzero = largest[:size] != 0
+        given = jnp.where(nonzero[:, None], rows[:size], 1)
+        Q, upper = householder(replicate(given.T))
+        basis = basis.at[:size].set(jnp.where(each[:, None] < k, Q.T, 0))
+        R = R.at[:size, :size].set(jnp.where(nonzero[None, :], upper, 0))
         done = 1
     if number > done:
         basis, R = jax.lax.fori_loop(done, number, tile, (basis, R))

@@ -143,6 +143,10 @@ class Phase(NamedTuple):
     width: int
     end: int
 
+    def leads_to_its_end(self, count: Int[Array, ""] | int) -> Bool[Array, ""] | bool:
+        """Whether its steps can be taken from so many probes on."""
+        return (self.end - count) % self.width == 0
+
 
 def phases(
     most: int, widest: int | None = None, first: int = FEWEST, *, wide: bool = False
@@ -264,10 +268,9 @@ def until(
             more = ~progress.stop & (progress.taken < phase.end)
             if samples is not None or following is None:
                 return more
-            if following.width != 2 * phase.width:
-                return more  # the last one, of what is left
-            # Where the next phase begins from here, it ends where it should.
-            wider = (progress.taken % following.width == 0) & (progress.looked > 0)
+            if following.width <= phase.width:
+                return more  # of what is left
+            wider = following.leads_to_its_end(progress.taken) & (progress.looked > 0)
             return more & ~(wider & tolerance.is_far(progress.bar))
 
         progress = jax.lax.while_loop(proceed, body, progress)
