@@ -261,7 +261,6 @@ def test_budgets(key, name, ks):
     estimator.estimate(state, ks[0])
 
 
-@pytest.mark.x64
 def test_operators_over_pytrees_and_complex_ones(key):
     estimator = tx.DeltaShiftEstimator()
     a, b = path(complex=True)[:2]

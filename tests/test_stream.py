@@ -29,7 +29,6 @@ def _hutchinson(size):
     return tx.HutchinsonEstimator(chunk_size=size)
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize(
     ("operator", "size"),
     [("function", 1), ("jacobian over a PyTree", 4), ("function", 6)],

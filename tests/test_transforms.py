@@ -97,7 +97,6 @@ def test_jit_and_vmap_agree_with_single_calls(key, estimator, operator):
     assert_close(nested, grid)
 
 
-@pytest.mark.x64
 @CROSS_SECTION
 def test_the_derivative_pairs_the_frozen_blocks(key, estimator, operator):
     # d value = <Z, dA V>: the derivative of <Z, A V> with the blocks of this draw.

@@ -186,8 +186,7 @@ def leave_one_out_traces(
 
     Also the magnitude of what is added up to a sample.
 
-    With
-    `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
+    With `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
 
         g_i^* A g_i = w_i^* A w_i - w_i^* A Q x_i - x_i^* r_i + x_i^* H x_i .
 

@@ -18,13 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Inexact, PyTree
 
-from ._sharding import (
-    block_layout,
-    lay_out,
-    on_one_cpu,
-    rows_of,
-    side_by_side,
-)
+from ._sharding import block_layout, lay_out, on_one_cpu, rows_of, side_by_side
 
 
 class Space(NamedTuple):

@@ -224,11 +224,10 @@ def inners(
     scale: Float[Array, ""] | None = None,
 ) -> list[Inexact[Array, "k m"]]:
     """`inner` of several pairs of blocks, which are read once."""
-    dtype = pairs[0][0].dtype
-    unit = jnp.ones((), dtype) if scale is None else 1 / scale.astype(dtype)
 
     def products(*pieces):
         if scale is not None:
+            unit = 1 / scale.astype(pieces[0].dtype)
             pieces = [x * unit for x in pieces]
         return [
             jnp.matmul(

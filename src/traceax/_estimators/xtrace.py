@@ -99,9 +99,7 @@ class XTraceEstimator(TraceEstimator):
         tested, largest = probe_dots(Omega, Y), largest_entry(Y)
         Q, R = growing_basis(Y)
         (AQ,) = extend_products(operator, (Q, known_AQ))
-        T = R if is_hermitian(operator) else None
-        of = grams(Omega, Q, AQ, T, *tested)
-        loo = leave_one_out(of.W, of.squares, R, len(Q), resphere=self.resphere)
+        of, loo = self._left_out(operator, Omega, Q, AQ, R, tested)
         traces = leave_one_out_traces(of, loo, resphere=self.resphere)
         value, standard_error, freedom = leave_one_out_samples(*traces)
         stats = {
@@ -139,14 +137,9 @@ class XTraceEstimator(TraceEstimator):
         def left_out(carry, count, end):
             rows, R = carry
             Omega, Y, Q, AQ = (x[:end].T for x in rows)
+            active, dots = there(count, end), probe_dots(Omega, Y)
             R = R[:end, :end]
-            T = R if is_hermitian(operator) else None
-            of = grams(Omega, Q, AQ, T, *probe_dots(Omega, Y))
-            active = there(count, end)
-            loo = leave_one_out(
-                of.W, of.squares, R, n, resphere=self.resphere, active=active
-            )
-            return of, loo, active
+            return *self._left_out(operator, Omega, Q, AQ, R, dots, active), active
 
         def look(carry, found, count, phase):
             of, loo, active = left_out(carry, count, phase.end)
@@ -174,6 +167,13 @@ class XTraceEstimator(TraceEstimator):
         }
         blocks = counted_halves(*stand_in(Omega, Q, loo, active), reached.taken)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
+
+    def _left_out(self, operator, Omega, Q, AQ, R, dots, active=None):
+        of = grams(Omega, Q, AQ, R if is_hermitian(operator) else None, *dots)
+        loo = leave_one_out(
+            of.W, of.squares, R, len(Q), resphere=self.resphere, active=active
+        )
+        return of, loo
 
     def _probes(self, state, number):
         space = space_of(state.operator)
