@@ -8,7 +8,10 @@ from helpers import complex_dtype, float_dtype, haar
 
 from traceax._basis import extend_at_once, growing_basis
 
-KINDS = ["random", "decaying", "rank 3", "zero", "tiny", "coordinates", "graded"]
+KINDS = [
+    *("random", "decaying", "rank 3", "zero"),
+    *("tiny", "almost too large", "coordinates", "graded"),
+]
 
 
 def block(kind, n, k, complex):
@@ -26,6 +29,8 @@ def block(kind, n, k, complex):
             x = 0 * x
         case "tiny":
             x = 1e-25 * x
+        case "almost too large":
+            x = 1e36 * x
         case "coordinates":
             x = np.eye(n, k) + 0 * x
             x[:, 3:5] = x[:, :2]

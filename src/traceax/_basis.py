@@ -12,11 +12,13 @@ block. To that end
 Pure kernels. Arrays of vectors are (k, n), a vector a row.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from ._orthogonal import (
@@ -31,16 +33,18 @@ from ._orthogonal import (
     noise,
     power_of_two,
 )
-from ._sharding import replicate, whole_columns, zeros_beside
+from ._sharding import on_one_cpu, replicate, whole_columns, zeros_beside
 
+# Numbers of columns, the first of which come from reflections. For blocks of so many
+# entries these are as fast as products on a CPU, and compile several times faster.
+_STEPS = (16, 32, 64)
+_REFLECTED = 2**15
 # Passes over a tile. One for random vectors, two or three where rank is lost.
 _MOST_PASSES = 10
 
 
 def tile_size(n: int) -> int:
     """How many columns are taken at once."""
-    if n <= FEW_ROWS:
-        return min(n, 16)
     return 8 if n <= 2**16 else 16
 
 
@@ -69,16 +73,71 @@ def growing_basis(
     n, k = block.shape
     if k == 0:
         return block, jnp.zeros((0, 0), block.dtype)
-    size = tile_size(n)
-    number = -(-k // size)
     # Given vectors, each tile of which the basis replaces.
     rows = whole_columns(block).T
+    largest = _largest(rows)
+    few = n <= FEW_ROWS or on_one_cpu()
+    ends = [min(n, end) for end in _STEPS if few and n * end <= _REFLECTED]
+    if ends:
+        first = rows[: ends[-1]]
+        basis, R = _by_reflections(replicate(first), largest[: len(first)], ends)
+    else:
+        basis, R = rows[:0], zeros_beside(rows, (0, 0))
+    if len(basis) < k:
+        basis, R = _by_tiles(rows, largest, basis, R)
+    # A barrier, so that this is compiled alike whatever becomes of it.
+    basis, R = jax.lax.optimization_barrier((basis, R))
+    return basis.T, R
+
+
+def _by_reflections(
+    rows: Inexact[Array, "k n"], largest: Float[Array, " k"], ends: list[int]
+) -> tuple[Inexact[Array, "k n"], Inexact[Array, "k k"]]:
+    """By LAPACK, in steps that double: `[Q, Y]` of the basis so far and what comes next
+    has a factor `[+-Q, ...]`, whatever the rank of Y.
+
+    The products in a step are of fixed shape: what is missing is filled up, and vectors
+    of zeros, too. LAPACK leaves out columns that are 0 at the end, which the last one
+    never is.
+    """
+    k, n = rows.shape
+    filler = jnp.asarray(np.cos(np.arange(n))[None, :], rows.dtype)
+    scale = power_of_two(largest).astype(rows.dtype)
+    given = jnp.where((largest != 0)[:, None], rows / scale[:, None], filler)
+    basis, columns = rows[:0], []
+    for start, end in itertools.pairwise([0, *ends]):
+        here = given[start:end]
+        if len(here) == 0:
+            break
+        fill = jnp.broadcast_to(filler, (end - start - len(here) + 1, n))
+        Q, upper = householder(jnp.concatenate([basis, here, fill]).T)
+        # What was orthonormal has kept its directions.
+        sign = jnp.sign(jnp.real(diagonal(upper[:start, :start])))
+        sign = jnp.concatenate([sign, jnp.ones(end - start, sign.dtype)])
+        upper = sign[:, None].astype(upper.dtype) * upper[:end, start:][:, : len(here)]
+        columns.append(jnp.pad(upper, ((0, max(k - end, 0)), (0, 0)))[:k])
+        basis = jnp.concatenate([basis, Q.T[start : start + len(here)]])
+    # 0 for a vector of zeros, of which Q is the fill.
+    weights = jnp.where(largest == 0, 0, scale)
+    return basis, jnp.concatenate(columns, axis=1) * weights[None, :]
+
+
+def _by_tiles(
+    rows: Inexact[Array, "k n"],
+    largest: Float[Array, " k"],
+    basis: Inexact[Array, "d n"],
+    R: Inexact[Array, "d d"],
+) -> tuple[Inexact[Array, "k n"], Inexact[Array, "k k"]]:
+    """By products, after a basis of the first vectors, of whole tiles."""
+    (k, n), done = rows.shape, len(basis)
+    size = tile_size(n)
+    number = -(-k // size)
     if k < size:
         rows = jnp.pad(rows, ((0, size - k), (0, 0)))
     width = number * size
     last = len(rows) - size
     each = jnp.arange(size)
-    largest = jnp.pad(_largest(rows), (0, width - len(rows)))
+    largest = jnp.pad(largest, (0, width - k))
 
     def tile(j, carry):
         basis, R = carry
@@ -96,22 +155,11 @@ def growing_basis(
         basis = jax.lax.dynamic_update_slice_in_dim(basis, Q, start - before, 0)
         return basis, jax.lax.dynamic_update_slice_in_dim(R, columns, start, 1)
 
-    basis, R = rows, zeros_beside(rows, (width, width))
-    done = 0
-    if n <= FEW_ROWS:
-        # As fast as a single pass, and mostly all of it. LAPACK would leave out zeros at
-        # the end, and then group the columns before them otherwise.
-        nonzero = largest[:size] != 0
-        given = jnp.where(nonzero[:, None], rows[:size], 1)
-        Q, upper = householder(replicate(given.T))
-        basis = basis.at[:size].set(jnp.where(each[:, None] < k, Q.T, 0))
-        R = R.at[:size, :size].set(jnp.where(nonzero[None, :], upper, 0))
-        done = 1
-    if number > done:
-        basis, R = jax.lax.fori_loop(done, number, tile, (basis, R))
-    # A barrier, so that this is compiled alike whatever becomes of it.
-    basis, R = jax.lax.optimization_barrier((basis[:k], R[:k, :k]))
-    return basis.T, R
+    carry = rows, zeros_beside(rows, (width, width))
+    if done:
+        carry = rows.at[:done].set(basis), carry[1].at[:done, :done].set(R)
+    basis, R = jax.lax.fori_loop(done // size, number, tile, carry)
+    return basis[:k], R[:k, :k]
 
 
 def extend(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
@@ -29,12 +30,16 @@ from ._sharding import (
     whole_columns,
 )
 
-# Up to this many rows Householder reflections are as fast as products.
+# Up to this many rows Householder reflections are as fast as products. Up to so many on a
+# CPU they are where products need several passes, and compile four times faster.
 FEW_ROWS = 256
+_SEVERAL_ROWS = 2048
 # Passes of orthonormalisation. Two or three is the rule for blocks that lack rank.
 _MOST_PASSES = 10
 # Columns that `tested_columns` sums at once, unless there are never as many.
 TILE = 8
+# XLA sums more numbers than that in several steps on a CPU.
+_SUMMED_AT_ONCE = 32
 # Entries of a block that fit into a processor's cache, and rows that are worth a product.
 _CACHED = 2**19
 _FEWEST_ROWS = 256
@@ -62,8 +67,10 @@ def orthonormalise(
     `k <= n`. O(n k^2) a pass; one block besides the given one and the result.
     """
     n, k = block.shape
-    if n <= FEW_ROWS:
-        return householder(replicate(block))
+    if n <= FEW_ROWS or (n <= _SEVERAL_ROWS and on_one_cpu()):
+        scale = power_of_two_scale(block).astype(block.dtype)
+        Q, R = householder(replicate(block) / scale)
+        return Q, R * scale
     block = whole_columns(block)
     scale = power_of_two_scale(block)
     factor = factorise(inner(block, block, scale), n)
@@ -103,7 +110,7 @@ def orthonormalise(
 
 @sequential_vmap
 def householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
-    """The thin QR factorisation by reflections."""
+    """The thin QR factorisation by reflections, of columns that are not near overflow."""
     q, r = jnp.linalg.qr(block)
     return q, r
 
@@ -176,9 +183,9 @@ def inverse_root(
     """
     _, inverse = cholesky(hermitian)
     # At least that of H^-1; NaN where H isn't positive.
-    norm = jnp.linalg.norm(inverse) ** 2
+    norm = frobenius(inverse) ** 2
     eps = float(jnp.finfo(hermitian.dtype).eps)
-    lowest = jnp.maximum(floor, eps ** (2 / 3) * jnp.linalg.norm(hermitian))
+    lowest = jnp.maximum(floor, eps ** (2 / 3) * frobenius(hermitian))
 
     def from_eigenvalues():
         values, vectors = eigh(hermitian)
@@ -202,7 +209,11 @@ def svd(matrix: Inexact[Array, "k k"]) -> tuple[Array, Float[Array, " k"], Array
 @sequential_vmap
 def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
     """`R^-*` of an upper triangular `R` with a nonzero diagonal."""
-    identity = jnp.eye(upper.shape[0], dtype=upper.dtype)
+    k, dtype = upper.shape[0], upper.dtype
+    # Nothing to compute, where that isn't large.
+    identity = (
+        jnp.asarray(np.eye(k, dtype=dtype)) if k <= 128 else jnp.eye(k, dtype=dtype)
+    )
     return jax.scipy.linalg.solve_triangular(upper, identity, trans="C")
 
 
@@ -293,6 +304,13 @@ def diagonal(matrix: Inexact[Array, "*s k k"]) -> Inexact[Array, "*s k"]:
     return matrix.reshape(*matrix.shape[:-2], k * k)[..., :: k + 1]
 
 
+def frobenius(small: Inexact[Array, "k m"]) -> Float[Array, ""]:
+    """`|X|_F`. By a product if large: less to compile than sums of many squares."""
+    if max(small.shape) <= _SUMMED_AT_ONCE:
+        return jnp.linalg.norm(small)
+    return jnp.sqrt(jnp.sum(jnp.real(diagonal(inner(small, small)))))
+
+
 def combine(
     block: Inexact[Array, "n k"], small: Inexact[Array, "k m"]
 ) -> Inexact[Array, "n m"]:
@@ -326,15 +344,23 @@ def tested_columns(
     if k == tile:
         pair = jax.lax.optimization_barrier((x.T, y.T))
         return jax.lax.optimization_barrier(test(pair))
-    missing = -k % tile
+    rows = [jnp.pad(block.T, ((0, max(tile - k, 0)), (0, 0))) for block in (x, y)]
+    last = len(rows[0]) - tile
 
-    def tiles(block):
-        rows = jnp.pad(block.T, ((0, missing), (0, 0)))
-        return jax.lax.optimization_barrier(rows.reshape(-1, tile, rows.shape[1]))
+    def one(i, carry):
+        # The last tile may begin within the one before it.
+        start = jnp.minimum(i * tile, last)
+        pair = [jax.lax.dynamic_slice_in_dim(of, start, tile) for of in rows]
+        tested = jax.lax.optimization_barrier(test(jax.lax.optimization_barrier(pair)))
+        update = jax.lax.dynamic_update_slice_in_dim
+        return tuple(
+            update(of, x, start, 0) for of, x in zip(carry, tested, strict=True)
+        )
 
-    tested = jax.lax.map(test, (tiles(x), tiles(y)))
-    dots, norms = jax.lax.optimization_barrier(tested)
-    return dots.reshape(-1)[:k], norms.reshape(-1)[:k]
+    real = jnp.finfo(y.dtype).dtype
+    carry = jnp.zeros(last + tile, x.dtype), jnp.zeros(last + tile, real)
+    dots, norms = jax.lax.fori_loop(0, -(-k // tile), one, carry)
+    return dots[:k], norms[:k]
 
 
 def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
