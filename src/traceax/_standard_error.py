@@ -3,6 +3,7 @@ r"""Error bars: of independent samples, and of leave-one-out samples.
 Pure kernels on arrays. docs/error-bars.md has the derivations.
 """
 
+import functools as ft
 from typing import NamedTuple
 
 import jax
@@ -61,21 +62,21 @@ def independent_samples(
     mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
     if samples.shape[0] == 1:
         return _unknown(mean)
-    unit = _unit(jnp.maximum(jnp.max(jnp.abs(samples)), jnp.max(norms)))
+    magnitude = jnp.sum(jnp.abs(samples) + norms) / m
+    unit = _unit(magnitude)
     (deviations,) = _there(active, (samples - mean) / unit.astype(samples.dtype))
-    variance = jnp.sum(jnp.abs(deviations) ** 2) / (m - 1)
-    squares = jnp.sum((norms / unit) ** 2)
+    lengths, sizes = norms / unit, jnp.abs(samples) / unit
+    seconds, thirds, (squares, along), _ = _moments(deviations, [lengths, sizes])
+    variance = sum(seconds) / (m - 1)
     if dimension is not None and dimension > 2:
-        along = jnp.sum(jnp.abs(samples / unit.astype(samples.dtype)) ** 2)
         squares = jnp.maximum(dimension * squares - along, 0) / (dimension - 2)
     tied = jnp.exp2(1.0 - m) * 2 * squares / m
     variance = jnp.where(variance < 0.01 * tied, tied, variance) / m
     skewness = jnp.maximum(
-        _squared_skewness(deviations, m),
-        _gram_squared_skewness(grams / _largest(grams), active),
+        _squared_skewness(seconds, thirds, m),
+        _gram_squared_skewness(grams / unit.astype(grams.dtype), active),
     )
     inverse = 1 / (m - 1) + _skewed(skewness, m)
-    magnitude = jnp.sum(jnp.abs(samples)) / m + jnp.sum(norms) / m
     if exact is not None:
         magnitude = magnitude + jnp.sum(jnp.abs(exact))
     return _error_bar(mean, unit, variance, inverse, magnitude)
@@ -102,7 +103,8 @@ def gram(
 ) -> Inexact[Array, "g g"]:
     """`w_i^* A w_j` of the first probes, from which `independent_samples` sees the
     skewness."""
-    return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
+    first, second = (x.T[:GRAM_PROBES] for x in (probes, products))
+    return inner(first.T, second.T)
 
 
 def leave_one_out_samples(
@@ -166,8 +168,7 @@ def leave_one_out_samples(
         off_diagonal = off_diagonal & active[:, None] & active[None, :]
     (deviations,) = _there(active, samples - mean)
     differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
-    largest = jnp.maximum(jnp.max(jnp.abs(deviations)), jnp.max(jnp.abs(differences)))
-    unit = _unit(largest)
+    unit = _unit(magnitude)
     deviations = deviations / unit.astype(samples.dtype)
     differences = differences / unit.astype(samples.dtype)
     alone = jnp.abs(deviations) ** 2
@@ -175,18 +176,18 @@ def leave_one_out_samples(
     shared = jnp.real(diagonal(matmul(differences, differences.conj())))
     if known is not None:
         shared = shared * (m * (m - 1) / jnp.sum(known)).astype(shared.dtype)
+    factor = 1.0
     if orthogonal_dimension is not None:
         about = jnp.where(off_diagonal, (pairs - mean) / unit.astype(pairs.dtype), 0)
-        of_pairs = jnp.sum(jnp.abs(about) ** 2, axis=1)
+        of_pairs = jnp.real(diagonal(matmul(about, about.conj().T)))
         shared = shared + of_pairs / (orthogonal_dimension - 1)
         factor = (orthogonal_dimension - 1) / (orthogonal_dimension - 2)
-        alone, shared = factor * alone, factor * shared
-    alone = alone / (m * (m - 1))
-    contributions = alone + shared / (m * (m - 1))
-    variance = jnp.maximum(jnp.sum(contributions), jnp.sum(alone) / 2)
-    relative = contributions / jnp.where(variance == 0, 1, variance)
-    uneven = jnp.clip(jnp.sum(relative**2) - 1 / m, 0, 1) / 2
-    skewness = _squared_skewness(deviations, m)
+    scale = factor / (m * (m - 1))
+    contributions = scale * (alone + shared)
+    seconds, thirds, (squares,), (total,) = _moments(deviations, [contributions])
+    variance = jnp.maximum(total, scale * sum(seconds) / 2)
+    uneven = jnp.clip(_ratio(squares, variance**2) - 1 / m, 0, 1) / 2
+    skewness = _squared_skewness(seconds, thirds, m)
     inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
     return _error_bar(mean, unit, variance, inverse, magnitude)
 
@@ -251,17 +252,31 @@ def _skewed(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
     return jnp.asarray(0.9 * squared_skewness / (m + 2))
 
 
-def _squared_skewness(
-    deviations: Inexact[Array, " most"], m: ArrayLike
-) -> Float[Array, ""]:
-    # Of the real and the imaginary parts, the larger.
-    def of(x):
-        second, third = jnp.sum(x**2) / m, jnp.sum(x**3) / m
-        return _ratio(third**2, second**3)
+def _moments(deviations: Inexact[Array, " m"], others: list[Float[Array, " m"]]):
+    """Sums of squares and of cubes of the real and of the imaginary parts, and of squares
+    and of entries of other vectors: all from one product."""
+    parts = [jnp.real(deviations)]
+    if jnp.iscomplexobj(deviations):
+        parts.append(jnp.imag(deviations))
+    powers = [x**2 for x in parts]
+    rows = jnp.stack([*parts, *powers, *others, jnp.ones_like(parts[0])])
+    sums = matmul(rows, rows.T)
+    p = len(parts)
+    seconds, thirds = ([sums[i, i + j] for i in range(p)] for j in (0, p))
+    last = range(2 * p, 2 * p + len(others))
+    return seconds, thirds, [sums[i, i] for i in last], [sums[i, -1] for i in last]
 
-    if not jnp.iscomplexobj(deviations):
-        return of(deviations)
-    return jnp.maximum(of(deviations.real), of(deviations.imag))
+
+def _squared_skewness(
+    seconds: list[Float[Array, ""]], thirds: list[Float[Array, ""]], m: ArrayLike
+) -> Float[Array, ""]:
+    # Of the real and the imaginary parts, the larger; of rounding none.
+    eps = float(jnp.finfo(seconds[0].dtype).eps)
+    ratios = [
+        _cubed_ratio(third, second + m * eps**2)
+        for third, second in zip(thirds, seconds, strict=True)
+    ]
+    return jnp.asarray(m * ft.reduce(jnp.maximum, ratios))
 
 
 def _gram_squared_skewness(
@@ -280,14 +295,14 @@ def _gram_squared_skewness(
 
     def of(hermitian):
         squared = jnp.matmul(hermitian, hermitian, precision=jax.lax.Precision.HIGHEST)
-        transposed = jnp.swapaxes(hermitian, -1, -2)
-        second = jnp.real(jnp.sum(hermitian * transposed)) / (sets * g * (g - 1))
-        third = jnp.real(jnp.sum(squared * transposed)) / triples
+        cubed = jnp.matmul(squared, hermitian, precision=jax.lax.Precision.HIGHEST)
+        second = jnp.sum(jnp.real(diagonal(squared))) / (sets * g * (g - 1))
+        third = jnp.sum(jnp.real(diagonal(cubed))) / triples
         # The square of an estimate exceeds that of its mean by its variance, which is
         # known for samples without skewness. Half of it is subtracted: from four or
         # five probes rather a wide interval than a short one.
         noise = 0.375 * most / triples
-        return most * jnp.clip(_ratio(third**2, second**3) - noise, 0, 1)
+        return most * jnp.clip(_cubed_ratio(third, second) - noise, 0, 1)
 
     adjoint = jnp.swapaxes(gram.conj(), -1, -2)
     skewness = of((gram + adjoint) / 2)
@@ -302,8 +317,9 @@ def _ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
     return jnp.where(y > tiny, x / jnp.where(y > tiny, y, 1), 0)
 
 
-def _largest(block: Inexact[Array, "c g g"]) -> Inexact[Array, ""]:
-    return _unit(jnp.max(jnp.abs(block))).astype(block.dtype)
+def _cubed_ratio(third: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
+    # Of the square of the one to the cube of the other, which may not be representable.
+    return _ratio(third, second * jnp.sqrt(second)) ** 2
 
 
 def _unit(largest: Float[Array, ""]) -> Float[Array, ""]:
