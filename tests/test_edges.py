@@ -193,9 +193,14 @@ def test_intervals_of_half_precision(key, dtype, k):
     operator = lx.MatrixLinearOperator(
         jnp.ones((3, 3), dtype) + jnp.eye(3, dtype=dtype)
     )
-    low, high = tx.trace(key, operator, k).confidence_interval()
+
+    def interval(key):
+        return tx.trace(key, operator, k).confidence_interval()
+
+    low, high = jax.jit(jax.vmap(interval))(jr.split(key, 200))
     assert low.dtype == high.dtype == dtype
-    assert low <= 6 <= high
+    # With probability 4^-k all probes are eigenvectors of the same eigenvalue.
+    assert np.mean((low <= 6) & (high >= 6)) > 0.9
 
 
 def test_the_error_bar_knows_the_rounding_of_an_exact_part(key):

@@ -176,7 +176,12 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
     else:
         # The operator as it is, with further probes.
         assert more.stats["num_matvecs"] == 8
-        assert more.stats["weight_of_past"] > 0.2
+
+        def weight(key):
+            past = estimator.estimate(estimator.init(key, second), K).state
+            return estimator.estimate(past, 8).stats["weight_of_past"]
+
+        assert np.median(jax.jit(jax.vmap(weight))(jr.split(key, 20))) > 0.2
         assert abs(more.value - np.trace(path()[1])) < 6 * more.standard_error
 
 

@@ -15,17 +15,24 @@ Lucks, "The Sum of PRPs Is a Secure PRF", Eurocrypt (2000), doi:10.1007/3-540-45
 shows it for random bijections).
 
 The key words of a probe's streams are words themselves, of a stream that belongs to the
-key. It is not for cryptography.
+key: its key words are nine constants, each hashed with the words of the key. It is not for
+cryptography.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+import numpy as np
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 from ._sharding import on_one_cpu
 
+# The first binary digits of pi behind the point, 32 a word.
+_PI = (
+    *(0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822),
+    *(0x299F31D0, 0x082EFA98, 0xEC4E6C89, 0x452821E6),
+)
 # The longest axis whose indices a 32-bit word holds.
 _SEGMENT = 2**31
 
@@ -34,18 +41,34 @@ def probe_streams(
     key_data: UInt32[Array, " w"], start: int | Int[Array, ""], k: int, number: int
 ) -> list[UInt32[Array, "k 3"]]:
     """Key words of so many streams for each of the probes `start, ..., start + k - 1`."""
-    # 96 bits of state from the words of the key, three words a stream from that.
-    # Thrice, of which each is a root: (a, b, c), (b, c, a) and (c, a, b).
-    seed = (0x243F6A88, 0x85A308D3, 0x13198A2E)
-    state = [jnp.array(seed[i:] + seed[:i], jnp.uint32) for i in range(3)]
-    for i in range(key_data.shape[0]):
-        state = [_f(_g(s ^ key_data[i]) + jnp.uint32(i)) for s in state]
-        state = [s + _f(t) for s, t in zip(state, state[1:] + state[:1], strict=True)]
-    roots = jnp.stack(state)
+    roots = _roots(key_data)
     first = jnp.asarray(start, jnp.uint32) * number
     drawn = words_at(roots, jax.lax.iota(jnp.uint32, k * number) + first, None)
     drawn = drawn.reshape(3, k, number)
     return [drawn[:, :, i].T for i in range(number)]
+
+
+def split(key: Key[Array, ""], number: int) -> Key[Array, " {number}"]:
+    """So many keys from one: others than those of `jax.random.split`, which take longer to
+    compile."""
+    data = jax.random.key_data(key)
+    shape = (number, data.shape[0])
+    # Words that no probe is drawn from.
+    index = jax.lax.bitwise_not(jax.lax.iota(jnp.uint32, math.prod(shape)))
+    fresh = words_at(_roots(data)[:1], index, None).reshape(shape)
+    return jax.random.wrap_key_data(fresh, impl=jax.random.key_impl(key))
+
+
+def _roots(key_data: UInt32[Array, " w"]) -> UInt32[Array, "3 3"]:
+    def hashed(constants):
+        for i in range(key_data.shape[0]):
+            word = jax.lax.index_in_dim(key_data, i, keepdims=False)
+            constants = _f(_add(_g(_xor(constants, word)), np.uint32(i)))
+        return constants
+
+    constants = jnp.asarray(np.array(_PI, np.uint32).reshape(3, 3))
+    # Put together from two: the compiler would hash the key again for each entry.
+    return jnp.concatenate([hashed(x) for x in (constants[:1], constants[1:])])
 
 
 def words(
@@ -73,29 +96,33 @@ def words_at(
     high: UInt32[Array, " n"] | None,
 ) -> UInt32[Array, "k n"]:
     """Words of given indices, `low + 2^32 high`; `None` for 0."""
-    a, b, c = (key_words[:, i, None] for i in range(3))
-    low = low[None, :]
+    a, b, c = (jax.lax.slice_in_dim(key_words, i, i + 1, axis=1) for i in range(3))
+    low = jax.lax.expand_dims(low, (0,))
     if high is not None:
         # No change where the upper word is 0.
-        high = _f(high)[None, :]
-        a, b, c = a ^ high, b + _g(high), c + _f(high)
-    return _f(_f(low ^ a) + b) ^ _g(low + c)
+        high = jax.lax.expand_dims(_f(high), (0,))
+        a, b, c = _xor(a, high), _add(b, _g(high)), _add(c, _f(high))
+    return _xor(_f(_add(_f(_xor(low, a)), b)), _g(_add(low, c)))
+
+
+# Operations of `jax.lax`: those of `jax.numpy` take five times as long to trace.
+_xor, _add, _multiply = jax.lax.bitwise_xor, jax.lax.add, jax.lax.mul
 
 
 def _f(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
-    x = x ^ (x >> 16)
-    x = x * jnp.uint32(0x7FEB352D)
-    x = x ^ (x >> 15)
-    x = x * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    x = _multiply(_shifted(x, 16), np.uint32(0x7FEB352D))
+    x = _multiply(_shifted(x, 15), np.uint32(0x846CA68B))
+    return _shifted(x, 16)
 
 
 def _g(x: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
-    x = x ^ (x >> 16)
-    x = x * jnp.uint32(0x85EBCA6B)
-    x = x ^ (x >> 13)
-    x = x * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
+    x = _multiply(_shifted(x, 16), np.uint32(0x85EBCA6B))
+    x = _multiply(_shifted(x, 13), np.uint32(0xC2B2AE35))
+    return _shifted(x, 16)
+
+
+def _shifted(x: UInt32[Array, "*s"], by: int) -> UInt32[Array, "*s"]:
+    return _xor(x, jax.lax.shift_right_logical(x, np.uint32(by)))
 
 
 def signs(key_words: UInt32[Array, "k 3"], n: int, dtype) -> Float[Array, "k n"]:
@@ -124,17 +151,20 @@ def normals(word: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
     over memory, where a logarithm would be kept for its several uses.
     """
     # Odd multiples of 2^-24.
-    x = ((_signed(word) >> 8).astype(jnp.float32) + 0.5) * 2.0**-23
+    x = jax.lax.shift_right_arithmetic(_signed(word), np.int32(8))
+    x = _multiply(_add(x.astype(jnp.float32), np.float32(0.5)), np.float32(2.0**-23))
     # 1 - x^2 = 2^e m, with m from sqrt(1/2) to sqrt(2).
-    square = jax.lax.bitcast_convert_type(
-        (1 - jnp.abs(x)) * (1 + jnp.abs(x)), jnp.int32
-    )
-    e = (square - 0x3F3504F3) >> 23
-    m = jax.lax.bitcast_convert_type(square - (e << 23), jnp.float32)
-    w = -(
-        _polynomial(_LOGARITHM, m - 1) * (m - 1) + e.astype(jnp.float32) * math.log(2)
-    )
-    return x * _polynomial(_NORMAL, w / 8 - 1)
+    size, one = jax.lax.abs(x), np.float32(1)
+    square = _multiply(jax.lax.sub(one, size), _add(one, size))
+    square = jax.lax.bitcast_convert_type(square, jnp.int32)
+    e = jax.lax.sub(square, np.int32(0x3F3504F3))
+    e = jax.lax.shift_right_arithmetic(e, np.int32(23))
+    m = jax.lax.sub(square, jax.lax.shift_left(e, np.int32(23)))
+    u = jax.lax.sub(jax.lax.bitcast_convert_type(m, jnp.float32), one)
+    logarithm = _multiply(_polynomial(_LOGARITHM, u), u)
+    powers = _multiply(e.astype(jnp.float32), np.float32(math.log(2)))
+    w = _multiply(_add(logarithm, powers), np.float32(-1 / 8))
+    return _multiply(x, _polynomial(_NORMAL, jax.lax.sub(w, one)))
 
 
 # Least squares fits at 200 Chebyshev nodes, for the relative error, of log(1 + u) / u for
@@ -154,9 +184,9 @@ _NORMAL = (
 def _polynomial(
     coefficients: tuple[float, ...], x: Float[Array, "*s"]
 ) -> Float[Array, "*s"]:
-    total = jnp.full_like(x, coefficients[-1])
+    total = jax.lax.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
-        total = total * x + coefficient
+        total = _add(_multiply(total, x), np.float32(coefficient))
     return total
 
 

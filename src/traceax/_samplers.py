@@ -109,7 +109,7 @@ class _Probes(NamedTuple):
     def indices(self, step: int = 1) -> Int[Array, " _"]:
         """That of each probe, or of every `step`-th."""
         start = jnp.asarray(self.start)
-        return jnp.arange(0, self.k, step, dtype=start.dtype) + start
+        return jnp.asarray(np.arange(0, self.k, step), start.dtype) + start
 
 
 def _block(

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Inexact, Int
 
 from .._base import TraceEstimator
 from .._deflation import Deflated, deflate, leading_range
+from .._hash import split
 from .._operator import apply_block, space_of
 from .._orthogonal import column_dots, largest_entry, orthonormalise
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes
@@ -155,7 +156,7 @@ class DeltaShiftEstimator(TraceEstimator):
         return self._next(state, state.kept.parts, k)
 
     def _first(self, state, k):
-        sketch_key, key = jax.random.split(state.key)
+        sketch_key, key = split(state.key, 2)
         space = space_of(state.operator)
         n, r = space.size, self._most_vectors(k)
         B = jnp.zeros((n, r), space.compute_dtype)

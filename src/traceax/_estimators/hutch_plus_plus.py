@@ -1,11 +1,11 @@
 """Hutch++: a randomised low-rank part, and Hutchinson on what it leaves."""
 
-import jax
 import jax.numpy as jnp
 
 from .._base import TraceEstimator
 from .._basis import growing_basis
 from .._deflation import deflated_trace, with_basis
+from .._hash import split
 from .._operator import extend_products, space_of
 from .._orthogonal import (
     column_dots,
@@ -110,7 +110,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
 
     def _probes(self, state, sketch_size, num_residual):
         space = space_of(state.operator)
-        sketch_key, residual_key = jax.random.split(state.key)
+        sketch_key, residual_key = split(state.key, 2)
         Omega = draw_probes(self.sampler, sketch_key, sketch_size, space)
         return Omega, draw_probes(self.sampler, residual_key, num_residual, space)
 
