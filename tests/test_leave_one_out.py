@@ -6,7 +6,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import as_operator, assert_close, matrix
+from helpers import as_operator, assert_close, matrix, rounding
 
 import traceax as tx
 from traceax._estimators.xnystrace import _leave_one_out_traces as nystrom_traces
@@ -84,6 +84,21 @@ def test_nystrom_formulas_against_a_loop(key, complex, resphere):
         jnp.asarray(1 / 3, u.dtype),
         resphere=resphere,
     )
+    if resphere:
+        # Of probes of any length, with what makes them orthonormal.
+        lengths = 10.0 ** np.arange(M)
+        W = np.linalg.inv(t * lengths)
+        others = nystrom_traces(
+            jnp.asarray(omega * lengths),
+            None,
+            jnp.asarray(3 * a @ omega * lengths),
+            jnp.asarray(1 / 3, u.dtype),
+            W=jnp.asarray(W),
+            resphere=True,
+        )
+        assert_close(others[0], samples)
+        off_diagonal = ~np.eye(M, dtype=bool)
+        assert_close(np.asarray(others[1])[off_diagonal], pairs[off_diagonal])
     shifted = a + float(mu) * np.eye(N)
 
     def naive(i, left_out):
@@ -99,6 +114,30 @@ def test_nystrom_formulas_against_a_loop(key, complex, resphere):
         assert_close(samples[i], naive(i, {i}))
         for j in set(range(M)) - {i}:
             assert_close(pairs[i, j], naive(i, {i, j}))
+
+
+class _OfAnyLength(tx.IndexedSampler):
+    """Normal probes, some a million times as long as others."""
+
+    rotation_invariant = True
+
+    def probes(self, key, start, n, k, dtype):
+        normal = tx.NormalSampler().probes(key, start, n, k, dtype)
+        powers = (3 * jnp.arange(k) + start) % 11
+        return normal * jnp.exp2(2 * powers.astype(dtype))[None, :]
+
+
+@pytest.mark.parametrize("k", [8, 12])
+@pytest.mark.parametrize("name", ["xtrace", "xnystrace"])
+def test_resphering_takes_probes_of_any_length(key, name, k):
+    make = {"xtrace": tx.XTraceEstimator, "xnystrace": tx.XNysTraceEstimator}[name]
+    operator = as_operator(matrix("exp", 70), psd=True)
+    given, other = (
+        tx.trace(key, operator, k, make(sampler))
+        for sampler in (tx.NormalSampler(), _OfAnyLength())
+    )
+    assert_close(given.value, other.value, rtol=rounding())
+    assert_close(given.standard_error, other.standard_error, rtol=100 * rounding())
 
 
 @pytest.mark.x64

@@ -26,6 +26,7 @@ from ._orthogonal import (
     column_dots,
     combine,
     diagonal,
+    frobenius,
     inner,
     inners,
     inverse_conjugate_transpose,
@@ -92,7 +93,7 @@ def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     below the floor is rounding: the floor makes the triangle safe to invert and moves
     `Q R` by no more than rounding has moved it already.
     """
-    norm = jnp.linalg.norm(R)
+    norm = frobenius(R)
     floor = jnp.finfo(R.dtype).eps * jnp.where(norm == 0, jnp.ones_like(norm), norm)
     small = jnp.eye(R.shape[0], dtype=bool) & (jnp.abs(R) < floor)
     return jnp.where(small, floor.astype(R.dtype), R)
@@ -219,30 +220,28 @@ def leave_one_out_traces(
     on_range = jnp.sum(diagonal(H)) - on_s
     tested = a.astype(H.dtype) * quadratics
     samples = on_range + tested
-    magnitude = jnp.sum(jnp.abs(diagonal(H))) + jnp.sum(jnp.abs(tested)) / count
+    magnitude = jnp.sum(jnp.abs(diagonal(H)) + jnp.abs(tested) / count)
 
     eps = jnp.finfo(left.dtype).eps
-    sine = jnp.sqrt(jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(H.dtype)
-    # t^* = (s_j^* - conj(c) s_i^*) / sine
+    # 1 / (1 - |c|^2). Below b and the others lack their roots: each comes in pairs.
+    inverse = (1 / jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(H.dtype)
+    # t^* = (s_j^* - conj(c) s_i^*) / sqrt(1 - |c|^2)
     b, t_L, t_K = (
-        (projection - c.conj() * own[:, None]) / sine
+        projection - c.conj() * own[:, None]
         for projection, own in zip(projections[1:], on_own, strict=True)
     )
-    t_H_t = (
+    t_H_t = inverse * (
         on_s[None, :]
         - c * projections[0]
         - c.conj() * SHS
         + jnp.abs(c).astype(H.dtype) ** 2 * on_s[:, None]
-    ) / sine**2
-    with_b = (
-        quadratics[:, None]
-        + b.conj() * t_L
-        + b * t_K.conj()
-        + jnp.abs(b).astype(H.dtype) ** 2 * t_H_t
     )
+    longer = inverse * jnp.abs(b).astype(H.dtype) ** 2
+    with_b = quadratics[:, None] + inverse * (b.conj() * t_L + b * t_K.conj())
+    with_b = with_b + longer * t_H_t
     weight = jnp.ones_like(left)[:, None]
     if resphere:
-        weight = (n - count + 2) / (left[:, None] + jnp.abs(b) ** 2)
+        weight = (n - count + 2) / (left[:, None] + jnp.real(longer))
     pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * with_b
     return samples, pairs, magnitude
 

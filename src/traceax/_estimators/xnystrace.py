@@ -16,7 +16,6 @@ from .._leave_one_out import (
     floor_diagonal,
     leave_one_out,
     left_out_of_dependent,
-    normalise_columns,
     stand_in,
 )
 from .._operator import (
@@ -30,6 +29,8 @@ from .._operator import (
 from .._orthogonal import (
     column_dots,
     combine,
+    diagonal,
+    frobenius,
     inner,
     inverse_conjugate_transpose,
     inverse_root,
@@ -43,6 +44,10 @@ from .._standard_error import ErrorBar, leave_one_out_samples
 from .._state import Kept, StoredKey, init_state, kept_parts
 from .._stream import ProbeStream, counted_halves
 from .._tolerance import phases, put, there, unknown_error, until
+
+# So many entries a probe for each probe: uniform directions then have a condition below 3,
+# and products find an orthonormal basis of them at once.
+_WELL_CONDITIONED = 8
 
 
 class XNysTraceState(eqx.Module):
@@ -74,7 +79,7 @@ class XNysTraceEstimator(TraceEstimator):
     |---|---|
     | operator | tagged positive or negative semidefinite, any dtype, PyTrees |
     | products | k, all used |
-    | beyond the products | O(n k^2) time, four n x k blocks; the derivative holds seven |
+    | beyond the products | O(n k^2) time, three n x k blocks; the derivative holds seven |
     | bias | none, but for rounding |
     | standard error | from leaving out pairs of probes, so that correlations count; NaN for k = 1 |
     | derivative | `<Z, dA V>` with the leave-one-out blocks of the range of `A Omega`, 2k products with dA; unbiased for any dA |
@@ -131,14 +136,19 @@ class XNysTraceEstimator(TraceEstimator):
         (Y,) = extend_products(operator, (probes, known_Y))
         # Barriers, so that the same is compiled for products that were known before. Of
         # blocks as they are in memory.
-        U, T = orthonormalise(jax.lax.optimization_barrier(probes.T).T)
-        inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
-        U, T, AU = jax.lax.optimization_barrier((U.T, T, combine(Y, inverse).T))
-        U, T, AU = U.T, T * length, AU.T
+        U, AU = (x.T for x in jax.lax.optimization_barrier((probes.T, Y.T)))
+        T = W = None
+        if self.resphere and n >= _WELL_CONDITIONED * k:
+            W = _orthonormalising(U)
+        else:
+            U, T = orthonormalise(U)
+            inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
+            U, T, AU = jax.lax.optimization_barrier((U.T, T, combine(AU, inverse).T))
+            U, T, AU = U.T, T * length, AU.T
         scale = power_of_two_scale(AU)
         sign = _sign(state)
         samples, pairs, shift, magnitude, result = _leave_one_out_traces(
-            U, T, AU, (sign / scale).astype(AU.dtype), resphere=self.resphere
+            U, T, AU, (sign / scale).astype(AU.dtype), W=W, resphere=self.resphere
         )
         mean, standard_error, freedom = leave_one_out_samples(
             samples, pairs, magnitude, n - k + 2 if self.resphere else None
@@ -257,12 +267,24 @@ def _sign(state) -> int:
     return -1 if state.negative else 1
 
 
+def _orthonormalising(block: Inexact[Array, "n k"]) -> Inexact[Array, "k k"]:
+    """`W` with `block W` orthonormal, for columns of any length in uniform directions."""
+    gram = inner(block, block)
+    lengths = jnp.sqrt(jnp.real(diagonal(gram)))
+    lengths = jnp.where(lengths == 0, 1, lengths).astype(gram.dtype)
+    correlations = gram / (lengths[:, None] * lengths[None, :])
+    real = jnp.finfo(gram.dtype)
+    W, _ = inverse_root(correlations, jnp.asarray(real.eps, real.dtype))
+    return W / lengths[:, None]
+
+
 def _leave_one_out_traces(
     U: Inexact[Array, "n k"],
-    T: Inexact[Array, "k k"],
+    T: Inexact[Array, "k k"] | None,
     Y: Inexact[Array, "n k"],
     unit: Inexact[Array, ""],
     *,
+    W: Inexact[Array, "k k"] | None = None,
     resphere: bool,
     active: Bool[Array, " k"] | None = None,
 ) -> tuple[
@@ -289,17 +311,18 @@ def _leave_one_out_traces(
     `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
     All of this holds for any `B` with `B B^* = H^-1`, and `B^* e_i` for `H^{-1/2} e_i`.
 
+    U is orthonormal, or `U W` is. Where U isn't, `U W` and `Y W` are never needed.
+
     Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i`
     takes the place of `e_i`, and 1 that of n - k + 1.
 
     Departures from the source (its Algorithm 4 factors `Omega^* Y` by Cholesky): the
-    basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding,
-    and `q_i` is normalised before `F` is applied to it, so that nothing is divided by
-    an eigenvalue squared. Rounding moves the eigenvalues of `H` by up to about
-    `eps |Y|_F`; products from an iterative solver move them by more, which shows in
-    `H` not being Hermitian: `mu` is `|H - H^*|_F` where that is more than rounding. A
-    floor of `mu` itself under the eigenvalues would lift half of those that should
-    equal `mu`, and bias the value by a multiple of `mu n`; a floor of `mu / 2` does not.
+    basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding. That
+    moves the eigenvalues of `H` by up to about `eps |Y|_F`; products from an iterative
+    solver move them by more, which shows in `H` not being Hermitian: `mu` is
+    `|H - H^*|_F` where that is more than rounding. A floor of `mu` itself under the
+    eigenvalues would lift half of those that should equal `mu`, and bias the value by a
+    multiple of `mu n`; a floor of `mu / 2` does not.
     """
     n, k = U.shape
     identity = jnp.eye(k, dtype=Y.dtype)
@@ -310,17 +333,25 @@ def _leave_one_out_traces(
     if resphere:
         left_out, dimension = identity, n - count + 1
     else:
+        assert T is not None
         left_out, basis = left_out_of_dependent(T + outside)
         U, Y, dimension = combine(U, basis), combine(Y, basis), 1
-    norm = jnp.linalg.norm(Y.T * unit)
+    weights = jnp.ones(k, Y.dtype)
+    if W is not None:
+        # At least the norm of Y W, about.
+        rows = W.conj().T
+        weights = jnp.sqrt(jnp.real(diagonal(inner(rows, rows)))).astype(Y.dtype)
+    norm = jnp.linalg.norm(Y.T * (unit * weights)[:, None])
     nonzero = norm != 0
     norm = jnp.where(nonzero, norm, 1)
     eps = jnp.finfo(Y.dtype).eps
     H = inner(U, Y) * unit
-    noise = jnp.linalg.norm(H - H.conj().T)
+    if W is not None:
+        H = matmul(W.conj().T, matmul(H, W))
+    noise = frobenius(H - H.conj().T)
     mu = eps * norm
     mu = jnp.where(noise > count**0.5 * mu, noise, mu)
-    Y_mu = Y * unit + mu.astype(Y.dtype) * U
+    Y_mu = (Y.T * unit + mu.astype(Y.dtype) * U.T).T
     H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * identity
     if active is not None:
         # Columns that there are not take no part: eigenvalues of order 1 of their own.
@@ -328,26 +359,26 @@ def _leave_one_out_traces(
     root, least = inverse_root(H_mu, mu / 2)
     # A tag can be wrong: neither noise nor rounding does this.
     limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
-    wrong = (least < -limit) | (noise > 0.3 * jnp.linalg.norm(H))
+    wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
     result = RESULTS.where(wrong, RESULTS.not_semidefinite, RESULTS.successful)
-    F = combine(Y_mu, root)
-    halves = matmul(root.conj().T, left_out)
-    q = normalise_columns(halves)
-    squares = jnp.sum(jnp.abs(halves) ** 2, axis=0)
+    F = combine(Y_mu, root if W is None else matmul(W, root))
+    halves = root.conj().T if resphere else matmul(root.conj().T, left_out)
+    squared, products = inner(F, F), inner(halves, halves)
+    squares = jnp.real(diagonal(products))
     # A probe that the others span has nothing left to test.
-    remainders = jnp.where(squares == 0, 0, 1 / squares)
-    squared = inner(F, F)
-    all_columns = jnp.real(jnp.trace(squared))
-    lost = matmul(q.conj().T, matmul(squared, q))
-    lost_by_one = jnp.real(jnp.diagonal(lost))
+    remainders = jnp.where(squares == 0, 0, 1 / jnp.where(squares == 0, 1, squares))
+    all_columns = jnp.sum(jnp.real(diagonal(squared)))
+    # Those of q_i and q_j, once divided by the lengths of both.
+    lost = matmul(halves.conj().T, matmul(squared, halves))
+    lost_by_one = jnp.real(diagonal(lost)) * remainders
     samples = all_columns - lost_by_one + dimension * remainders
 
-    c = inner(q, q)
-    sine_squared = jnp.maximum(1 - jnp.abs(c) ** 2, eps)
+    of_two = remainders[:, None] * remainders[None, :]
+    sine_squared = jnp.maximum(1 - jnp.abs(products) ** 2 * of_two, eps)
     lost_by_two = lost_by_one[:, None] + lost_by_one[None, :]
-    lost_by_two = (lost_by_two - 2 * jnp.real(c.conj() * lost)) / sine_squared
+    lost_by_two = lost_by_two - 2 * jnp.real(products.conj() * lost) * of_two
     dimension = dimension + 1 if resphere else 1
-    pairs = all_columns - lost_by_two + dimension * remainders[:, None] / sine_squared
+    pairs = all_columns + (dimension * remainders[:, None] - lost_by_two) / sine_squared
     # Where all is explained, n mu is added and subtracted again; it has the rounding of
     # eigenvalues that should equal mu: at most a few times `mu sqrt(n)`, measured.
     magnitude = all_columns + mu * math.sqrt(n) / eps
