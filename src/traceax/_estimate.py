@@ -1,10 +1,12 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
+import functools as ft
 import math
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
@@ -212,6 +214,7 @@ def _interval(value, error, freedom, level):
     return value - half, value + half
 
 
+@ft.partial(jax.jit, static_argnums=1, inline=True)
 def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, ""]:
     """The standard error, with `unknown` for NaN."""
     return jnp.where(
@@ -224,6 +227,8 @@ def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, "
 def raise_failure(estimate: Estimate) -> Estimate:
     """The estimate; using it, or a derivative of it, raises unless it is successful."""
     failed = estimate.result != RESULTS.successful
+    if not isinstance(failed, jax.core.Tracer) and not bool(failed):
+        return estimate
     real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype
     # A factor rather than the value itself: a derivative is multiplied by it too, and
     # so raises where the value is not asked for.

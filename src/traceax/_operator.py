@@ -4,8 +4,10 @@ Algorithms see an operator as a function from `(n, k)` blocks to `(n, k)` blocks
 dtype. This file is the only one that knows of PyTrees, leaf dtypes and structure tags.
 """
 
+import functools as ft
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -59,6 +61,11 @@ def _describe(structure: PyTree[jax.ShapeDtypeStruct]) -> str:
     return eqx.tree_pformat(structure)
 
 
+# The operator that passed `check_operator` last: each is checked by several functions in a
+# row, which for one made of a function takes longer than all else of an eager call.
+_passed: list[Callable[[], Any]] = [lambda: None]
+
+
 def check_operator(operator: Any, where: str) -> Space:
     """The space of a square lineax operator; a clear error for anything else."""
     if not isinstance(operator, lx.AbstractLinearOperator):
@@ -72,6 +79,8 @@ def check_operator(operator: Any, where: str) -> Space:
             "lineax.FunctionLinearOperator(fn, structure). The arguments start "
             "(key, operator)."
         )
+    if _passed[0]() is operator:
+        return space_of(operator)
     in_structure = operator.in_structure()
     out_structure = operator.out_structure()
     in_leaves, in_treedef = jtu.tree_flatten(in_structure)
@@ -99,13 +108,20 @@ def check_operator(operator: Any, where: str) -> Space:
             f"got {_describe(in_structure)}; make the real leaves complex, or estimate "
             "the blocks one by one."
         )
+    _passed[0] = weakref.ref(operator)
     return space_of(operator)
 
 
 def space_of(operator: lx.AbstractLinearOperator) -> Space:
     """The space of an operator that passed `check_operator`."""
-    structure = operator.in_structure()
-    leaves = jtu.tree_leaves(structure)
+    leaves, treedef = jtu.tree_flatten(operator.in_structure())
+    return _space(jax.config.jax_enable_x64, treedef, *leaves)  # pyright: ignore
+
+
+@ft.lru_cache(maxsize=256)
+def _space(x64: bool, treedef: Any, *leaves: jax.ShapeDtypeStruct) -> Space:
+    del x64  # which decides what dtypes there are
+    structure = jtu.tree_unflatten(treedef, leaves)
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(*[leaf.dtype for leaf in leaves] or [float])
         compute_dtype = jnp.promote_types(dtype, jnp.float32)
