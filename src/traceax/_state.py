@@ -146,7 +146,7 @@ def check_key(key: Any, where: str) -> Key[Array, ""]:
     if isinstance(key, jax.Array | np.ndarray):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             if key.shape == ():
-                return jnp.asarray(key)
+                return key if isinstance(key, jax.Array) else jnp.asarray(key)
             got = f"an array of keys of shape {key.shape}"
         elif key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] in (2, 4):
             try:

@@ -18,13 +18,14 @@ from ._failure import explain
 from ._known_diagonal import known_diagonal
 from ._operator import (
     Space,
+    check_operator,
     has_real_trace,
     is_negative_semidefinite,
     is_positive_semidefinite,
     space_of,
 )
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-from ._state import TraceState, check_budget, init_state
+from ._state import TraceState, check_budget, check_key, init_state
 from ._tolerance import SMALL, make_tolerance
 
 
@@ -109,8 +110,7 @@ def trace(
     - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
     """
     where = "traceax.trace"
-    state = init_state(key, operator, where)
-    space = space_of(operator)
+    space, key = check_operator(operator, where), check_key(key, where)
     k = check_budget(k, where)
     tolerance = make_tolerance(rtol, atol, level, space, where)
     check_meter(progress_meter, where)
@@ -120,9 +120,8 @@ def trace(
                 f"{where}: estimator must be a traceax.TraceEstimator, got "
                 f"{estimator!r}; pass an instance, such as traceax.XTraceEstimator()."
             )
-        given_state = estimator.init(state.key, operator)
         estimate = estimator.estimate(
-            given_state,
+            estimator.init(key, operator),
             k,
             rtol=rtol,
             atol=atol,
@@ -132,6 +131,7 @@ def trace(
         )
         return _with_choice(estimate, CHOICES.given)
 
+    state = init_state(key, operator, where)
     split = _split(operator, k)
     if split.rest is None:
         estimate = Estimate(
@@ -148,7 +148,7 @@ def trace(
         factor, rest = _without_factors(split.rest)
         few = tolerance is None or space_of(rest).size <= SMALL
         estimator, choice = _choose(rest, budget, exact=few)
-        rest_state = estimator.init(state.key, rest)
+        rest_state = estimator.init(key, rest)
         if tolerance is None:
             estimate = estimator.estimate(rest_state, budget, throw=False)
         else:
