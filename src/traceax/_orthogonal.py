@@ -64,6 +64,8 @@ def orthonormalise(
     - A block that lacks rank is given a rounding error: random signs of size eps. Its
         own errors need not fill all of Q, if entries are exactly 0.
 
+    Short blocks are left to LAPACK's reflections.
+
     `k <= n`. O(n k^2) a pass; one block besides the given one and the result.
     """
     n, k = block.shape

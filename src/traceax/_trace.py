@@ -25,7 +25,7 @@ from ._operator import (
     space_of,
 )
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-from ._state import TraceState, check_budget, check_key, init_state
+from ._state import TraceState, check_budget, check_key
 from ._tolerance import SMALL, make_tolerance
 
 
@@ -131,7 +131,7 @@ def trace(
         )
         return _with_choice(estimate, CHOICES.given)
 
-    state = init_state(key, operator, where)
+    state = TraceState(key, operator)
     split = _split(operator, k)
     if split.rest is None:
         estimate = Estimate(
