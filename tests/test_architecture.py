@@ -32,6 +32,7 @@ LAYERS = [
     "_samplers",
     "_stream",
     "_leave_one_out",
+    "_leave_one_out_nystrom",
     "_krylov",
     "_leave_one_out_krylov",
     "_frechet",

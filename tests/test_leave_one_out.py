@@ -9,7 +9,6 @@ import pytest
 from helpers import as_operator, assert_close, matrix, rounding
 
 import traceax as tx
-from traceax._estimators.xnystrace import _leave_one_out_traces as nystrom_traces
 from traceax._leave_one_out import (
     grams,
     leave_one_out,
@@ -17,6 +16,7 @@ from traceax._leave_one_out import (
     probe_dots,
     stand_in,
 )
+from traceax._leave_one_out_nystrom import nystrom_traces
 from traceax._operator import apply_block
 from traceax._orthogonal import orthonormalise
 from traceax._standard_error import _gram_squared_skewness, leave_one_out_samples

@@ -107,8 +107,9 @@ def test_one_program_serves_all_tolerances(key, name, monkeypatch):
 def test_a_tolerance_that_is_missed_gives_the_estimate_of_all_products(
     key, name, most, rtol
 ):
-    # Far from the tolerance steps are wider: the error bar must not depend on it.
-    estimator, operator = ESTIMATORS[name], as_operator(matrix("step", N), psd=True)
+    # Far from the tolerance steps are wider: the error bar must not depend on it. Of
+    # 8 and 24 probes of 200 entries XNysTrace finds no orthonormal basis.
+    estimator, operator = ESTIMATORS[name], as_operator(matrix("step", 200), psd=True)
     missed = tx.trace(key, operator, most, estimator, rtol=rtol, throw=False)
     fixed = tx.trace(key, operator, most, estimator)
     assert missed.stats["num_matvecs"] == most
@@ -143,15 +144,18 @@ def test_derivatives_at_different_stops(key, name):
 
 
 @pytest.mark.x64
-@named
-def test_gradients_are_unbiased(name):
+@pytest.mark.parametrize(
+    ("name", "n", "most"),
+    [(name, 40, 38) for name in ESTIMATORS] + [("xnystrace", 100, 12)],
+)
+def test_gradients_are_unbiased(name, n, most):
     estimator = ESTIMATORS[name]
-    a = jnp.asarray(matrix("exp", 40))
-    direction = jnp.asarray(matrix("flat", 40, seed=4))
+    a = jnp.asarray(matrix("exp", n))
+    direction = jnp.asarray(matrix("flat", n, seed=4))
 
     def value(t, key):
         operator = lx.MatrixLinearOperator(a + t * direction, PSD)
-        return tx.trace(key, operator, 38, estimator, rtol=0.1, throw=False).value
+        return tx.trace(key, operator, most, estimator, rtol=0.1, throw=False).value
 
     gradients = jax.jit(jax.vmap(jax.grad(value), (None, 0)))(
         0.0, jr.split(jr.key(2), 600)
@@ -359,8 +363,7 @@ def test_steps_that_widen_early_end_where_they_should():
             # Every step of a phase ends within it, from wherever it began.
             assert all((phase.end - start) % phase.width == 0 for start in reached)
             reached = {phase.end}
-            if following.width > phase.width:
-                reached |= {c for c in counts if following.leads_to_its_end(c)}
+            reached |= {c for c in counts if following.may_begin(c, phase)}
 
 
 @pytest.mark.x64

@@ -142,10 +142,13 @@ class Phase(NamedTuple):
 
     width: int
     end: int
+    # Whether wider steps take less time, so that they may begin before the end.
+    hurried: bool = True
 
-    def leads_to_its_end(self, count: Int[Array, ""] | int) -> Bool[Array, ""] | bool:
-        """Whether its steps can be taken from so many probes on."""
-        return (self.end - count) % self.width == 0
+    def may_begin(self, count: Int[Array, ""], before: "Phase") -> Bool[Array, ""]:
+        """Whether its steps can replace those of the phase before, and are worth it."""
+        wider = jnp.asarray(before.hurried and self.width > before.width)
+        return wider & ((self.end - count) % self.width == 0)
 
 
 def phases(
@@ -155,26 +158,30 @@ def phases(
 
     None is wider than `widest`. `wide`: for operators whose products take the time of
     reading a large matrix, almost the same for 16 columns as for one. Steps begin with
-    16 then, and the last one takes what would be left, up to 32.
+    16 then, in two phases, as looks at more than there is are what takes time, and the
+    last one takes what would be left, up to 32.
     """
     first = 16 if wide else first
     found: list[Phase] = []
     count, width = 0, min(first, widest or first)
     while count < most:
-        steps = 4 if not found else 2
+        steps = 2 if found or wide else 4
         if widest is not None and 2 * width > widest:
             steps = most  # no wider ones follow
         steps = min(steps, (most - count) // width)
-        left = most - count - steps * width
-        at_once = steps > 0 and 0 < left <= min(32, widest or most) - width
-        if wide and at_once and count + steps * width > width:  # not all of them
-            steps -= 1
-        if steps == 0:
-            found.append(Phase(most - count, most))
+        rest = most - count - steps * width
+        last = steps == 0
+        if wide and 0 < rest <= min(32, widest or most) - width:
+            # All but the first step, which is one to look at.
+            steps -= count + steps * width > width
+            last = True
+        if steps > 0:
+            count += steps * width
+            found.append(Phase(width, count, not wide))
+        if last:
+            found.append(Phase(most - count, most, not wide))
             break
-        count += steps * width
-        found.append(Phase(width, count))
-        if widest is None or 2 * width <= widest:
+        if count >= 4 * width and (widest is None or 2 * width <= widest):
             width *= 2
     return found
 
@@ -268,10 +275,8 @@ def until(
             more = ~progress.stop & (progress.taken < phase.end)
             if samples is not None or following is None:
                 return more
-            if following.width <= phase.width:
-                return more  # of what is left
-            wider = following.leads_to_its_end(progress.taken) & (progress.looked > 0)
-            return more & ~(wider & tolerance.is_far(progress.bar))
+            sooner = following.may_begin(progress.taken, phase) & (progress.looked > 0)
+            return more & ~(sooner & tolerance.is_far(progress.bar))
 
         progress = jax.lax.while_loop(proceed, body, progress)
     meter.close(progress.meter)

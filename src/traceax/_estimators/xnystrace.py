@@ -5,19 +5,14 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Bool, Float, Inexact, Key
+from jaxtyping import Array, Key
 
 from .._base import TraceEstimator
 from .._basis import extend_at_once
 from .._estimate import RESULTS
-from .._leave_one_out import (
-    floor_diagonal,
-    leave_one_out,
-    left_out_of_dependent,
-    stand_in,
-)
+from .._leave_one_out import floor_diagonal, leave_one_out, stand_in
+from .._leave_one_out_nystrom import nystrom_traces, orthonormalising
 from .._operator import (
     apply_block,
     extend_products,
@@ -29,11 +24,8 @@ from .._operator import (
 from .._orthogonal import (
     column_dots,
     combine,
-    diagonal,
-    frobenius,
     inner,
     inverse_conjugate_transpose,
-    inverse_root,
     largest_entry,
     matmul,
     orthonormalise,
@@ -138,8 +130,8 @@ class XNysTraceEstimator(TraceEstimator):
         # blocks as they are in memory.
         U, AU = (x.T for x in jax.lax.optimization_barrier((probes.T, Y.T)))
         T = W = None
-        if self.resphere and n >= _WELL_CONDITIONED * k:
-            W = _orthonormalising(U)
+        if self._by_products(n, k):
+            W = orthonormalising(U)
         else:
             U, T = orthonormalise(U)
             inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
@@ -147,7 +139,7 @@ class XNysTraceEstimator(TraceEstimator):
             U, T, AU = U.T, T * length, AU.T
         scale = power_of_two_scale(AU)
         sign = _sign(state)
-        samples, pairs, shift, magnitude, result = _leave_one_out_traces(
+        samples, pairs, shift, magnitude, result = nystrom_traces(
             U, T, AU, (sign / scale).astype(AU.dtype), W=W, resphere=self.resphere
         )
         mean, standard_error, freedom = leave_one_out_samples(
@@ -179,11 +171,13 @@ class XNysTraceEstimator(TraceEstimator):
         return [probes], lambda Y: [Y]
 
     def _probes(self, state, k):
-        # Of length 1, about, once divided: solvers inside an operator have absolute
-        # tolerances.
         space = space_of(state.operator)
         Omega = draw_probes(self.sampler, state.key, k, space)
-        return Omega, 2.0 ** round(math.log2(space.size) / 2)
+        return Omega, _length(space.size)
+
+    def _by_products(self, n, k):
+        """Whether probes need not be orthonormalised."""
+        return self.resphere and n >= _WELL_CONDITIONED * k
 
     def compute_until(self, state, k, tolerance, meter):
         operator = state.operator
@@ -192,27 +186,33 @@ class XNysTraceEstimator(TraceEstimator):
         sampler = laid_out(self.sampler, space)
         draw = ProbeStream(state.key, sampler, n, k, k, dtype).source()
         sign = _sign(state)
+        # As in `compute`.
+        by_products = self._by_products(n, k)
+        length = _length(n)
 
         def step(carry, count, phase):
             rows, T = carry
-            Omega = draw(count, phase.width)
-            U, columns = extend_at_once(rows[1][: phase.end], Omega.T, count)
-            AU = apply_block(operator, U.T)
-            rows = put(rows, [Omega.T, U, AU.T], count)
-            T = jax.lax.dynamic_update_slice(T, columns, (0 * count, count))
-            return rows, T
+            Omega = draw(count, phase.width) / length
+            new = [Omega.T]
+            if not by_products:
+                U, columns = extend_at_once(rows[1][: phase.end], Omega.T, count)
+                T = jax.lax.dynamic_update_slice(T, columns, (0 * count, count))
+                new.append(U)
+            AU = apply_block(operator, new[-1].T)
+            return put(rows, [*new, AU.T], count), T
 
         def look(carry, found, count, phase):
             del found
             rows, T = carry
-            _, U, AU = (x[: phase.end].T for x in rows)
+            U, AU = (x[: phase.end].T for x in rows[-2:])
             scale = power_of_two_scale(AU)
             active = there(count, phase.end)
-            samples, pairs, shift, magnitude, result = _leave_one_out_traces(
+            samples, pairs, shift, magnitude, result = nystrom_traces(
                 U,
-                T[: phase.end, : phase.end],
+                None if by_products else T[: phase.end, : phase.end],
                 AU,
                 (sign / scale).astype(AU.dtype),
+                W=orthonormalising(U, active) if by_products else None,
                 resphere=self.resphere,
                 active=active,
             )
@@ -223,7 +223,9 @@ class XNysTraceEstimator(TraceEstimator):
             bar = ErrorBar(sign * scale * (mean - n * shift), scale * error, freedom)
             return bar, result
 
-        carry = [jnp.zeros((k, n), dtype)] * 3, jnp.zeros((k, k), dtype)
+        carry = [jnp.zeros((k, n), dtype)] * 2, None
+        if not by_products:
+            carry = [jnp.zeros((k, n), dtype)] * 3, jnp.zeros((k, k), dtype)
         reached = until(
             tolerance,
             meter,
@@ -235,11 +237,12 @@ class XNysTraceEstimator(TraceEstimator):
             unknown_error(space, real=True),
         )
         rows, T = reached.carry
-        Omega, _, AU = (x.T for x in rows)
+        Omega, *_, AU = (x.T for x in rows)
         active = there(reached.taken, k)
         Q, R = orthonormalise(AU)
         Q = jnp.where(active[None, :], Q, 0)  # not what it was filled with
-        loo = _left_out(Omega, Q, matmul(R, T), resphere=self.resphere, active=active)
+        R = R if by_products else matmul(R, T)
+        loo = _left_out(Omega, Q, R, resphere=self.resphere, active=active)
         stats = {
             "num_matvecs": reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
@@ -248,6 +251,12 @@ class XNysTraceEstimator(TraceEstimator):
         }
         blocks = counted_halves(*stand_in(Omega, Q, loo, active), reached.taken)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
+
+
+def _length(n: int) -> float:
+    # Probes divided by it are of length 1, about: solvers inside an operator have
+    # absolute tolerances.
+    return 2.0 ** round(math.log2(n) / 2)
 
 
 def _left_out(Omega, Q, R, *, resphere, active=None):
@@ -265,122 +274,3 @@ def _sign(state) -> int:
             "operator), of an operator that is tagged semidefinite."
         )
     return -1 if state.negative else 1
-
-
-def _orthonormalising(block: Inexact[Array, "n k"]) -> Inexact[Array, "k k"]:
-    """`W` with `block W` orthonormal, for columns of any length in uniform directions."""
-    gram = inner(block, block)
-    lengths = jnp.sqrt(jnp.real(diagonal(gram)))
-    lengths = jnp.where(lengths == 0, 1, lengths).astype(gram.dtype)
-    correlations = gram / (lengths[:, None] * lengths[None, :])
-    real = jnp.finfo(gram.dtype)
-    W, _ = inverse_root(correlations, jnp.asarray(real.eps, real.dtype))
-    return W / lengths[:, None]
-
-
-def _leave_one_out_traces(
-    U: Inexact[Array, "n k"],
-    T: Inexact[Array, "k k"] | None,
-    Y: Inexact[Array, "n k"],
-    unit: Inexact[Array, ""],
-    *,
-    W: Inexact[Array, "k k"] | None = None,
-    resphere: bool,
-    active: Bool[Array, " k"] | None = None,
-) -> tuple[
-    Float[Array, " k"], Float[Array, "k k"], Float[Array, ""], Float[Array, ""], RESULTS
-]:
-    r"""Leave-one-out traces `t_i`, `t_ij` of `A + mu I`, from `Y = A U`, and `mu`.
-
-    Also, after `mu`, the magnitude of what is added up to a sample. All of `unit A`,
-    which is of order 1, and positive.
-
-    With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
-    approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
-    i it is `F (I - q_i q_i^*) F^*`, where the unit vector `q_i` is along
-    `H^{-1/2} e_i`: its range is orthogonal to `H^{1/2} e_j` for every other j. And
-
-        u_i^* (A + mu I - F (I - q_i q_i^*) F^*) u_i = 1 / |H^{-1/2} e_i|^2 .
-
-    Given the other columns, `u_i` is uniform on the unit sphere of their complement,
-    of dimension n - k + 1, outside which the remainder vanishes: hence
-
-        tr_i = |F|^2 - |F q_i|^2 + (n - k + 1) / |H^{-1/2} e_i|^2 .
-
-    *Leaving out j as well*, for `t_ij`: the pair `q_i`, `q_j` spans what is lost, with
-    `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
-    All of this holds for any `B` with `B B^* = H^-1`, and `B^* e_i` for `H^{-1/2} e_i`.
-
-    U is orthonormal, or `U W` is. Where U isn't, `U W` and `Y W` are never needed.
-
-    Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i`
-    takes the place of `e_i`, and 1 that of n - k + 1.
-
-    Departures from the source (its Algorithm 4 factors `Omega^* Y` by Cholesky): the
-    basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding. That
-    moves the eigenvalues of `H` by up to about `eps |Y|_F`; products from an iterative
-    solver move them by more, which shows in `H` not being Hermitian: `mu` is
-    `|H - H^*|_F` where that is more than rounding. A floor of `mu` itself under the
-    eigenvalues would lift half of those that should equal `mu`, and bias the value by a
-    multiple of `mu n`; a floor of `mu / 2` does not.
-    """
-    n, k = U.shape
-    identity = jnp.eye(k, dtype=Y.dtype)
-    count, outside = k, jnp.zeros_like(identity)
-    if active is not None:
-        count = jnp.sum(active).astype(jnp.finfo(Y.dtype).dtype)
-        outside = jnp.where(active[:, None], 0, identity)
-    if resphere:
-        left_out, dimension = identity, n - count + 1
-    else:
-        assert T is not None
-        left_out, basis = left_out_of_dependent(T + outside)
-        U, Y, dimension = combine(U, basis), combine(Y, basis), 1
-    weights = jnp.ones(k, Y.dtype)
-    if W is not None:
-        # At least the norm of Y W, about.
-        rows = W.conj().T
-        weights = jnp.sqrt(jnp.real(diagonal(inner(rows, rows)))).astype(Y.dtype)
-    norm = jnp.linalg.norm(Y.T * (unit * weights)[:, None])
-    nonzero = norm != 0
-    norm = jnp.where(nonzero, norm, 1)
-    eps = jnp.finfo(Y.dtype).eps
-    H = inner(U, Y) * unit
-    if W is not None:
-        H = matmul(W.conj().T, matmul(H, W))
-    noise = frobenius(H - H.conj().T)
-    mu = eps * norm
-    mu = jnp.where(noise > count**0.5 * mu, noise, mu)
-    Y_mu = (Y.T * unit + mu.astype(Y.dtype) * U.T).T
-    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * identity
-    if active is not None:
-        # Columns that there are not take no part: eigenvalues of order 1 of their own.
-        H_mu = H_mu + outside * norm.astype(Y.dtype)
-    root, least = inverse_root(H_mu, mu / 2)
-    # A tag can be wrong: neither noise nor rounding does this.
-    limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
-    wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
-    result = RESULTS.where(wrong, RESULTS.not_semidefinite, RESULTS.successful)
-    F = combine(Y_mu, root if W is None else matmul(W, root))
-    halves = root.conj().T if resphere else matmul(root.conj().T, left_out)
-    squared, products = inner(F, F), inner(halves, halves)
-    squares = jnp.real(diagonal(products))
-    # A probe that the others span has nothing left to test.
-    remainders = jnp.where(squares == 0, 0, 1 / jnp.where(squares == 0, 1, squares))
-    all_columns = jnp.sum(jnp.real(diagonal(squared)))
-    # Those of q_i and q_j, once divided by the lengths of both.
-    lost = matmul(halves.conj().T, matmul(squared, halves))
-    lost_by_one = jnp.real(diagonal(lost)) * remainders
-    samples = all_columns - lost_by_one + dimension * remainders
-
-    of_two = remainders[:, None] * remainders[None, :]
-    sine_squared = jnp.maximum(1 - jnp.abs(products) ** 2 * of_two, eps)
-    lost_by_two = lost_by_one[:, None] + lost_by_one[None, :]
-    lost_by_two = lost_by_two - 2 * jnp.real(products.conj() * lost) * of_two
-    dimension = dimension + 1 if resphere else 1
-    pairs = all_columns + (dimension * remainders[:, None] - lost_by_two) / sine_squared
-    # Where all is explained, n mu is added and subtracted again; it has the rounding of
-    # eigenvalues that should equal mu: at most a few times `mu sqrt(n)`, measured.
-    magnitude = all_columns + mu * math.sqrt(n) / eps
-    parts = jtu.tree_map(lambda x: jnp.where(nonzero, x, 0), (samples, pairs, mu))
-    return *parts, jnp.where(nonzero, magnitude, 0), result
