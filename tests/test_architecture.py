@@ -38,6 +38,8 @@ LAYERS = [
     "_frechet",
     "_standard_error",
     "_tolerance",
+    "_staging",
+    "_pairing",
     "_primitive",
     "_state",
     "_deflation",

@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -213,6 +214,32 @@ def extend_at_once(
     largest = _largest(given)
     X, C, M = _orthonormalise(given, largest, project, present, start, _by_block)
     return X, jax.lax.dynamic_update_slice_in_dim(C, M, start, 0)
+
+
+def counted_basis(
+    block: Inexact[Array, "n k"], count: Int[Array, ""], size: int
+) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"]]:
+    """As `orthonormalise`, of so many columns, known at run time; the others are 0.
+
+    `size` columns at a time, as long as any lane of a `vmap` has more.
+    """
+    k = block.shape[1]
+    rows = jnp.pad(block.T, ((0, -k % size), (0, 0)))
+
+    def tile(i, carry):
+        basis, R = carry
+        start = i * size
+        given = jax.lax.dynamic_slice_in_dim(rows, start, size)
+        Q, columns = extend_at_once(basis, given, start)
+        there = start + jnp.arange(size, dtype=count.dtype) < count
+        Q = jnp.where(there[:, None], Q, 0)  # not what it was filled with
+        basis = jax.lax.dynamic_update_slice_in_dim(basis, Q, start, 0)
+        return basis, jax.lax.dynamic_update_slice_in_dim(R, columns, start, 1)
+
+    number = -(-eqxi.unvmap_max(count) // size)
+    carry = jnp.zeros_like(rows), zeros_beside(rows, (len(rows), len(rows)))
+    basis, R = jax.lax.fori_loop(0, number, tile, carry)
+    return basis[:k].T, R[:k, :k]
 
 
 def _largest(rows: Inexact[Array, "c n"]) -> Float[Array, " c"]:

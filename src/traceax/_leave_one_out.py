@@ -19,8 +19,10 @@ Appl. 45 (2024), doi:10.1137/23M1548323, arXiv:2301.07825:
 
 from typing import NamedTuple
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from ._orthogonal import (
     column_dots,
@@ -35,6 +37,7 @@ from ._orthogonal import (
     svd,
 )
 from ._sharding import side_by_side
+from ._stream import Chunks, CountedBlocks
 
 
 class Grams(NamedTuple):
@@ -247,10 +250,7 @@ def leave_one_out_traces(
 
 
 def stand_in(
-    Omega: Inexact[Array, "n m"],
-    Q: Inexact[Array, "n m"],
-    loo: LeaveOneOut,
-    active: Bool[Array, " m"] | None = None,
+    Omega: Inexact[Array, "n m"], Q: Inexact[Array, "n m"], loo: LeaveOneOut
 ) -> tuple[Inexact[Array, "n 2m"], Inexact[Array, "n 2m"]]:
     r"""Blocks V, Z with `E[V Z^*] = I` that carry the low-rank part exactly.
 
@@ -261,14 +261,76 @@ def stand_in(
     Each term has mean `I` for any fixed matrix it is paired with, so
     `E <Z, B V> = tr B` for every B that does not depend on the probes.
     """
-    m = Q.shape[1]
+    kept, X, weights = _coordinates(loo)
+    G = Omega - combine(Q, X)
+    return side_by_side(Q, G), side_by_side(combine(Q, kept), G * weights[None, :])
+
+
+def _coordinates(
+    loo: LeaveOneOut,
+) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"], Inexact[Array, " m"]]:
+    """`I - S S^* / m` and X, in Q itself, and `a / m`."""
+    S, X = loo.S, loo.X
+    number = jnp.asarray(loo.number).astype(S.dtype)
+    kept = jnp.eye(len(S), dtype=S.dtype) - matmul(S, S.conj().T) / number
     if loo.basis is not None:
-        Q = combine(Q, loo.basis)
-    number = jnp.asarray(loo.number).astype(Q.dtype)
-    G = Omega - combine(Q, loo.X)
-    kept = jnp.eye(m, dtype=Q.dtype) - matmul(loo.S, loo.S.conj().T) / number
-    weighted = G * (loo.a / loo.number)[None, :].astype(G.dtype)
-    if active is not None:
-        there = active[None, :].astype(G.dtype)
-        Q, G, weighted = Q * there, G * there, weighted * there
-    return side_by_side(Q, G), side_by_side(combine(Q, kept), weighted)
+        kept = matmul(loo.basis, matmul(kept, loo.basis.conj().T))
+        X = matmul(loo.basis, X)
+    return kept, X, loo.a.astype(S.dtype) / number
+
+
+class CountedStandIn(CountedBlocks):
+    """As `stand_in`, of as many probes as a count that is known at run time.
+
+    Of a chunk of probes, V and Z are found when it is needed.
+
+    **Attributes:**
+
+    - `Omega`, `Q`: of the most probes there could be.
+    - `kept`, `X`, `weights`: `I - S S^* / m`, X and `a / m`.
+    - `count`, `chunk_size`: how many probes there are, and are looked at at once.
+    """
+
+    Omega: Inexact[Array, "n m"]
+    Q: Inexact[Array, "n m"]
+    kept: Inexact[Array, "m m"]
+    X: Inexact[Array, "m m"]
+    weights: Inexact[Array, " m"]
+    count: Int[Array, ""]
+    chunk_size: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        Omega: Inexact[Array, "n m"],
+        Q: Inexact[Array, "n m"],
+        loo: LeaveOneOut,
+        count: Int[Array, ""],
+        chunk_size: int,
+    ):
+        self.Omega, self.Q, self.count = Omega, Q, count
+        self.kept, self.X, self.weights = _coordinates(loo)
+        self.chunk_size = chunk_size
+
+    def chunks(self):
+        size, m = self.chunk_size, self.Omega.shape[1]
+
+        def by_columns(block):
+            # Of rows, as blocks are in memory.
+            rows = jnp.pad(block.T, ((0, -m % size), (0, 0)))
+
+            def columns(start):
+                there = start + jnp.arange(size, dtype=start.dtype) < self.count
+                here = jax.lax.dynamic_slice_in_dim(rows, start, size)
+                return jnp.where(there[:, None], here, 0).T
+
+            return columns
+
+        given = [self.Omega, self.Q, self.kept, self.X, self.weights[None, :]]
+        parts = [by_columns(block) for block in given]
+
+        def of(start):
+            Omega, Q, kept, X, weights = (columns(start) for columns in parts)
+            G = Omega - combine(self.Q, X)
+            return side_by_side(Q, G), side_by_side(combine(self.Q, kept), G * weights)
+
+        return Chunks(of, -(-m // size), size)

@@ -16,7 +16,6 @@ can transpose by itself. So nothing differentiates through a factorisation or a 
 an estimator, and an estimator may use anything inside `compute`.
 """
 
-import functools as ft
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -32,10 +31,10 @@ from ._estimate import RESULTS, UNKNOWN, known_or
 from ._failure import explain, solves_systems
 from ._frechet import SpectralBlocks
 from ._leaves import with_array_leaves
-from ._operator import apply_block, space_of
-from ._orthogonal import column_dots
+from ._operator import space_of
+from ._pairing import pair
 from ._spectral_function import SpectralFunction
-from ._stream import CountedBlocks, CountedStream, ProbeStream
+from ._staging import Staged, make_primitive
 
 
 class Outcome(NamedTuple):
@@ -113,70 +112,15 @@ def _as_array(x):
     return jnp.asarray(x, jnp.int32) if isinstance(x, int) else jnp.asarray(x)
 
 
-# The Python of an estimator runs in `_evaluate_jit` alone, under JAX's own trace cache,
-# which every way to reach the primitive shares: eager, abstract, vmapped and lowered
-# calls trace an estimator once for operators of equal structure.
+_evaluate_once = Staged(_evaluate)
 
 
-@ft.partial(jax.jit, static_argnums=1)
-def _evaluate_jit(arrays, static):
-    return _evaluate(_merge(arrays, static))
+@Staged
+def _implementation(problem, blocks):
+    outcome, found = _evaluate_once(problem)
+    return (outcome, found) if blocks else outcome
 
 
-@ft.partial(jax.jit, static_argnums=1)
-def _outcome_jit(arrays, static):
-    return _evaluate_jit(arrays, static)[0]
-
-
-def _split(problem: Problem, is_array):
-    leaves, treedef = jtu.tree_flatten(problem)
-    arrays = [x for x in leaves if is_array(x)]
-    static = tuple(None if is_array(x) else (x,) for x in leaves)
-    return arrays, (static, treedef)
-
-
-def _merge(arrays, static) -> Problem:
-    others, treedef = static
-    remaining = iter(arrays)
-    leaves = [next(remaining) if x is None else x[0] for x in others]
-    return jtu.tree_unflatten(treedef, leaves)
-
-
-def _same_context():
-    # JAX lowers a program in a context that says there is no mesh, and traces it in one
-    # that doesn't say. Its trace cache takes the two for different.
-    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
-
-
-def _function(blocks: bool):
-    return _evaluate_jit if blocks else _outcome_jit
-
-
-@eqxi.filter_primitive_def
-def _impl(problem, blocks):
-    arrays, static = _split(problem, eqx.is_array)
-    with _same_context():
-        return _function(blocks)(arrays, static)
-
-
-def _is_abstract(x) -> bool:
-    return isinstance(x, jax.core.ShapedArray)
-
-
-@eqxi.filter_primitive_def
-def _abstract_eval(problem, blocks):
-    arrays, static = _split(problem, _is_abstract)
-    structs = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays
-    ]
-    with _same_context():
-        out = _function(blocks).eval_shape(structs, static)
-    return jtu.tree_map(
-        lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), out
-    )
-
-
-@eqxi.filter_primitive_jvp
 def _jvp(primals, tangents):
     problem, blocks = primals
     problem = jtu.tree_map(_as_jax_array, problem)
@@ -190,7 +134,7 @@ def _jvp(primals, tangents):
             t_problem.operator,
         )
     else:
-        t_value = _pair(problem.operator, t_problem.operator, frozen)
+        t_value = pair(problem.operator, t_problem.operator, frozen)
     t_value = _like(outcome.value, t_value)
     t_outcome = jtu.tree_map(lambda _: None, outcome)._replace(value=t_value)
     if not blocks:
@@ -216,34 +160,14 @@ def _like(value, t_value):
     return jtu.tree_map(cast, value, t_value)
 
 
-def _pair(operator, t_operator, blocks):
-    """`<Z, dA V>`: a Jacobian-vector product with respect to the operator."""
-    if not jtu.tree_leaves(t_operator):
-        return None
-
-    def of(V, Z):
-        V, Z = jax.lax.stop_gradient((V, Z))
-        _, dAV = eqx.filter_jvp(
-            lambda op: apply_block(op, V), (operator,), (t_operator,)
-        )
-        return jnp.zeros((), V.dtype) if dAV is None else jnp.sum(column_dots(Z, dAV))
-
-    if isinstance(blocks, ProbeStream):
-        return blocks.sum(lambda Omega: of(Omega, Omega / blocks.k))
-    if isinstance(blocks, CountedBlocks | CountedStream):
-        return blocks.sum(of)
-    return of(*blocks)
-
-
 def _transpose(*args, **kwargs):
     # Unreachable: the rule above leaves only ordinary operator code to transpose.
     raise NotImplementedError("estimate_trace is not linear in any argument.")
 
 
-estimate_trace_p = eqxi.create_vprim(
-    "estimate_trace", _impl, _abstract_eval, _jvp, _transpose
+estimate_trace_p = make_primitive(
+    "estimate_trace", _implementation, _implementation.abstract, _jvp, _transpose
 )
-eqxi.register_impl_finalisation(estimate_trace_p)
 
 
 def estimate_trace(estimator, state: PyTree, k: int, *, real: bool) -> Outcome:

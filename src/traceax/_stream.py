@@ -1,9 +1,10 @@
 """Probes drawn a chunk at a time, so that memory does not grow with their number."""
 
+import abc
 import functools as ft
 import operator as op
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -16,7 +17,6 @@ from jaxtyping import Array, Inexact, Int, Key, PyTree
 from ._operator import most_columns
 from ._orthogonal import TILE
 from ._samplers import Sampler, ranges_of
-from ._sharding import side_by_side
 
 
 class ProbeStream(eqx.Module):
@@ -97,64 +97,62 @@ class ProbeStream(eqx.Module):
         return stacked, of_last
 
 
+class Chunks(NamedTuple):
+    """`of(start)` are V and Z from a column on, of `size` columns; there are `number`."""
+
+    of: Callable[[Any], tuple[Inexact[Array, "n c"], Inexact[Array, "n c"]]]
+    number: int
+    size: int
+
+
 class CountedBlocks(eqx.Module):
-    """Blocks V and Z of which columns beyond a count, known at run time, are 0.
+    """Blocks V and Z of which columns beyond a count, known at run time, are 0."""
 
-    Each is given in parts of the same width, the columns of which are counted alike. A
-    chunk of columns is looked at only if it is needed, by any lane of a `vmap`.
+    count: eqx.AbstractVar[Int[Array, ""]]
 
-    **Attributes:**
-
-    - `V`, `Z`: the parts.
-    - `count`: how many columns of each part there are.
-    - `chunk_size`: how many are looked at at once.
-    """
-
-    V: list[Inexact[Array, "n m"]]
-    Z: list[Inexact[Array, "n m"]]
-    count: Int[Array, ""]
-    chunk_size: int = eqx.field(static=True)
+    @abc.abstractmethod
+    def chunks(self) -> Chunks:
+        """What is taken at once. Call it outside of a loop."""
 
     def sum(
-        self, fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], Array]
-    ) -> Array:
+        self,
+        fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], PyTree[Array]],
+    ) -> PyTree[Array]:
         """The sum of `fn(V, Z)` over chunks. Derivatives keep nothing of a chunk."""
-        size, most = self.chunk_size, self.V[0].shape[1]
-        missing = -most % size
+        blocks, number, size = self.chunks()
+        return sum_of_needed(lambda start: fn(*blocks(start)), number, size, self.count)
 
-        def rows(block):
-            return jnp.pad(block.T, ((0, missing), (0, 0)))
+    def loop(
+        self,
+        fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], PyTree[Array]],
+        zeros: PyTree[Array],
+    ) -> PyTree[Array]:
+        """As `sum`, from zeros, in a loop that ends with the last chunk that is needed by
+        any lane of a `vmap`. It has no reverse mode."""
+        blocks, number, size = self.chunks()
+        if number == 1:
+            return fn(*blocks(jnp.zeros((), jnp.int32)))
+        needed = -(-eqxi.unvmap_max(self.count) // size)
 
-        parts = [[rows(block) for block in blocks] for blocks in (self.V, self.Z)]
+        def add(i, total):
+            return jtu.tree_map(jnp.add, total, fn(*blocks(i * size)))
 
-        def of(start):
-            V, Z = (
-                side_by_side(
-                    *[jax.lax.dynamic_slice_in_dim(x, start, size).T for x in blocks]
-                )
-                for blocks in parts
-            )
-            return fn(V, Z)
-
-        return sum_of_needed(of, -(-most // size), size, self.count)
+        return jax.lax.fori_loop(0, needed, add, zeros)
 
 
-class CountedStream(eqx.Module):
+class CountedStream(CountedBlocks):
     """As `ProbeStream`, of as many probes as a count that is known at run time.
 
     **Attributes:**
 
-    - `stream`: of the most probes there could be.
     - `count`: how many there are.
+    - `stream`: of the most probes there could be.
     """
 
-    stream: ProbeStream
     count: Int[Array, ""]
+    stream: ProbeStream
 
-    def sum(
-        self, fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], Array]
-    ) -> Array:
-        """The sum of `fn(V, Z)` over chunks. Derivatives draw the probes again."""
+    def chunks(self):
         stream, size = self.stream, self.stream.chunk_size
         draw = stream.source()
 
@@ -162,9 +160,9 @@ class CountedStream(eqx.Module):
             block = draw(start, size)
             there = jnp.arange(size, dtype=start.dtype) + start < self.count
             V = jnp.where(there[None, :], block, 0)
-            return fn(V, V / self.count.astype(V.dtype))
+            return V, V / self.count.astype(V.dtype)
 
-        return sum_of_needed(of, -(-stream.k // size), size, self.count)
+        return Chunks(of, -(-stream.k // size), size)
 
 
 def sum_of_needed(
@@ -191,14 +189,13 @@ def sum_of_needed(
     return jax.lax.scan(add, zeros, jnp.arange(number, dtype=jnp.int32))[0]
 
 
-def counted_halves(
-    V: Inexact[Array, "n 2m"], Z: Inexact[Array, "n 2m"], count: Int[Array, ""]
-) -> CountedBlocks:
-    """Blocks of two parts side by side, of which each has `count` columns."""
-    n, m = V.shape[0], V.shape[1] // 2
-    size = min(most_columns(n), max(8, -(-m // 8)), m)
-    of_V, of_Z = ([block[:, :m], block[:, m:]] for block in (V, Z))
-    return CountedBlocks(of_V, of_Z, count, size)
+def counted_chunk(n: int, most: int, *, wide: bool) -> int:
+    """How many columns of counted blocks to take at once.
+
+    As many as a loop of few steps has taken, so that hardly one is 0; `wide` as in
+    `traceax._tolerance.phases`.
+    """
+    return min(most_columns(n), max(32 if wide else 16, -(-most // 8)), most)
 
 
 def chunk_size(given: int | None, sampler: Sampler, n: int) -> int:

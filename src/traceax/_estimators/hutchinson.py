@@ -18,6 +18,7 @@ from .._stream import (
     ProbeStream,
     check_chunk_size,
     chunk_size,
+    counted_chunk,
     without_numpy,
 )
 from .._tolerance import phases, put, there, unknown_error, until
@@ -166,11 +167,12 @@ class HutchinsonEstimator(TraceEstimator):
         n, dtype = space.size, space.compute_dtype
         sampler = laid_out(self.sampler, space)
         widest = chunk_size(self.chunk_size, self.sampler, n)
-        size = min(widest, max(8, -(-k // 8)))
+        wide = reads_large_matrix(state.operator)
+        size = min(widest, counted_chunk(n, k, wide=wide))
         stream = ProbeStream(state.key, sampler, n, k, size, dtype)
         draw = stream.source()
         few = min(k, GRAM_PROBES)
-        schedule = phases(k, widest, wide=reads_large_matrix(state.operator))
+        schedule = phases(k, widest, wide=wide)
 
         def step(carry, count, phase):
             samples, norms, head, products = carry
@@ -226,4 +228,4 @@ class HutchinsonEstimator(TraceEstimator):
             "degrees_of_freedom": freedom,
             "largest_product": jnp.max(reached.carry[1]),
         }
-        return mean, standard_error, stats, CountedStream(stream, reached.taken)
+        return mean, standard_error, stats, CountedStream(reached.taken, stream)

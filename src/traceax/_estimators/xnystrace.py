@@ -9,9 +9,14 @@ import lineax as lx
 from jaxtyping import Array, Key
 
 from .._base import TraceEstimator
-from .._basis import extend_at_once
+from .._basis import counted_basis, extend_at_once
 from .._estimate import RESULTS
-from .._leave_one_out import floor_diagonal, leave_one_out, stand_in
+from .._leave_one_out import (
+    CountedStandIn,
+    floor_diagonal,
+    leave_one_out,
+    stand_in,
+)
 from .._leave_one_out_nystrom import nystrom_traces, orthonormalising
 from .._operator import (
     apply_block,
@@ -34,7 +39,7 @@ from .._orthogonal import (
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import ErrorBar, leave_one_out_samples
 from .._state import Kept, StoredKey, init_state, kept_parts
-from .._stream import ProbeStream, counted_halves
+from .._stream import ProbeStream, counted_chunk
 from .._tolerance import phases, put, there, unknown_error, until
 
 # So many entries a probe for each probe: uniform directions then have a condition below 3,
@@ -186,6 +191,7 @@ class XNysTraceEstimator(TraceEstimator):
         sampler = laid_out(self.sampler, space)
         draw = ProbeStream(state.key, sampler, n, k, k, dtype).source()
         sign = _sign(state)
+        wide = reads_large_matrix(operator)
         # As in `compute`.
         by_products = self._by_products(n, k)
         length = _length(n)
@@ -229,7 +235,7 @@ class XNysTraceEstimator(TraceEstimator):
         reached = until(
             tolerance,
             meter,
-            phases(k, wide=reads_large_matrix(operator)),
+            phases(k, wide=wide),
             carry,
             RESULTS.successful,
             step,
@@ -239,8 +245,8 @@ class XNysTraceEstimator(TraceEstimator):
         rows, T = reached.carry
         Omega, *_, AU = (x.T for x in rows)
         active = there(reached.taken, k)
-        Q, R = orthonormalise(AU)
-        Q = jnp.where(active[None, :], Q, 0)  # not what it was filled with
+        size = counted_chunk(n, k, wide=wide)
+        Q, R = counted_basis(AU, reached.taken, size)
         R = R if by_products else matmul(R, T)
         loo = _left_out(Omega, Q, R, resphere=self.resphere, active=active)
         stats = {
@@ -249,7 +255,7 @@ class XNysTraceEstimator(TraceEstimator):
             "result": reached.found,
             "largest_product": largest_entry(AU),
         }
-        blocks = counted_halves(*stand_in(Omega, Q, loo, active), reached.taken)
+        blocks = CountedStandIn(Omega, Q, loo, reached.taken, size)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
 

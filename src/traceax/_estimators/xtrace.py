@@ -8,6 +8,7 @@ from .._base import TraceEstimator
 from .._basis import extend_at_once, growing_basis
 from .._deflation import deflated_trace, with_basis
 from .._leave_one_out import (
+    CountedStandIn,
     grams,
     leave_one_out,
     leave_one_out_traces,
@@ -25,7 +26,7 @@ from .._orthogonal import column_dots, column_norms, largest_entry
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
 from .._state import init_state, kept_parts
-from .._stream import ProbeStream, counted_halves
+from .._stream import ProbeStream, counted_chunk
 from .._tolerance import FEWEST, phases, put, there, unknown_error, until
 
 
@@ -124,6 +125,7 @@ class XTraceEstimator(TraceEstimator):
         m = k // 2
         sampler = laid_out(self.sampler, space)
         draw = ProbeStream(state.key, sampler, n, m, m, dtype).source()
+        wide = reads_large_matrix(operator)
 
         def step(carry, count, phase):
             rows, R = carry
@@ -150,7 +152,7 @@ class XTraceEstimator(TraceEstimator):
         reached = until(
             tolerance,
             meter,
-            phases(m, first=FEWEST // 2, wide=reads_large_matrix(operator)),
+            phases(m, first=FEWEST // 2, wide=wide),
             carry,
             None,
             step,
@@ -158,14 +160,16 @@ class XTraceEstimator(TraceEstimator):
             unknown_error(space),
             fewest=FEWEST // 2,
         )
-        _, loo, active = left_out(reached.carry, reached.taken, m)
+        _, loo, _ = left_out(reached.carry, reached.taken, m)
         Omega, Y, Q, _ = (x.T for x in reached.carry[0])
         stats = {
             "num_matvecs": 2 * reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
             "largest_product": largest_entry(Y),
         }
-        blocks = counted_halves(*stand_in(Omega, Q, loo, active), reached.taken)
+        blocks = CountedStandIn(
+            Omega, Q, loo, reached.taken, counted_chunk(n, m, wide=wide)
+        )
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
     def _left_out(self, operator, Omega, Q, AQ, R, dots, active=None):

@@ -1,0 +1,77 @@
+"""Functions of PyTrees for primitives, traced once for arguments of equal structure."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.core
+import jax.tree_util as jtu
+
+
+class Staged:
+    """A function of PyTrees of arrays and of anything hashable, jitted.
+
+    Its Python runs under JAX's own trace cache alone, which every way to reach a
+    primitive shares: eager, abstract, vmapped and lowered calls trace it once.
+    """
+
+    def __init__(self, fn: Callable[..., Any]):
+        @ft.partial(jax.jit, static_argnums=1)
+        def run(arrays, static):
+            return fn(*_merge(arrays, static))
+
+        self._run = run
+
+    def __call__(self, *args):
+        arrays, static = _split(args, eqx.is_array)
+        with _same_context():
+            return self._run(arrays, static)
+
+    def abstract(self, *args):
+        """The avals of what it returns, for those of its arguments."""
+        arrays, static = _split(args, lambda x: isinstance(x, jax.core.ShapedArray))
+        structs = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+            for x in arrays
+        ]
+        with _same_context():
+            out = self._run.eval_shape(structs, static)
+        return jtu.tree_map(
+            lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type), out
+        )
+
+
+def make_primitive(name: str, implement, abstract, jvp, transpose):
+    """A primitive on PyTrees, with the rules of `equinox.internal.create_vprim`."""
+    primitive = eqxi.create_vprim(
+        name,
+        eqxi.filter_primitive_def(implement),
+        eqxi.filter_primitive_def(abstract),
+        eqxi.filter_primitive_jvp(jvp),
+        eqxi.filter_primitive_transpose(transpose),
+    )
+    eqxi.register_impl_finalisation(primitive)
+    return primitive
+
+
+def _split(args, is_array):
+    leaves, treedef = jtu.tree_flatten(args)
+    arrays = [x for x in leaves if is_array(x)]
+    static = tuple(None if is_array(x) else (x,) for x in leaves)
+    return arrays, (static, treedef)
+
+
+def _merge(arrays, static):
+    others, treedef = static
+    remaining = iter(arrays)
+    leaves = [next(remaining) if x is None else x[0] for x in others]
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def _same_context():
+    # JAX lowers a program in a context that says there is no mesh, and traces it in one
+    # that doesn't say. Its trace cache takes the two for different.
+    return jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
