@@ -9,8 +9,8 @@ primitives, each the transpose of the other with respect to its linear argument:
 | `pair` | dA | the sum over chunks of `z_j^* (dA v_j)` |
 | `gradient` | c | c times what `pair` multiplies the leaves of dA by |
 
-Derivatives of either with respect to the operator, those of second order and higher of an
-estimate, are those of the same sum over all chunks there could be, which JAX derives and
+Their derivatives with respect to the operator, which an estimate's second derivatives
+need, are those of the same sum over all chunks there could be, which JAX derives and
 transposes by itself.
 """
 
@@ -36,7 +36,6 @@ def pair(operator: PyTree, t_operator: PyTree, blocks) -> Inexact[Array, ""] | N
     """
     if not jtu.tree_leaves(t_operator):
         return None
-    blocks = jax.lax.stop_gradient(blocks)
     if isinstance(blocks, ProbeStream):
 
         def of_probes(Omega):
