@@ -130,14 +130,25 @@ class CountedBlocks(eqx.Module):
         """As `sum`, from zeros, in a loop that ends with the last chunk that is needed by
         any lane of a `vmap`. It has no reverse mode."""
         blocks, number, size = self.chunks()
+
+        def of(i):
+            return fn(*blocks(i * size))
+
+        start = jnp.zeros((), jnp.int32)
         if number == 1:
-            return fn(*blocks(jnp.zeros((), jnp.int32)))
+            return of(start)
         needed = -(-eqxi.unvmap_max(self.count) // size)
+        # What is added up can be larger than blocks, as the gradient of a matrix is. It
+        # is worth another copy of `fn` then not to write zeros, and to read them again.
+        block = jax.eval_shape(blocks, start)[0]
+        first, total = 0, zeros
+        if sum(x.size for x in jtu.tree_leaves(zeros)) > 4 * block.size:
+            first, total = 1, of(start)
 
         def add(i, total):
-            return jtu.tree_map(jnp.add, total, fn(*blocks(i * size)))
+            return jtu.tree_map(jnp.add, total, of(i))
 
-        return jax.lax.fori_loop(0, needed, add, zeros)
+        return jax.lax.fori_loop(first, needed, add, total)
 
 
 class CountedStream(CountedBlocks):
@@ -189,13 +200,14 @@ def sum_of_needed(
     return jax.lax.scan(add, zeros, jnp.arange(number, dtype=jnp.int32))[0]
 
 
-def counted_chunk(n: int, most: int, *, wide: bool) -> int:
-    """How many columns of counted blocks to take at once.
+def counted_chunk(n: int, most: int, *, wide: bool, columns: int = 1) -> int:
+    """Of how many probes counted blocks are taken at once, of so many columns a probe.
 
-    As many as a loop of few steps has taken, so that hardly one is 0; `wide` as in
-    `traceax._tolerance.phases`.
+    As many as a loop of few steps has taken, so that hardly one is 0; `wide`, as in
+    `traceax._tolerance.phases`: as many as take the time of a few.
     """
-    return min(most_columns(n), max(32 if wide else 16, -(-most // 8)), most)
+    size = 32 // columns if wide else max(16 // columns, -(-most // 8))
+    return min(most_columns(n), size, most)
 
 
 def chunk_size(given: int | None, sampler: Sampler, n: int) -> int:

@@ -245,7 +245,7 @@ class XNysTraceEstimator(TraceEstimator):
         rows, T = reached.carry
         Omega, *_, AU = (x.T for x in rows)
         active = there(reached.taken, k)
-        size = counted_chunk(n, k, wide=wide)
+        size = counted_chunk(n, k, wide=wide, columns=2)
         Q, R = counted_basis(AU, reached.taken, size)
         R = R if by_products else matmul(R, T)
         loo = _left_out(Omega, Q, R, resphere=self.resphere, active=active)

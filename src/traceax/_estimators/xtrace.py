@@ -168,7 +168,7 @@ class XTraceEstimator(TraceEstimator):
             "largest_product": largest_entry(Y),
         }
         blocks = CountedStandIn(
-            Omega, Q, loo, reached.taken, counted_chunk(n, m, wide=wide)
+            Omega, Q, loo, reached.taken, counted_chunk(n, m, wide=wide, columns=2)
         )
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
 
