@@ -113,5 +113,70 @@ def test_a_stand_in_of_counted_probes_is_that_of_so_many(key, resphere):
     Q, R = jnp.pad(Q, ((0, 0), (0, 5))), jnp.pad(R, ((0, 5), (0, 5)))
     loo = left_out(Omega, Q, R, active)
     counted = CountedStandIn(Omega, Q, loo, jnp.asarray(count), 4)
-    for total in (counted.sum, lambda fn: counted.loop(fn, jnp.zeros((N, N)))):
-        assert_close(total(lambda V, Z: V @ Z.T), V @ Z.T, rtol=1e-12)
+    assert_close(counted.sum(lambda V, Z: V @ Z.T), V @ Z.T, rtol=1e-12)
+
+
+def _mean_over_lanes(scale, b, keys, rtols, axes):
+    """The mean trace of `scale b`, of lanes with keys or tolerances of their own."""
+
+    def lane(key, rtol, scale):
+        operator = lx.MatrixLinearOperator(scale * b)
+        return tx.trace(key, operator, 16, rtol=rtol, throw=False).value
+
+    values = jax.vmap(lane, axes)(keys, rtols, scale)
+    return jnp.mean(values), values
+
+
+@pytest.mark.parametrize("varied", ["keys", "operators", "all"])
+def test_derivatives_through_lanes_that_share_an_operator(key, varied):
+    b, _ = _given("float64")
+    b = b @ b.T + jnp.eye(N)
+    keys = jr.split(key, 3) if varied in ("keys", "all") else key
+    rtols = jnp.asarray([0.5, 0.1, 1e-9]) if varied == "all" else 1e-9
+    scale = jnp.asarray([1.0, 2.0, 3.0] if varied in ("operators", "all") else 1.0)
+    axes = tuple(0 if jnp.ndim(x) else None for x in (keys, rtols, scale))
+
+    def mean(scale):
+        return _mean_over_lanes(scale, b, keys, rtols, axes)[0]
+
+    # Linear in the scale, for probes that don't depend on it.
+    gradient = jax.jit(jax.grad(mean))(scale)
+    assert_close(jnp.sum(gradient * scale), mean(scale), rtol=1e-9)
+    assert_close(jax.jvp(mean, (scale,), (scale,))[1], mean(scale), rtol=1e-9)
+    squared = jax.hessian(lambda root: mean(root**2))(jnp.sqrt(scale))
+    expected = 2 * gradient if scale.ndim == 0 else 2 * jnp.diag(gradient)
+    assert_close(squared, expected, rtol=1e-9, atol=1e-12)
+    rows = jax.jacrev(lambda x: _mean_over_lanes(x, b, keys, rtols, axes)[1])(scale)
+    assert_close(jnp.mean(rows, axis=0), gradient, rtol=1e-9)
+
+
+def test_a_product_with_a_python_number(key):
+    b, _ = _given("float64")
+
+    def trace(matrix):
+        operator = lx.MatrixLinearOperator(matrix)
+        return tx.trace(key, operator, 16, rtol=1e-9, throw=False).value
+
+    _, back = jax.vjp(trace, b)
+    assert_close(back(2.0)[0], 2 * jax.grad(trace)(b))
+
+
+def test_eager_derivatives_compile_once(key):
+    compiled = []
+
+    def record(event, _, **__):
+        compiled.extend([event] if event.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    b, _ = _given("float64")
+
+    def trace(scale):
+        operator = lx.MatrixLinearOperator(b * scale**2)
+        return tx.trace(key, operator, 16, rtol=1e-9, throw=False).value
+
+    for derivative in (jax.grad(trace), jax.hessian(trace)):
+        derivative(jnp.asarray(1.0))
+        before = len(compiled)
+        derivative(jnp.asarray(2.0))
+        assert before > 0
+        assert len(compiled) == before

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from ._orthogonal import (
@@ -37,7 +38,7 @@ from ._orthogonal import (
     svd,
 )
 from ._sharding import side_by_side
-from ._stream import Chunks, CountedBlocks
+from ._stream import CountedBlocks
 
 
 class Grams(NamedTuple):
@@ -288,7 +289,8 @@ class CountedStandIn(CountedBlocks):
 
     - `Omega`, `Q`: of the most probes there could be.
     - `kept`, `X`, `weights`: `I - S S^* / m`, X and `a / m`.
-    - `count`, `chunk_size`: how many probes there are, and are looked at at once.
+    - `count`, `most`, `chunk_size`: how many probes there are, could be, and are looked at at
+        once.
     """
 
     Omega: Inexact[Array, "n m"]
@@ -297,6 +299,7 @@ class CountedStandIn(CountedBlocks):
     X: Inexact[Array, "m m"]
     weights: Inexact[Array, " m"]
     count: Int[Array, ""]
+    most: int = eqx.field(static=True)
     chunk_size: int = eqx.field(static=True)
 
     def __init__(
@@ -309,10 +312,22 @@ class CountedStandIn(CountedBlocks):
     ):
         self.Omega, self.Q, self.count = Omega, Q, count
         self.kept, self.X, self.weights = _coordinates(loo)
-        self.chunk_size = chunk_size
+        self.most, self.chunk_size = Omega.shape[1], chunk_size
+
+    @property
+    def size(self) -> int:
+        return self.chunk_size
+
+    @property
+    def number(self) -> int:
+        return -(-self.most // self.chunk_size)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.Omega.dtype
 
     def chunks(self):
-        size, m = self.chunk_size, self.Omega.shape[1]
+        size, m = self.chunk_size, self.most
 
         def by_columns(block):
             # Of rows, as blocks are in memory.
@@ -333,4 +348,4 @@ class CountedStandIn(CountedBlocks):
             G = Omega - combine(self.Q, X)
             return side_by_side(Q, G), side_by_side(combine(self.Q, kept), G * weights)
 
-        return Chunks(of, -(-m // size), size)
+        return of

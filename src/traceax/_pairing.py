@@ -9,20 +9,28 @@ primitives, each the transpose of the other with respect to its linear argument:
 | `pair` | dA | the sum over chunks of `z_j^* (dA v_j)` |
 | `gradient` | c | c times what `pair` multiplies the leaves of dA by |
 
+Both are evaluated as derivatives of the sums of `z_j^* (A + S) v_j` over a chunk, at
+`S = 0`: so a vmapped operator can have an S that is not, of which the gradient is then
+the sum over lanes, never held for each. `levels` are the calls of `vmap` around, from the
+inside: how many lanes, and the axes of all arrays of `(operator, S, blocks)`.
+
 Their derivatives with respect to the operator, which an estimate's second derivatives
 need, are those of the same sum over all chunks there could be, which JAX derives and
 transposes by itself.
 """
 
+from typing import NamedTuple
+
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.interpreters import ad
+from jax.interpreters import ad, batching
 from jaxtyping import Array, Inexact, PyTree
 
-from ._operator import apply_block, space_of
+from ._operator import apply_block
 from ._orthogonal import column_dots
 from ._staging import Staged, make_primitive
 from ._stream import CountedBlocks, ProbeStream
@@ -43,7 +51,7 @@ def pair(operator: PyTree, t_operator: PyTree, blocks) -> Inexact[Array, ""] | N
 
         return blocks.sum(of_probes)
     if isinstance(blocks, CountedBlocks):
-        return eqxi.filter_primitive_bind(_pair_p, operator, t_operator, blocks)
+        return eqxi.filter_primitive_bind(_pair_p, operator, t_operator, blocks, ())
     return _of(operator, t_operator, *blocks)
 
 
@@ -53,93 +61,244 @@ def _of(operator, t_operator, V, Z):
     return jnp.zeros((), V.dtype) if dAV is None else jnp.sum(column_dots(Z, dAV))
 
 
+class _Level(NamedTuple):
+    """A call of `vmap`: the number of lanes, and an axis or `None` for every array."""
+
+    lanes: int
+    axes: tuple[int | None, ...]
+
+
+def _shifted(operator, shift, blocks, levels, over):
+    """For every lane the sum of `Z^* (A + S) V`, which `over(blocks, fn)` takes of
+    `fn(V, Z)`."""
+    leaves, treedef = jtu.tree_flatten((operator, shift, blocks))
+    varied = [i for i, x in enumerate(leaves) if eqx.is_array(x)]
+
+    def of_lane(arrays):
+        merged = list(leaves)
+        for i, x in zip(varied, arrays, strict=True):
+            merged[i] = x
+        operator, shift, blocks = jtu.tree_unflatten(treedef, merged)
+        operator = _leafwise(
+            lambda x, s: x if s is None else x + s.astype(x.dtype), operator, shift
+        )
+
+        def fn(V, Z):
+            V, Z = jax.lax.stop_gradient((V, Z))
+            return jnp.sum(column_dots(Z, apply_block(operator, V)))
+
+        return over(blocks, fn)
+
+    for level in levels:
+        of_lane = jax.vmap(of_lane, in_axes=(list(level.axes),))
+    return of_lane([leaves[i] for i in varied])
+
+
+def _pair_of(operator, t_operator, blocks, levels, over):
+    def of(shift):
+        return _shifted(operator, shift, blocks, levels, over)
+
+    return jax.jvp(of, (_zeros(t_operator),), (t_operator,))[1]
+
+
+def _gradient_of(operator, weight, blocks, like, levels, over):
+    def of(shift):
+        return _shifted(operator, shift, blocks, levels, over)
+
+    out, back = jax.vjp(of, _zeros(like))
+    return back(weight.astype(out.dtype))[0]
+
+
+def _sum_of_all(blocks, fn):
+    return blocks.sum(fn)
+
+
+def _loop(blocks, levels, of_chunk, zeros):
+    """The sum of `of_chunk(over)` over the chunks that are needed by any lane."""
+    # Those of lanes are not to be had outside of the loop.
+    columns = None if levels else blocks.chunks()
+
+    def of(i):
+        def over(blocks, fn):
+            return fn(*(columns or blocks.chunks())(i * blocks.size))
+
+        return of_chunk(over)
+
+    start = jnp.zeros((), jnp.int32)
+    if blocks.number == 1:
+        return of(start)
+    first, total = 0, zeros
+    if columns is not None:
+        # What is added up can be larger than blocks, as the gradient of a matrix is. It
+        # is worth another copy of a chunk then not to write zeros, and to read them.
+        block = jax.eval_shape(columns, start)[0]
+        if sum(x.size for x in jtu.tree_leaves(zeros)) > 4 * block.size:
+            first, total = 1, of(start)
+
+    def add(i, total):
+        return jtu.tree_map(jnp.add, total, of(i))
+
+    needed = -(-jnp.max(blocks.count) // blocks.size)
+    return jax.lax.fori_loop(first, needed, add, total)
+
+
 @Staged
-def _pair(operator, t_operator, blocks):
-    zero = jnp.zeros((), space_of(operator).compute_dtype)
-    return blocks.loop(lambda V, Z: _of(operator, t_operator, V, Z), zero)
+def _pair(operator, t_operator, blocks, levels):
+    def of_chunk(over):
+        return _pair_of(operator, t_operator, blocks, levels, over)
+
+    zeros = jnp.zeros(_lanes(levels), blocks.dtype)
+    return _loop(blocks, levels, of_chunk, zeros)
+
+
+def _pair_abstract(operator, t_operator, blocks, levels):
+    del operator, t_operator
+    return jax.core.ShapedArray(_lanes(levels), blocks.dtype)
+
+
+@Staged
+def _pair_tangent(operator, dot_operator, t_operator, blocks, levels):
+    def of_all(operator):
+        return _pair_of(operator, t_operator, blocks, levels, _sum_of_all)
+
+    return eqx.filter_jvp(of_all, (operator,), (dot_operator,))[1]
 
 
 def _pair_jvp(primals, tangents):
-    operator, t_operator, blocks = primals
-    with_respect_to_operator, t_linear, _ = tangents
-
-    def of_all(operator):
-        return blocks.sum(lambda V, Z: _of(operator, t_operator, V, Z))
-
-    parts = _tangent(of_all, operator, with_respect_to_operator)
-    if jtu.tree_leaves(t_linear):
-        parts.append(eqxi.filter_primitive_bind(_pair_p, operator, t_linear, blocks))
+    operator, t_operator, blocks, levels = primals
+    dot_operator, dot_t_operator, *_ = tangents
+    parts = []
+    if jtu.tree_leaves(dot_operator):
+        parts.append(_pair_tangent(operator, dot_operator, t_operator, blocks, levels))
+    if jtu.tree_leaves(dot_t_operator):
+        linear = operator, _filled(t_operator, dot_t_operator), blocks, levels
+        parts.append(eqxi.filter_primitive_bind(_pair_p, *linear))
     return eqxi.filter_primitive_bind(_pair_p, *primals), _total(parts)
 
 
 def _pair_transpose(inputs, weight):
-    operator, t_operator, blocks = inputs
-    wanted = _leafwise(lambda _, t: ad.is_undefined_primal(t), operator, t_operator)
+    operator, t_operator, blocks, levels = inputs
     found = _nothing(operator)
     if weight is not None:
+        like = _leafwise(_like, operator, t_operator)
         found = eqxi.filter_primitive_bind(
-            _gradient_p, operator, weight, blocks, wanted
+            _gradient_p, operator, jnp.asarray(weight), blocks, like, levels
         )
-    return _nothing(operator), found, _nothing(blocks)
+    return _nothing(operator), found, _nothing(blocks), _nothing(levels)
+
+
+def _pair_batch(lanes):
+    def rule(inputs, axes):
+        *arguments, levels = inputs
+        level = _Level(lanes, _axes_of_arrays(arguments, list(axes[:3])))
+        return eqxi.filter_primitive_bind(_pair_p, *arguments, (*levels, level)), 0
+
+    return rule
 
 
 @Staged
-def _gradient(operator, weight, blocks, wanted):
-    def of_chunk(V, Z):
-        return _gradient_of(operator, weight, wanted, lambda fn: fn(V, Z))
+def _gradient(operator, weight, blocks, like, levels):
+    def of_chunk(over):
+        return _gradient_of(operator, weight, blocks, like, levels, over)
 
-    zeros = jtu.tree_map(jnp.zeros_like, eqx.filter(operator, wanted))
-    return blocks.loop(of_chunk, zeros)
+    def zeros(x, y):
+        # Laid out as the operator is, where it is of the same shape.
+        return None if y is None else _zeros(y) if levels else jnp.zeros_like(x)
 
-
-def _gradient_of(operator, weight, wanted, over):
-    """`weight` times the gradient with respect to the leaves that are wanted of the sum
-    of `Z^* A V`, which `over(fn)` takes of `fn(V, Z)`."""
-    varied, fixed = eqx.partition(operator, wanted)
-
-    def value(varied):
-        def fn(V, Z):
-            AV = apply_block(eqx.combine(varied, fixed), V)
-            return jnp.sum(column_dots(Z, AV))
-
-        return over(fn)
-
-    out, back = jax.vjp(value, varied)
-    (found,) = back(weight.astype(out.dtype))
-    return found
+    return _loop(blocks, levels, of_chunk, _leafwise(zeros, operator, like))
 
 
-def _gradient_abstract(operator, weight, blocks, wanted):
+def _gradient_abstract(operator, weight, blocks, like, levels):
     del weight, blocks
-    return jtu.tree_map(lambda x: x.to_tangent_aval(), eqx.filter(operator, wanted))
+    if levels:
+        return jtu.tree_map(lambda x: jax.core.ShapedArray(x.shape, x.dtype), like)
+    return _leafwise(
+        lambda x, y: None if y is None else x.to_tangent_aval(), operator, like
+    )
+
+
+@Staged
+def _gradient_tangent(operator, dot_operator, weight, blocks, like, levels):
+    def of_all(operator):
+        return _gradient_of(operator, weight, blocks, like, levels, _sum_of_all)
+
+    return eqx.filter_jvp(of_all, (operator,), (dot_operator,))[1]
 
 
 def _gradient_jvp(primals, tangents):
-    operator, weight, blocks, wanted = primals
-    t_operator, t_weight, *_ = tangents
-
-    def of_all(operator):
-        return _gradient_of(operator, weight, wanted, blocks.sum)
-
-    parts = _tangent(of_all, operator, t_operator)
-    if t_weight is not None:
-        linear = operator, t_weight, blocks, wanted
-        parts.append(eqxi.filter_primitive_bind(_gradient_p, *linear))
+    operator, weight, *rest = primals
+    dot_operator, dot_weight, *_ = tangents
+    parts = []
+    if jtu.tree_leaves(dot_operator):
+        parts.append(_gradient_tangent(operator, dot_operator, weight, *rest))
+    if dot_weight is not None:
+        parts.append(
+            eqxi.filter_primitive_bind(_gradient_p, operator, dot_weight, *rest)
+        )
     return eqxi.filter_primitive_bind(_gradient_p, *primals), _total(parts)
 
 
 def _gradient_transpose(inputs, t_operator):
-    operator, _, blocks, wanted = inputs
+    operator, _, blocks, like, levels = inputs
     found = None
     if jtu.tree_leaves(t_operator):
-        found = eqxi.filter_primitive_bind(_pair_p, operator, t_operator, blocks)
-    return _nothing(operator), found, _nothing(blocks), _nothing(wanted)
+        t_operator = _filled(like, t_operator)
+        found = eqxi.filter_primitive_bind(
+            _pair_p, operator, t_operator, blocks, levels
+        )
+    nothing = _nothing(blocks), _nothing(like), _nothing(levels)
+    return _nothing(operator), found, *nothing
 
 
-def _tangent(of, operator, t_operator):
-    if not jtu.tree_leaves(t_operator):
-        return []
-    return [eqx.filter_jvp(of, (operator,), (t_operator,))[1]]
+def _gradient_batch(lanes):
+    def rule(inputs, axes):
+        operator, weight, blocks, like, levels = inputs
+        # A gradient for each lane, and a weight.
+        weight = batching.bdim_at_front(weight, axes[1], lanes)
+        first = jtu.tree_map(lambda _: 0, like)
+        of = _axes_of_arrays((operator, like, blocks), (axes[0], first, axes[2]))
+        like = jtu.tree_map(
+            lambda x: jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype), like
+        )
+        inputs = operator, weight, blocks, like, (*levels, _Level(lanes, of))
+        return eqxi.filter_primitive_bind(_gradient_p, *inputs), first
+
+    return rule
+
+
+def _axes_of_arrays(arguments, axes) -> tuple[int | None, ...]:
+    found = []
+
+    def add(x, axis):
+        if eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct):
+            found.append(axis)
+
+    jtu.tree_map(add, arguments, axes)
+    return tuple(found)
+
+
+def _lanes(levels) -> tuple[int, ...]:
+    return tuple(level.lanes for level in reversed(levels))
+
+
+def _zeros(like):
+    return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+
+def _like(_, tangent):
+    if tangent is None:
+        return None
+    aval = tangent.aval if ad.is_undefined_primal(tangent) else jax.typeof(tangent)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _filled(like, tree):
+    """The tree, with zeros for what it lacks."""
+
+    def fill(x, y):
+        return jnp.zeros(x.shape, x.dtype) if y is None else y
+
+    return jtu.tree_map(fill, like, tree)
 
 
 def _total(parts):
@@ -159,7 +318,14 @@ def _leafwise(fn, operator, other):
     return jtu.tree_map(fn, operator, other, is_leaf=lambda x: x is None)
 
 
-_pair_p = make_primitive("pair", _pair, _pair.abstract, _pair_jvp, _pair_transpose)
+_pair_p = make_primitive(
+    "pair", _pair, _pair_abstract, _pair_jvp, _pair_transpose, _pair_batch
+)
 _gradient_p = make_primitive(
-    "gradient", _gradient, _gradient_abstract, _gradient_jvp, _gradient_transpose
+    "gradient",
+    _gradient,
+    _gradient_abstract,
+    _gradient_jvp,
+    _gradient_transpose,
+    _gradient_batch,
 )

@@ -9,6 +9,7 @@ import equinox.internal as eqxi
 import jax
 import jax.core
 import jax.tree_util as jtu
+from jax.interpreters import batching
 
 
 class Staged:
@@ -44,8 +45,11 @@ class Staged:
         )
 
 
-def make_primitive(name: str, implement, abstract, jvp, transpose):
-    """A primitive on PyTrees, with the rules of `equinox.internal.create_vprim`."""
+def make_primitive(name: str, implement, abstract, jvp, transpose, batch=None):
+    """A primitive on PyTrees, with the rules of `equinox.internal.create_vprim`.
+
+    `batch(lanes)` is a batching rule, if the primitive is not to be vmapped as it is.
+    """
     primitive = eqxi.create_vprim(
         name,
         eqxi.filter_primitive_def(implement),
@@ -54,6 +58,17 @@ def make_primitive(name: str, implement, abstract, jvp, transpose):
         eqxi.filter_primitive_transpose(transpose),
     )
     eqxi.register_impl_finalisation(primitive)
+    if batch is not None:
+
+        def rule(lanes, axis_name, trace_type, inputs, axes, **params):
+            del axis_name, trace_type
+            if all(axis is None for axis in axes):
+                out = primitive.bind(*inputs, **params)
+                return out, [None] * len(out)
+            one = eqxi.filter_primitive_batching(batch(lanes))
+            return one(inputs, axes, **params)
+
+        batching.axis_primitive_batchers[primitive] = rule
     return primitive
 
 

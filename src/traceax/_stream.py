@@ -4,7 +4,7 @@ import abc
 import functools as ft
 import operator as op
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -97,58 +97,41 @@ class ProbeStream(eqx.Module):
         return stacked, of_last
 
 
-class Chunks(NamedTuple):
-    """`of(start)` are V and Z from a column on, of `size` columns; there are `number`."""
-
-    of: Callable[[Any], tuple[Inexact[Array, "n c"], Inexact[Array, "n c"]]]
-    number: int
-    size: int
-
-
 class CountedBlocks(eqx.Module):
-    """Blocks V and Z of which columns beyond a count, known at run time, are 0."""
+    """Blocks V and Z of which columns beyond a count, known at run time, are 0.
+
+    They are taken in `number` chunks of `size` columns.
+    """
 
     count: eqx.AbstractVar[Int[Array, ""]]
 
+    @property
     @abc.abstractmethod
-    def chunks(self) -> Chunks:
-        """What is taken at once. Call it outside of a loop."""
+    def size(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def number(self) -> int: ...
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype: ...
+
+    @abc.abstractmethod
+    def chunks(
+        self,
+    ) -> Callable[[Any], tuple[Inexact[Array, "n c"], Inexact[Array, "n c"]]]:
+        """V and Z from a column on, as a function of it. Call it outside of a loop."""
 
     def sum(
         self,
         fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], PyTree[Array]],
     ) -> PyTree[Array]:
         """The sum of `fn(V, Z)` over chunks. Derivatives keep nothing of a chunk."""
-        blocks, number, size = self.chunks()
-        return sum_of_needed(lambda start: fn(*blocks(start)), number, size, self.count)
-
-    def loop(
-        self,
-        fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], PyTree[Array]],
-        zeros: PyTree[Array],
-    ) -> PyTree[Array]:
-        """As `sum`, from zeros, in a loop that ends with the last chunk that is needed by
-        any lane of a `vmap`. It has no reverse mode."""
-        blocks, number, size = self.chunks()
-
-        def of(i):
-            return fn(*blocks(i * size))
-
-        start = jnp.zeros((), jnp.int32)
-        if number == 1:
-            return of(start)
-        needed = -(-eqxi.unvmap_max(self.count) // size)
-        # What is added up can be larger than blocks, as the gradient of a matrix is. It
-        # is worth another copy of `fn` then not to write zeros, and to read them again.
-        block = jax.eval_shape(blocks, start)[0]
-        first, total = 0, zeros
-        if sum(x.size for x in jtu.tree_leaves(zeros)) > 4 * block.size:
-            first, total = 1, of(start)
-
-        def add(i, total):
-            return jtu.tree_map(jnp.add, total, of(i))
-
-        return jax.lax.fori_loop(first, needed, add, total)
+        columns = self.chunks()
+        return sum_of_needed(
+            lambda start: fn(*columns(start)), self.number, self.size, self.count
+        )
 
 
 class CountedStream(CountedBlocks):
@@ -163,17 +146,28 @@ class CountedStream(CountedBlocks):
     count: Int[Array, ""]
     stream: ProbeStream
 
+    @property
+    def size(self) -> int:
+        return self.stream.chunk_size
+
+    @property
+    def number(self) -> int:
+        return -(-self.stream.k // self.size)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stream.dtype
+
     def chunks(self):
-        stream, size = self.stream, self.stream.chunk_size
-        draw = stream.source()
+        draw = self.stream.source()
 
         def of(start):
-            block = draw(start, size)
-            there = jnp.arange(size, dtype=start.dtype) + start < self.count
+            block = draw(start, self.size)
+            there = jnp.arange(self.size, dtype=start.dtype) + start < self.count
             V = jnp.where(there[None, :], block, 0)
             return V, V / self.count.astype(V.dtype)
 
-        return Chunks(of, -(-stream.k // size), size)
+        return of
 
 
 def sum_of_needed(

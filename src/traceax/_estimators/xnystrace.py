@@ -194,7 +194,7 @@ class XNysTraceEstimator(TraceEstimator):
         wide = reads_large_matrix(operator)
         # As in `compute`.
         by_products = self._by_products(n, k)
-        length = _length(n)
+        length = _length(n) if by_products else 1
 
         def step(carry, count, phase):
             rows, T = carry
