@@ -122,6 +122,31 @@ def a_matrix_by_rows(estimator, mesh):
         agree(jax.value_and_grad(value)(rows), alone)
 
 
+def rows_to_a_tolerance(estimator, mesh):
+    matrix = FACTOR @ FACTOR.T + np.diag(DIAGONAL)
+
+    def of_matrix(matrix, diagonal, factor):
+        del diagonal, factor
+        return lx.MatrixLinearOperator(matrix, PSD)
+
+    def of_product(matrix, diagonal, factor):
+        del matrix
+        return low_rank(diagonal, factor)
+
+    for build in (of_matrix, of_product):
+
+        def value(*arrays, build=build):
+            result = tx.trace(KEY, build(*arrays), K, estimator, rtol=1e-9, throw=False)
+            return result.value, result.standard_error
+
+        differentiate = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
+        given = matrix, DIAGONAL, FACTOR
+        alone = differentiate(*map(jnp.asarray, given))
+        rows = NamedSharding(mesh, P("x"))
+        with within(mesh):
+            agree(differentiate(*(jax.device_put(x, rows) for x in given)), alone)
+
+
 def parameters_on_devices(estimator, mesh):
     layers = {"w": rng.normal(size=(24, 16)) / 5, "v": rng.normal(size=16)}
     inputs = rng.normal(size=(40, 24))
@@ -159,6 +184,9 @@ def cases():
         yield case, "auto", "hutchinson"
         yield case, "explicit", "xtrace"
     yield parameters_on_devices, "auto", "xtrace"
+    yield rows_to_a_tolerance, "auto", "xtrace"
+    for estimator in ("hutchinson", "xnystrace"):
+        yield rows_to_a_tolerance, "explicit", estimator
 
 
 def main(part, parts):

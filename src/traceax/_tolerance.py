@@ -20,12 +20,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from ._estimate import student_t_quantile
-from ._operator import Space
+from ._operator import Space, apply_block, space_of
 from ._progress import ProgressMeter
+from ._sharding import explicit_sharding, laid_out_like
 from ._standard_error import ErrorBar
 
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
@@ -283,6 +285,18 @@ def until(
     return progress
 
 
+def row_of_products(
+    operator: lx.AbstractLinearOperator,
+    draw: Callable[[Any, int], Inexact[Array, "n _"]],
+) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and layout of the product with a probe."""
+    space = space_of(operator)
+    leaves = filter(eqx.is_array, jtu.tree_leaves(operator))
+    if any(explicit_sharding(x) is not None for x in leaves):
+        return jax.eval_shape(lambda: apply_block(operator, draw(0, 1)).T)
+    return jax.ShapeDtypeStruct((1, space.size), space.compute_dtype)
+
+
 def put(
     buffers: list[Inexact[Array, "most ..."]],
     new: list[Inexact[Array, "width ..."]],
@@ -290,7 +304,7 @@ def put(
 ) -> list[Inexact[Array, "most ..."]]:
     """Buffers with what a step found of each probe, from probe `count` on."""
     return [
-        jax.lax.dynamic_update_slice_in_dim(x, y, count, 0)
+        jax.lax.dynamic_update_slice_in_dim(x, laid_out_like(y, x), count, 0)
         for x, y in zip(buffers, new, strict=True)
     ]
 

@@ -37,10 +37,11 @@ from .._orthogonal import (
     power_of_two_scale,
 )
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
+from .._sharding import laid_out_like, zero_rows
 from .._standard_error import ErrorBar, leave_one_out_samples
 from .._state import Kept, StoredKey, init_state, kept_parts
 from .._stream import ProbeStream, counted_chunk
-from .._tolerance import phases, put, there, unknown_error, until
+from .._tolerance import phases, put, row_of_products, there, unknown_error, until
 
 # So many entries a probe for each probe: uniform directions then have a condition below 3,
 # and products find an orthonormal basis of them at once.
@@ -198,10 +199,10 @@ class XNysTraceEstimator(TraceEstimator):
 
         def step(carry, count, phase):
             rows, T = carry
-            Omega = draw(count, phase.width) / length
-            new = [Omega.T]
+            Omega = (draw(count, phase.width) / length).T
+            new = [laid_out_like(Omega, rows[0])]
             if not by_products:
-                U, columns = extend_at_once(rows[1][: phase.end], Omega.T, count)
+                U, columns = extend_at_once(rows[1][: phase.end], new[0], count)
                 T = jax.lax.dynamic_update_slice(T, columns, (0 * count, count))
                 new.append(U)
             AU = apply_block(operator, new[-1].T)
@@ -229,9 +230,10 @@ class XNysTraceEstimator(TraceEstimator):
             bar = ErrorBar(sign * scale * (mean - n * shift), scale * error, freedom)
             return bar, result
 
-        carry = [jnp.zeros((k, n), dtype)] * 2, None
+        rows = zero_rows(k, row_of_products(operator, draw))
+        carry = [rows] * 2, None
         if not by_products:
-            carry = [jnp.zeros((k, n), dtype)] * 3, jnp.zeros((k, k), dtype)
+            carry = [rows] * 3, jnp.zeros((k, k), dtype)
         reached = until(
             tolerance,
             meter,

@@ -24,10 +24,19 @@ from .._operator import (
 )
 from .._orthogonal import column_dots, column_norms, largest_entry
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
+from .._sharding import zero_rows
 from .._standard_error import gram, independent_samples, leave_one_out_samples
 from .._state import init_state, kept_parts
 from .._stream import ProbeStream, counted_chunk
-from .._tolerance import FEWEST, phases, put, there, unknown_error, until
+from .._tolerance import (
+    FEWEST,
+    phases,
+    put,
+    row_of_products,
+    there,
+    unknown_error,
+    until,
+)
 
 
 class XTraceEstimator(TraceEstimator):
@@ -148,7 +157,8 @@ class XTraceEstimator(TraceEstimator):
             traces = leave_one_out_traces(of, loo, resphere=self.resphere)
             return leave_one_out_samples(*traces, active=active), found
 
-        carry = [jnp.zeros((m, n), dtype)] * 4, jnp.zeros((m, m), dtype)
+        rows = zero_rows(m, row_of_products(operator, draw))
+        carry = [rows] * 4, jnp.zeros((m, m), dtype)
         reached = until(
             tolerance,
             meter,
