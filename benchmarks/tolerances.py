@@ -337,10 +337,11 @@ def loops(k, repetitions):
             compiled[loop] = call.lower(*given).compile()
             jax.block_until_ready(compiled[loop](*given))
         times = {loop: [] for loop in compiled}
+        order = np.random.default_rng(0)  # none always after the same other
         for _ in range(repetitions):
-            for loop, call in compiled.items():
+            for loop in order.permutation(list(compiled)):
                 start = time.perf_counter()
-                jax.block_until_ready(call(*given))
+                jax.block_until_ready(compiled[loop](*given))
                 times[loop].append(time.perf_counter() - start)
         memory = {
             loop: call.memory_analysis().temp_size_in_bytes / 1e6
@@ -374,7 +375,7 @@ def main():
         case "overhead":
             overhead(4000, (60, 240, 960))
         case "loops":
-            loops(256, 15)
+            loops(256, 25)
 
 
 if __name__ == "__main__":
