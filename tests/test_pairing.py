@@ -150,6 +150,27 @@ def test_derivatives_through_lanes_that_share_an_operator(key, varied):
     assert_close(jnp.mean(rows, axis=0), gradient, rtol=1e-9)
 
 
+def test_lanes_that_exchange_numbers(key):
+    b, _ = _given("float64")
+    scales, keys = jnp.asarray([1.0, 2.0, 3.0]), jr.split(key, 3)
+    signs = tx.HutchinsonEstimator()
+
+    def total(scales, rtol):
+        def lane(scale, key):
+            def product(vector):
+                return jax.lax.psum(scale, "lanes") * (b @ vector)
+
+            operator = lx.FunctionLinearOperator(
+                product, jax.ShapeDtypeStruct((N,), b.dtype)
+            )
+            return tx.trace(key, operator, 12, signs, rtol=rtol, throw=False).value
+
+        return jnp.sum(jax.vmap(lane, axis_name="lanes")(scales, keys))
+
+    expected = jax.grad(total)(scales, None)
+    assert_close(jax.grad(total)(scales, 1e-9), expected)
+
+
 def test_a_product_with_a_python_number(key):
     b, _ = _given("float64")
 

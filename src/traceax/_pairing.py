@@ -19,6 +19,7 @@ need, are those of the same sum over all chunks there could be, which JAX derive
 transposes by itself.
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -62,9 +63,10 @@ def _of(operator, t_operator, V, Z):
 
 
 class _Level(NamedTuple):
-    """A call of `vmap`: the number of lanes, and an axis or `None` for every array."""
+    """A call of `vmap`: how many lanes, its name, and an axis or `None` of every array."""
 
     lanes: int
+    name: Hashable
     axes: tuple[int | None, ...]
 
 
@@ -90,7 +92,12 @@ def _shifted(operator, shift, blocks, levels, over):
         return over(blocks, fn)
 
     for level in levels:
-        of_lane = jax.vmap(of_lane, in_axes=(list(level.axes),))
+        of_lane = jax.vmap(
+            of_lane,
+            in_axes=(list(level.axes),),
+            axis_size=level.lanes,
+            axis_name=level.name,
+        )
     return of_lane([leaves[i] for i in varied])
 
 
@@ -187,10 +194,10 @@ def _pair_transpose(inputs, weight):
     return _nothing(operator), found, _nothing(blocks), _nothing(levels)
 
 
-def _pair_batch(lanes):
+def _pair_batch(lanes, name):
     def rule(inputs, axes):
         *arguments, levels = inputs
-        level = _Level(lanes, _axes_of_arrays(arguments, list(axes[:3])))
+        level = _Level(lanes, name, _axes_of_arrays(arguments, list(axes[:3])))
         return eqxi.filter_primitive_bind(_pair_p, *arguments, (*levels, level)), 0
 
     return rule
@@ -250,7 +257,7 @@ def _gradient_transpose(inputs, t_operator):
     return _nothing(operator), found, *nothing
 
 
-def _gradient_batch(lanes):
+def _gradient_batch(lanes, name):
     def rule(inputs, axes):
         operator, weight, blocks, like, levels = inputs
         # A gradient for each lane, and a weight.
@@ -260,7 +267,7 @@ def _gradient_batch(lanes):
         like = jtu.tree_map(
             lambda x: jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype), like
         )
-        inputs = operator, weight, blocks, like, (*levels, _Level(lanes, of))
+        inputs = operator, weight, blocks, like, (*levels, _Level(lanes, name, of))
         return eqxi.filter_primitive_bind(_gradient_p, *inputs), first
 
     return rule

@@ -48,7 +48,8 @@ class Staged:
 def make_primitive(name: str, implement, abstract, jvp, transpose, batch=None):
     """A primitive on PyTrees, with the rules of `equinox.internal.create_vprim`.
 
-    `batch(lanes)` is a batching rule, if the primitive is not to be vmapped as it is.
+    `batch(lanes, axis_name)` is a batching rule, if the primitive is not to be vmapped as
+    it is.
     """
     primitive = eqxi.create_vprim(
         name,
@@ -61,11 +62,11 @@ def make_primitive(name: str, implement, abstract, jvp, transpose, batch=None):
     if batch is not None:
 
         def rule(lanes, axis_name, trace_type, inputs, axes, **params):
-            del axis_name, trace_type
+            del trace_type
             if all(axis is None for axis in axes):
                 out = primitive.bind(*inputs, **params)
                 return out, [None] * len(out)
-            one = eqxi.filter_primitive_batching(batch(lanes))
+            one = eqxi.filter_primitive_batching(batch(lanes, axis_name))
             return one(inputs, axes, **params)
 
         batching.axis_primitive_batchers[primitive] = rule
