@@ -371,7 +371,11 @@ def test_steps_that_widen_early_end_where_they_should():
             # Every step of a phase ends within it, from wherever it began.
             assert all((phase.end - start) % phase.width == 0 for start in reached)
             reached = {phase.end}
-            reached |= {c for c in counts if following.may_begin(c, phase)}
+            reached |= {
+                c
+                for c in counts
+                if following.leads_to_its_end(c) and following.may_follow_early(phase)
+            }
 
 
 @pytest.mark.x64

@@ -33,6 +33,7 @@ from ._orthogonal import (
     matmul,
     noise,
     power_of_two,
+    there,
 )
 from ._sharding import on_one_cpu, replicate, whole_columns, zeros_beside
 
@@ -231,8 +232,8 @@ def counted_basis(
         start = i * size
         given = jax.lax.dynamic_slice_in_dim(rows, start, size)
         Q, columns = extend_at_once(basis, given, start)
-        there = start + jnp.arange(size, dtype=count.dtype) < count
-        Q = jnp.where(there[:, None], Q, 0)  # not what it was filled with
+        # Not what it was filled with.
+        Q = jnp.where(there(count - start, size)[:, None], Q, 0)
         basis = jax.lax.dynamic_update_slice_in_dim(basis, Q, start, 0)
         return basis, jax.lax.dynamic_update_slice_in_dim(R, columns, start, 1)
 

@@ -36,6 +36,7 @@ from ._orthogonal import (
     matmul,
     power_of_two_scale,
     svd,
+    there,
 )
 from ._sharding import side_by_side
 from ._stream import CountedBlocks
@@ -334,9 +335,8 @@ class CountedStandIn(CountedBlocks):
             rows = jnp.pad(block.T, ((0, -m % size), (0, 0)))
 
             def columns(start):
-                there = start + jnp.arange(size, dtype=start.dtype) < self.count
                 here = jax.lax.dynamic_slice_in_dim(rows, start, size)
-                return jnp.where(there[:, None], here, 0).T
+                return jnp.where(there(self.count - start, size)[:, None], here, 0).T
 
             return columns
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PyTree
 
 from ._hash import signs
 from ._sharding import (
@@ -298,6 +298,11 @@ def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array,
             sharding = NamedSharding(given.mesh, PartitionSpec(*spec))
     precision = jax.lax.Precision.HIGHEST
     return jnp.matmul(x, y, precision=precision, out_sharding=sharding)
+
+
+def there(count: Int[Array, ""], most: int) -> Bool[Array, " {most}"]:
+    """Which of the most columns there could be there are."""
+    return jnp.arange(most, dtype=count.dtype) < count
 
 
 def diagonal(matrix: Inexact[Array, "*s k k"]) -> Inexact[Array, "*s k"]:

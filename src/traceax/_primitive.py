@@ -12,8 +12,9 @@ to every order: the rule is linear in dA, and the second derivative of `tr A(t)`
 
 The rule never binds the primitive on tangents. It binds it once on the primals, asks
 for the blocks, and differentiates "apply the operator to the fixed block V", which JAX
-can transpose by itself. So nothing differentiates through a factorisation or a loop of
-an estimator, and an estimator may use anything inside `compute`.
+can transpose by itself; of a number of columns that is known at run time only,
+`_pairing.py` transposes it. So nothing differentiates through a factorisation or a loop
+of an estimator, and an estimator may use anything inside `compute`.
 """
 
 from typing import Any, NamedTuple
@@ -161,7 +162,7 @@ def _like(value, t_value):
 
 
 def _transpose(*args, **kwargs):
-    # Unreachable: the rule above leaves only ordinary operator code to transpose.
+    # Unreachable: the rule above leaves operator code, and `pair`, to transpose.
     raise NotImplementedError("estimate_trace is not linear in any argument.")
 
 

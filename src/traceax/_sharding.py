@@ -119,16 +119,6 @@ def zeros_beside(x: Array, shape: tuple[int, int]) -> Array:
     return jax.sharding.reshard(zeros, everywhere)
 
 
-def zero_rows(k: int, like: jax.ShapeDtypeStruct | Array) -> Array:
-    """Zeros to be replaced by vectors, laid out as the rows that are like them."""
-    rows = jnp.zeros((k, like.shape[1]), like.dtype)
-    sharding = _explicit(getattr(like, "sharding", None))
-    if sharding is None:
-        return rows
-    spec = PartitionSpec(None, sharding.spec[1])
-    return jax.sharding.reshard(rows, NamedSharding(sharding.mesh, spec))
-
-
 def laid_out_like(x: Array, like: Array) -> Array:
     """The rows, laid out as others are."""
     here, asked = (explicit_sharding(y) for y in (x, like))

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, Key, PyTree
 
 from ._operator import most_columns
-from ._orthogonal import TILE
+from ._orthogonal import TILE, there
 from ._samplers import Sampler, ranges_of
 
 
@@ -163,8 +163,7 @@ class CountedStream(CountedBlocks):
 
         def of(start):
             block = draw(start, self.size)
-            there = jnp.arange(self.size, dtype=start.dtype) + start < self.count
-            V = jnp.where(there[None, :], block, 0)
+            V = jnp.where(there(self.count - start, self.size)[None, :], block, 0)
             return V, V / self.count.astype(V.dtype)
 
         return of

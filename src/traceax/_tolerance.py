@@ -27,7 +27,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 from ._estimate import student_t_quantile
 from ._operator import Space, apply_block, space_of
 from ._progress import ProgressMeter
-from ._sharding import explicit_sharding, laid_out_like
+from ._sharding import explicit_sharding, laid_out_like, lay_out
 from ._standard_error import ErrorBar
 
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
@@ -147,10 +147,13 @@ class Phase(NamedTuple):
     # Whether wider steps take less time, so that they may begin before the end.
     hurried: bool = True
 
-    def may_begin(self, count: Int[Array, ""], before: "Phase") -> Bool[Array, ""]:
-        """Whether its steps can replace those of the phase before, and are worth it."""
-        wider = jnp.asarray(before.hurried and self.width > before.width)
-        return wider & ((self.end - count) % self.width == 0)
+    def may_follow_early(self, before: "Phase") -> bool:
+        """Whether its steps are worth to be taken instead of those before."""
+        return before.hurried and self.width > before.width
+
+    def leads_to_its_end(self, count: Int[Array, ""] | int) -> Bool[Array, ""] | bool:
+        """Whether its steps can be taken from so many probes on."""
+        return (self.end - count) % self.width == 0
 
 
 def phases(
@@ -277,24 +280,28 @@ def until(
             more = ~progress.stop & (progress.taken < phase.end)
             if samples is not None or following is None:
                 return more
-            sooner = following.may_begin(progress.taken, phase) & (progress.looked > 0)
-            return more & ~(sooner & tolerance.is_far(progress.bar))
+            if not following.may_follow_early(phase):
+                return more
+            wider = following.leads_to_its_end(progress.taken) & (progress.looked > 0)
+            return more & ~(wider & tolerance.is_far(progress.bar))
 
         progress = jax.lax.while_loop(proceed, body, progress)
     meter.close(progress.meter)
     return progress
 
 
-def row_of_products(
+def empty_rows(
+    number: int,
     operator: lx.AbstractLinearOperator,
     draw: Callable[[Any, int], Inexact[Array, "n _"]],
-) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and layout of the product with a probe."""
+) -> Inexact[Array, "{number} n"]:
+    """Zeros for `put` to replace, laid out as products are."""
     space = space_of(operator)
+    structure = jax.ShapeDtypeStruct((space.size,), space.compute_dtype)
     leaves = filter(eqx.is_array, jtu.tree_leaves(operator))
     if any(explicit_sharding(x) is not None for x in leaves):
-        return jax.eval_shape(lambda: apply_block(operator, draw(0, 1)).T)
-    return jax.ShapeDtypeStruct((1, space.size), space.compute_dtype)
+        structure = jax.eval_shape(lambda: apply_block(operator, draw(0, 1))[:, 0])
+    return lay_out(jnp.zeros((number, space.size), space.compute_dtype), structure)
 
 
 def put(
@@ -307,11 +314,6 @@ def put(
         jax.lax.dynamic_update_slice_in_dim(x, laid_out_like(y, x), count, 0)
         for x, y in zip(buffers, new, strict=True)
     ]
-
-
-def there(count: Int[Array, ""], most: int) -> Bool[Array, " {most}"]:
-    """Which of the most probes there could be there are."""
-    return jnp.arange(most, dtype=count.dtype) < count
 
 
 def unknown_error(space: Space, *, real: bool = False) -> ErrorBar:

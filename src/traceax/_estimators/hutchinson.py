@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from .._base import TraceEstimator
 from .._operator import apply_block, extend_products, reads_large_matrix, space_of
-from .._orthogonal import TILE, column_dots, column_norms, tested_columns
+from .._orthogonal import TILE, column_dots, column_norms, tested_columns, there
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
-from .._sharding import side_by_side, zero_rows
+from .._sharding import side_by_side
 from .._standard_error import GRAM_PROBES, gram, independent_samples
 from .._state import init_state, kept_parts
 from .._stream import (
@@ -21,7 +21,7 @@ from .._stream import (
     counted_chunk,
     without_numpy,
 )
-from .._tolerance import phases, put, row_of_products, there, unknown_error, until
+from .._tolerance import empty_rows, phases, put, unknown_error, until
 
 
 class HutchinsonEstimator(TraceEstimator):
@@ -209,7 +209,7 @@ class HutchinsonEstimator(TraceEstimator):
         carry = (
             jnp.zeros(k, dtype),
             jnp.zeros(k, space.real_dtype),
-            zero_rows(few, row_of_products(state.operator, draw)),
+            empty_rows(few, state.operator, draw),
             jnp.zeros((few, few), dtype),
         )
         reached = until(

@@ -35,13 +35,14 @@ from .._orthogonal import (
     matmul,
     orthonormalise,
     power_of_two_scale,
+    there,
 )
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
-from .._sharding import laid_out_like, zero_rows
+from .._sharding import laid_out_like
 from .._standard_error import ErrorBar, leave_one_out_samples
 from .._state import Kept, StoredKey, init_state, kept_parts
 from .._stream import ProbeStream, counted_chunk
-from .._tolerance import phases, put, row_of_products, there, unknown_error, until
+from .._tolerance import empty_rows, phases, put, unknown_error, until
 
 # So many entries a probe for each probe: uniform directions then have a condition below 3,
 # and products find an orthonormal basis of them at once.
@@ -143,16 +144,7 @@ class XNysTraceEstimator(TraceEstimator):
             inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
             U, T, AU = jax.lax.optimization_barrier((U.T, T, combine(AU, inverse).T))
             U, T, AU = U.T, T * length, AU.T
-        scale = power_of_two_scale(AU)
-        sign = _sign(state)
-        samples, pairs, shift, magnitude, result = nystrom_traces(
-            U, T, AU, (sign / scale).astype(AU.dtype), W=W, resphere=self.resphere
-        )
-        mean, standard_error, freedom = leave_one_out_samples(
-            samples, pairs, magnitude, n - k + 2 if self.resphere else None
-        )
-        value = sign * scale * (mean - n * shift)
-        standard_error = scale * standard_error
+        bar, result = self._error_bar(state, U, T, AU, W, k)
 
         # The derivative's blocks need probes with independent columns. Those of U are
         # orthogonal to each other.
@@ -160,12 +152,12 @@ class XNysTraceEstimator(TraceEstimator):
         loo = _left_out(Omega, Q, R * length, resphere=self.resphere)
         stats = {
             "num_matvecs": k,
-            "degrees_of_freedom": freedom,
+            "degrees_of_freedom": bar.degrees_of_freedom,
             "result": result,
             "largest_product": largest_entry(Y),
             "kept": [Y],
         }
-        return value, standard_error, stats, stand_in(Omega, Q, loo)
+        return bar.mean, bar.standard_error, stats, stand_in(Omega, Q, loo)
 
     def passes(self, state, k):
         """What each pass of a [`traceax.StreamedMean`][] multiplies."""
@@ -181,6 +173,30 @@ class XNysTraceEstimator(TraceEstimator):
         Omega = draw_probes(self.sampler, state.key, k, space)
         return Omega, _length(space.size)
 
+    def _error_bar(self, state, U, T, AU, W, count, active=None):
+        """And whether the operator is what its tag says."""
+        n, sign, scale = len(U), _sign(state), power_of_two_scale(AU)
+        samples, pairs, shift, magnitude, result = nystrom_traces(
+            U,
+            T,
+            AU,
+            (sign / scale).astype(AU.dtype),
+            W=W,
+            resphere=self.resphere,
+            active=active,
+        )
+        if active is not None:
+            count = count.astype(scale.dtype)
+        mean, standard_error, freedom = leave_one_out_samples(
+            samples,
+            pairs,
+            magnitude,
+            n - count + 2 if self.resphere else None,
+            active=active,
+        )
+        value = sign * scale * (mean - n * shift)
+        return ErrorBar(value, scale * standard_error, freedom), result
+
     def _by_products(self, n, k):
         """Whether probes need not be orthonormalised."""
         return self.resphere and n >= _WELL_CONDITIONED * k
@@ -191,7 +207,6 @@ class XNysTraceEstimator(TraceEstimator):
         n, dtype = space.size, space.compute_dtype
         sampler = laid_out(self.sampler, space)
         draw = ProbeStream(state.key, sampler, n, k, k, dtype).source()
-        sign = _sign(state)
         wide = reads_large_matrix(operator)
         # As in `compute`.
         by_products = self._by_products(n, k)
@@ -212,25 +227,12 @@ class XNysTraceEstimator(TraceEstimator):
             del found
             rows, T = carry
             U, AU = (x[: phase.end].T for x in rows[-2:])
-            scale = power_of_two_scale(AU)
+            T = None if by_products else T[: phase.end, : phase.end]
             active = there(count, phase.end)
-            samples, pairs, shift, magnitude, result = nystrom_traces(
-                U,
-                None if by_products else T[: phase.end, : phase.end],
-                AU,
-                (sign / scale).astype(AU.dtype),
-                W=orthonormalising(U, active) if by_products else None,
-                resphere=self.resphere,
-                active=active,
-            )
-            dimension = n - count.astype(scale.dtype) + 2 if self.resphere else None
-            mean, error, freedom = leave_one_out_samples(
-                samples, pairs, magnitude, dimension, active=active
-            )
-            bar = ErrorBar(sign * scale * (mean - n * shift), scale * error, freedom)
-            return bar, result
+            W = orthonormalising(U, active) if by_products else None
+            return self._error_bar(state, U, T, AU, W, count, active)
 
-        rows = zero_rows(k, row_of_products(operator, draw))
+        rows = empty_rows(k, operator, draw)
         carry = [rows] * 2, None
         if not by_products:
             carry = [rows] * 3, jnp.zeros((k, k), dtype)

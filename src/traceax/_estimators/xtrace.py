@@ -22,18 +22,16 @@ from .._operator import (
     reads_large_matrix,
     space_of,
 )
-from .._orthogonal import column_dots, column_norms, largest_entry
+from .._orthogonal import column_dots, column_norms, largest_entry, there
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
-from .._sharding import zero_rows
 from .._standard_error import gram, independent_samples, leave_one_out_samples
 from .._state import init_state, kept_parts
 from .._stream import ProbeStream, counted_chunk
 from .._tolerance import (
     FEWEST,
+    empty_rows,
     phases,
     put,
-    row_of_products,
-    there,
     unknown_error,
     until,
 )
@@ -157,7 +155,7 @@ class XTraceEstimator(TraceEstimator):
             traces = leave_one_out_traces(of, loo, resphere=self.resphere)
             return leave_one_out_samples(*traces, active=active), found
 
-        rows = zero_rows(m, row_of_products(operator, draw))
+        rows = empty_rows(m, operator, draw)
         carry = [rows] * 4, jnp.zeros((m, m), dtype)
         reached = until(
             tolerance,
