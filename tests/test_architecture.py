@@ -15,6 +15,7 @@ import traceax as tx
 SOURCE = pathlib.Path(tx.__file__).parent
 # Each module knows only those above it.
 LAYERS = [
+    "_staging",
     "_estimate",
     "_progress",
     "_sharding",
@@ -22,9 +23,11 @@ LAYERS = [
     "_programs",
     "_leaves",
     "_spectral_function",
+    "_product_cost",
     "_operator",
     "_known_diagonal",
     "_hash",
+    "_small_matrices",
     "_orthogonal",
     "_basis",
     "_unavailable",
@@ -38,7 +41,6 @@ LAYERS = [
     "_frechet",
     "_standard_error",
     "_tolerance",
-    "_staging",
     "_pairing",
     "_primitive",
     "_state",

@@ -21,7 +21,7 @@ from traceax._leave_one_out_krylov import (
     leave_probes_out,
     sample_weights,
 )
-from traceax._orthogonal import eigh
+from traceax._small_matrices import eigh
 from traceax._spectral_function import divided_differences
 
 GROWING = ["flat", "poly", "exp", "signed"]

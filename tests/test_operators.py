@@ -493,13 +493,13 @@ def test_large_matrices_are_multiplied_by_columns(monkeypatch, k):
             closure_convert=False,
         )
 
-    monkeypatch.setattr("traceax._operator._SMALL_SPACE", 0)
+    monkeypatch.setattr("traceax._product_cost._SMALL_SPACE", 0)
     for operator in (function, of_global, lambda p: lx.MatrixLinearOperator(p["a"])):
         whole = program(operator, False)
         (_, expected), gradient = whole(p, block)
         assert_close(expected, operator(p).as_matrix() @ block, rtol=1e-4, atol=1e-5)
         with monkeypatch.context() as as_if_large:
-            as_if_large.setattr("traceax._operator._LARGE_MATRIX", 1)
+            as_if_large.setattr("traceax._product_cost._LARGE_MATRIX", 1)
             for resumable in (True, False):
                 columns = program(operator, resumable)
                 # As many at once, laid out as columns.

@@ -4,10 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, complex_dtype, float_dtype, haar
+from helpers import (
+    ESTIMATORS,
+    PSD,
+    as_operator,
+    assert_close,
+    complex_dtype,
+    float_dtype,
+    haar,
+    matrix,
+)
 
 from traceax._hash import signs
-from traceax._orthogonal import inners, inverse_root, orthonormalise, sum_over_rows
+from traceax._orthogonal import inners, orthonormalise, sum_over_rows
+from traceax._small_matrices import inverse_root
 
 ROWS = 400
 
@@ -148,3 +158,20 @@ def test_the_fill_is_not_singular():
     noise = np.asarray(signs(key_words, ROWS, jnp.float32), np.float64)
     singular = np.linalg.svd(noise)[1]
     assert singular[-1] > 0.4 * np.sqrt(ROWS)
+
+
+@pytest.mark.parametrize(
+    "estimator", ["hutch++", "xtrace", "xnystrace", "xnystrace-plain"]
+)
+def test_programs_do_not_grow_with_lanes(key, estimator):
+    # Kernels are traced in few pieces, but for their loops.
+    estimator, operator = ESTIMATORS[estimator], as_operator(matrix("flat", 60), PSD)
+
+    def length(lanes):
+        def value(key):
+            return estimator.compute(estimator.init(key, operator), 12)[:2]
+
+        keys = jax.random.split(key, lanes)
+        return len(str(jax.make_jaxpr(jax.vmap(value))(keys)).splitlines())
+
+    assert length(3) == length(7)

@@ -382,8 +382,8 @@ def test_steps_that_widen_early_end_where_they_should():
 @pytest.mark.parametrize(("name", "k"), [("hutchinson", 80), ("xtrace", 160)])
 def test_a_large_matrix_takes_no_more_than_the_budget(key, monkeypatch, name, k):
     # As if the matrix were large: steps are wide from the start.
-    monkeypatch.setattr("traceax._operator._LARGE_MATRIX", 1)
-    monkeypatch.setattr("traceax._operator._SMALL_SPACE", 0)
+    monkeypatch.setattr("traceax._product_cost._LARGE_MATRIX", 1)
+    monkeypatch.setattr("traceax._product_cost._SMALL_SPACE", 0)
     a = jnp.asarray(matrix("nonsymmetric", 200))
 
     def value(a, rtol):

@@ -22,20 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from ._orthogonal import (
-    FEW_ROWS,
-    cholesky,
-    combine,
-    diagonal,
-    factorise,
-    householder,
-    inner,
-    matmul,
-    noise,
-    power_of_two,
-    there,
-)
+from ._orthogonal import FEW_ROWS, combine, factorise, inner, noise, power_of_two, there
 from ._sharding import on_one_cpu, replicate, whole_columns, zeros_beside
+from ._small_matrices import cholesky, diagonal, householder, matmul
+from ._staging import inlined
 
 # Numbers of columns, the first of which come from reflections. For blocks of so many
 # entries these are as fast as products on a CPU, and compile several times faster.
@@ -92,6 +82,7 @@ def growing_basis(
     return basis.T, R
 
 
+@inlined
 def _by_reflections(
     rows: Inexact[Array, "k n"], largest: Float[Array, " k"], ends: list[int]
 ) -> tuple[Inexact[Array, "k n"], Inexact[Array, "k k"]]:
@@ -243,6 +234,7 @@ def counted_basis(
     return basis[:k].T, R[:k, :k]
 
 
+@inlined
 def _largest(rows: Inexact[Array, "c n"]) -> Float[Array, " c"]:
     return jnp.max(jnp.abs(rows), axis=1)
 

@@ -25,10 +25,10 @@ from ._orthogonal import (
     inner,
     largest_entry,
     orthonormalise,
-    svd,
 )
 from ._samplers import Sampler, draw_probes
 from ._sharding import side_by_side
+from ._small_matrices import svd
 from ._standard_error import gram, independent_samples
 from ._state import TraceState, kept_parts
 

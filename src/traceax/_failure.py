@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
 from ._estimate import RESULTS
-from ._operator import equations
+from ._product_cost import operations
+from ._staging import inlined
 from ._unavailable import UnavailableLinearOperator
 
 
@@ -38,29 +40,36 @@ def explain(
 @functools.partial(jax.jit, static_argnums=4)
 def _explain(result, value, leaves, largest_product, solves) -> RESULTS:
     def cause() -> RESULTS:
-        if leaves:
-            # Not as blocks are in memory: a transpose of parameters would be a copy.
-            largest = jnp.stack(
-                [
-                    jnp.max(jnp.abs(x), initial=0).astype(value.real.dtype)
-                    for x in leaves
-                ]
-            )
-            largest = jnp.max(largest)
-        else:
-            largest = jnp.zeros((), value.real.dtype)
-        size = sum(x.size for x in leaves)
-        # Overflow inside an operator can come out as NaN, from infinity less infinity;
-        # infinite products of small parameters are a division by zero or the like.
-        wide = ~jnp.isfinite(largest * largest * math.sqrt(size))
-        overflow = wide | jnp.isfinite(largest_product)
+        finite, overflow = _seen(leaves, largest_product, value.real.dtype)
         fault = RESULTS.solver_failed if solves else RESULTS.nonfinite
         found = RESULTS.where(overflow, RESULTS.overflow, fault)
-        return RESULTS.where(jnp.isfinite(largest), found, RESULTS.nonfinite)
+        return RESULTS.where(finite, found, RESULTS.nonfinite)
 
-    finite: Bool[Array, ""] = jnp.isfinite(value).all()
+    finite: Bool[Array, ""] = _all_finite(value)
     known = finite | (result != RESULTS.successful)
     return jax.lax.cond(known, lambda: result, cause)
+
+
+@inlined
+def _all_finite(value: Inexact[Array, "..."]) -> Bool[Array, ""]:
+    return jnp.isfinite(value).all()
+
+
+@inlined
+def _seen(
+    leaves: list[Inexact[Array, "..."]],
+    largest_product: Float[Array, ""],
+    real: np.dtype,
+) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
+    """Whether parameters are finite, and whether products show an overflow."""
+    # Not as blocks are in memory: a transpose of parameters would be a copy.
+    sizes = [jnp.max(jnp.abs(x), initial=0).astype(real) for x in leaves]
+    largest = functools.reduce(jnp.maximum, sizes, jnp.zeros((), real))
+    number = sum(x.size for x in leaves)
+    # Overflow inside an operator can come out as NaN, from infinity less infinity;
+    # infinite products of small parameters are a division by zero or the like.
+    wide = ~jnp.isfinite(largest * largest * math.sqrt(number))
+    return jnp.isfinite(largest), wide | jnp.isfinite(largest_product)
 
 
 def solves_systems(operator: lx.AbstractLinearOperator) -> bool:
@@ -68,4 +77,4 @@ def solves_systems(operator: lx.AbstractLinearOperator) -> bool:
     if isinstance(operator, UnavailableLinearOperator):
         return False
 
-    return any(e.primitive.name == "linear_solve" for e in equations(operator))
+    return any(x.name == "linear_solve" for x in operations(operator))

@@ -41,15 +41,8 @@ from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._krylov import KrylovSpaces, arnoldi
 from ._operator import apply_block, most_columns
-from ._orthogonal import (
-    column_dots,
-    combine,
-    eigh,
-    inner,
-    largest_entry,
-    matmul,
-    orthonormalise,
-)
+from ._orthogonal import column_dots, combine, inner, largest_entry, orthonormalise
+from ._small_matrices import eigh, matmul
 from ._spectral_function import SpectralFunction, derivative, divided_differences
 from ._stream import sum_of_needed
 

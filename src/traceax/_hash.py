@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from ._sharding import on_one_cpu
+from ._staging import inlined
 
 # The first binary digits of pi behind the point, 32 a word.
 _PI = (
@@ -37,6 +38,7 @@ _PI = (
 _SEGMENT = 2**31
 
 
+@inlined
 def probe_streams(
     key_data: UInt32[Array, " w"], start: int | Int[Array, ""], k: int, number: int
 ) -> list[UInt32[Array, "k 3"]]:
@@ -60,15 +62,13 @@ def split(key: Key[Array, ""], number: int) -> Key[Array, " {number}"]:
 
 
 def _roots(key_data: UInt32[Array, " w"]) -> UInt32[Array, "3 3"]:
-    def hashed(constants):
-        for i in range(key_data.shape[0]):
-            word = jax.lax.index_in_dim(key_data, i, keepdims=False)
-            constants = _f(_add(_g(_xor(constants, word)), np.uint32(i)))
-        return constants
-
-    constants = jnp.asarray(np.array(_PI, np.uint32).reshape(3, 3))
-    # Put together from two: the compiler would hash the key again for each entry.
-    return jnp.concatenate([hashed(x) for x in (constants[:1], constants[1:])])
+    roots = np.array(_PI, np.uint32).reshape(1, 3, 3)
+    for i in range(key_data.shape[0]):
+        word = jax.lax.index_in_dim(key_data, i, keepdims=False)
+        roots = _f(_add(_g(_xor(roots, word)), np.uint32(i)))
+    # A sum with zeros: the compiler would else hash the key again for each entry.
+    zeros = jax.lax.pad(roots, np.uint32(0), ((0, 1, 0), (0, 0, 0), (0, 0, 0)))
+    return jax.lax.reduce_xor(zeros, axes=(0,))
 
 
 def words(
@@ -125,6 +125,7 @@ def _shifted(x: UInt32[Array, "*s"], by: int) -> UInt32[Array, "*s"]:
     return _xor(x, jax.lax.shift_right_logical(x, np.uint32(by)))
 
 
+@inlined
 def signs(key_words: UInt32[Array, "k 3"], n: int, dtype) -> Float[Array, "k n"]:
     """`n` signs of k streams: entry i by bit `i % 32` of word `i // 32`."""
     number = -(-n // 32)
@@ -140,6 +141,7 @@ def signs(key_words: UInt32[Array, "k 3"], n: int, dtype) -> Float[Array, "k n"]
     return jnp.where(bits & 1 == 0, one, -one)
 
 
+@inlined
 def normals(word: UInt32[Array, "*s"]) -> Float[Array, "*s"]:
     """Standard normal numbers in 32-bit precision, symmetric about 0, at most 5.5.
 
@@ -190,6 +192,7 @@ def _polynomial(
     return total
 
 
+@inlined
 def normals64(
     word: UInt32[Array, "*s"], low: UInt32[Array, "*s"]
 ) -> Float[Array, "*s"]:

@@ -25,20 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from ._orthogonal import (
-    column_dots,
-    combine,
+from ._orthogonal import column_dots, combine, inner, inners, power_of_two_scale, there
+from ._sharding import side_by_side
+from ._small_matrices import (
     diagonal,
     frobenius,
-    inner,
-    inners,
     inverse_conjugate_transpose,
     matmul,
-    power_of_two_scale,
     svd,
-    there,
 )
-from ._sharding import side_by_side
+from ._staging import inlined
 from ._stream import CountedBlocks
 
 
@@ -91,6 +87,7 @@ def grams(
     return Grams(W, H, T, squares, tested)
 
 
+@inlined
 def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     """`R` with diagonal entries of modulus at least `eps |R|_F`.
 
@@ -104,6 +101,7 @@ def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     return jnp.where(small, floor.astype(R.dtype), R)
 
 
+@inlined
 def left_out_of_dependent(
     R: Inexact[Array, "m m"],
 ) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
@@ -130,6 +128,7 @@ def left_out_of_dependent(
     return columns, jnp.where(rank[None, :], W, 0)
 
 
+@inlined
 def normalise_columns(x: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
     """Columns of unit norm; zero columns stay zero."""
     norms = jnp.linalg.norm(x, axis=0)
@@ -137,6 +136,7 @@ def normalise_columns(x: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
     return x / safe[None, :].astype(x.dtype)
 
 
+@inlined
 def leave_one_out(
     W: Inexact[Array, "m m"],
     squares: Float[Array, " m"],
@@ -185,6 +185,7 @@ def leave_one_out(
     return LeaveOneOut(n, R, S, X, a, left, basis, count)
 
 
+@inlined
 def leave_one_out_traces(
     of: Grams, loo: LeaveOneOut, *, resphere: bool
 ) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Float[Array, ""]]:
@@ -251,6 +252,7 @@ def leave_one_out_traces(
     return samples, pairs, magnitude
 
 
+@inlined
 def stand_in(
     Omega: Inexact[Array, "n m"], Q: Inexact[Array, "n m"], loo: LeaveOneOut
 ) -> tuple[Inexact[Array, "n 2m"], Inexact[Array, "n 2m"]]:
@@ -268,6 +270,7 @@ def stand_in(
     return side_by_side(Q, G), side_by_side(combine(Q, kept), G * weights[None, :])
 
 
+@inlined
 def _coordinates(
     loo: LeaveOneOut,
 ) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"], Inexact[Array, " m"]]:

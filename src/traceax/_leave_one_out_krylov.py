@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact, Int
 
-from ._orthogonal import eigh, matmul
+from ._small_matrices import eigh, matmul
 
 
 class LeftOut(NamedTuple):

@@ -19,18 +19,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact
 
-from ._estimate import RESULTS
 from ._leave_one_out import left_out_of_dependent
-from ._orthogonal import (
-    combine,
-    diagonal,
-    frobenius,
-    inner,
-    inverse_root,
-    matmul,
-)
+from ._orthogonal import combine, inner
+from ._small_matrices import diagonal, frobenius, inverse_root, matmul
+from ._staging import inlined
 
 
+@inlined
 def orthonormalising(
     block: Inexact[Array, "n k"], active: Bool[Array, " k"] | None = None
 ) -> Inexact[Array, "k k"]:
@@ -52,6 +47,7 @@ def orthonormalising(
     return W / lengths[:, None]
 
 
+@inlined
 def nystrom_traces(
     U: Inexact[Array, "n k"],
     T: Inexact[Array, "k k"] | None,
@@ -62,12 +58,16 @@ def nystrom_traces(
     resphere: bool,
     active: Bool[Array, " k"] | None = None,
 ) -> tuple[
-    Float[Array, " k"], Float[Array, "k k"], Float[Array, ""], Float[Array, ""], RESULTS
+    Float[Array, " k"],
+    Float[Array, "k k"],
+    Float[Array, ""],
+    Float[Array, ""],
+    Bool[Array, ""],
 ]:
     r"""Leave-one-out traces `t_i`, `t_ij` of `A + mu I`, from `Y = A U`, and `mu`.
 
     Also, after `mu`, the magnitude of what is added up to a sample. All of `unit A`,
-    which is of order 1, and positive.
+    which is of order 1, and positive; at last, whether it is not.
 
     With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
     approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
@@ -134,7 +134,6 @@ def nystrom_traces(
     # A tag can be wrong: neither noise nor rounding does this.
     limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
     wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
-    result = RESULTS.where(wrong, RESULTS.not_semidefinite, RESULTS.successful)
     F = combine(Y_mu, root if W is None else matmul(W, root))
     halves = root.conj().T if resphere else matmul(root.conj().T, left_out)
     squared, products = inner(F, F), inner(halves, halves)
@@ -157,4 +156,4 @@ def nystrom_traces(
     # eigenvalues that should equal mu: at most a few times `mu sqrt(n)`, measured.
     magnitude = all_columns + mu * math.sqrt(n) / eps
     parts = jtu.tree_map(lambda x: jnp.where(nonzero, x, 0), (samples, pairs, mu))
-    return *parts, jnp.where(nonzero, magnitude, 0), result
+    return *parts, jnp.where(nonzero, magnitude, 0), wrong

@@ -8,7 +8,7 @@ import functools as ft
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,7 +20,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Inexact, PyTree
 
-from ._sharding import block_layout, lay_out, on_one_cpu, rows_of, side_by_side
+from ._product_cost import is_cheap, reads_large_matrix
+from ._sharding import (
+    block_layout,
+    columns,
+    lay_out,
+    on_one_cpu,
+    rows_of,
+    side_by_side,
+)
 
 
 class Space(NamedTuple):
@@ -153,19 +161,6 @@ def columns_at_once(n: int, k: int, most: int | None = None) -> int:
 # Entries of a block that stay in the cache of a processor's core, with what a few
 # operations make of them.
 _CACHED = 2**20
-# Operations that take as long as reading and writing memory.
-_CHEAP = frozenset(
-    [
-        *("add", "add_any", "sub", "mul", "neg", "div", "select_n"),
-        *("convert_element_type", "copy", "broadcast_in_dim", "reshape", "squeeze"),
-        *("expand_dims", "transpose", "rev", "concatenate", "split", "pad"),
-        *("slice", "dynamic_slice", "dynamic_update_slice", "jit", "pjit"),
-    ]
-)
-# Of this size a matrix is read from memory in every pass over it.
-_LARGE_MATRIX = 2**25
-# Of fewer dimensions an operator isn't traced to find one.
-_SMALL_SPACE = 512
 # Columns of a matrix product that a CPU's vector units take together, and up to how many
 # the matrix is read only once.
 _COLUMNS = 8
@@ -199,7 +194,7 @@ def apply_block(
     size, apply = columns_at_once(n, k), _apply_at_once
     if size < k and not on_one_cpu():
         size = k
-    if size < k and _is_cheap(operator):
+    if size < k and is_cheap(operator):
         size = columns_at_once(n, k, max(1, _CACHED // n))
     if reads_large_matrix(operator):
         if resumable:
@@ -236,52 +231,6 @@ def apply_block(
     return products[:k].T
 
 
-def equations(operator: lx.AbstractLinearOperator) -> Iterator[Any]:
-    """The primitive operations of a product with a vector."""
-
-    # A function of its own: equal methods are compared, and traced values can't be.
-    def product(vector):
-        return operator.mv(vector)
-
-    yield from _equations(jax.make_jaxpr(product)(operator.in_structure()))
-
-
-def _equations(program: Any) -> Iterator[Any]:
-    program = getattr(program, "jaxpr", program)  # of a closed program
-    for equation in getattr(program, "eqns", ()):
-        yield equation
-        for parameter in jtu.tree_leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            yield from _equations(parameter)
-
-
-def _is_cheap(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a product only moves and adds numbers: columns have nothing to share."""
-    return all(x.primitive.name in _CHEAP for x in equations(operator))
-
-
-def reads_large_matrix(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a product of vectors of one axis multiplies one by a large matrix."""
-
-    def is_large(x: Any) -> bool:
-        return getattr(x, "ndim", 0) == 2 and x.size * x.dtype.itemsize >= _LARGE_MATRIX
-
-    structure = jtu.tree_leaves(operator.in_structure())
-    if len(structure) != 1 or structure[0].ndim != 1 or not on_one_cpu():
-        return False
-    # What a function reads of globals is no leaf, and seen in its operations only.
-    small = structure[0].size < _SMALL_SPACE
-    if small and not any(is_large(x) for x in jtu.tree_leaves(operator)):
-        return False
-    return any(
-        equation.primitive.name == "dot_general"
-        and sorted(x.aval.ndim for x in equation.invars) == [1, 2]
-        and any(is_large(x.aval) for x in equation.invars)
-        for equation in equations(operator)
-    )
-
-
 def extend_products(
     operator: lx.AbstractLinearOperator,
     *blocks: tuple[Inexact[Array, "n _"], Inexact[Array, "n _"] | None],
@@ -295,21 +244,21 @@ def extend_products(
     def alone(x):
         return jax.lax.optimization_barrier(x.T).T
 
-    known = [None if y is None else y[:, : x.shape[1]] for x, y in blocks]
+    known = [None if y is None else columns(y, 0, x.shape[1]) for x, y in blocks]
     new = [
-        x[:, 0 if y is None else y.shape[1] :]
+        x if y is None else columns(x, y.shape[1], x.shape[1])
         for (x, _), y in zip(blocks, known, strict=True)
     ]
     widths = [x.shape[1] for x in new]
     n, total = new[0].shape[0], sum(widths)
-    if columns_at_once(n, total) < total and on_one_cpu() and _is_cheap(operator):
+    if columns_at_once(n, total) < total and on_one_cpu() and is_cheap(operator):
         # To put large blocks together takes as long as the products.
         parts = [apply_block(operator, alone(x), resumable=True) for x in new]
     else:
         block = alone(side_by_side(*new))
         products = alone(apply_block(operator, block, resumable=True))
         ends = list(itertools.accumulate(widths, initial=0))
-        parts = [products[:, i:j] for i, j in itertools.pairwise(ends)]
+        parts = [columns(products, i, j) for i, j in itertools.pairwise(ends)]
     return [
         alone(part if y is None else side_by_side(y, part))
         for part, y in zip(parts, known, strict=True)

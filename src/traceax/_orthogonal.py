@@ -1,14 +1,10 @@
-"""Dense linear algebra of tall blocks and of small matrices.
+"""Dense linear algebra of tall blocks.
 
-*Tall blocks* are only ever multiplied: by each other, for matrices of order k, and by
-these. That is as fast as memory on any device, needs only sums of order k x k between
-devices that hold rows of a block, and no more memory than the blocks. In memory a block
-(n, k) is its transpose, a probe after the other: products with an operator are batched
-over the leading axis, and threads and vector units work along entries of a probe.
-
-*Small matrices* are factorised by LAPACK. Calls batched by `vmap` can block each
-other's threads in XLA's CPU scheduler, so that a program hangs. Here a batch is a
-sequence of calls; the products around them stay batched.
+They are only ever multiplied: by each other, for matrices of order k, and by these. That
+is as fast as memory on any device, needs only sums of order k x k between devices that
+hold rows of a block, and no more memory than the blocks. In memory a block (n, k) is its
+transpose, a probe after the other: products with an operator are batched over the leading
+axis, and threads and vector units work along entries of a probe.
 """
 
 from collections.abc import Callable
@@ -16,9 +12,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_batching import sequential_vmap
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PyTree
 
 from ._hash import signs
@@ -29,6 +22,8 @@ from ._sharding import (
     replicated_like,
     whole_columns,
 )
+from ._small_matrices import cholesky, householder, matmul
+from ._staging import inlined, outlined
 
 # Up to this many rows Householder reflections are as fast as products. Up to so many on a
 # CPU they are where products need several passes, and compile four times faster.
@@ -38,8 +33,6 @@ _SEVERAL_ROWS = 2048
 _MOST_PASSES = 10
 # Columns that `tested_columns` sums at once, unless there are never as many.
 TILE = 8
-# XLA sums more numbers than that in several steps on a CPU.
-_SUMMED_AT_ONCE = 32
 # Entries of a block that fit into a processor's cache, and rows that are worth a product.
 _CACHED = 2**19
 _FEWEST_ROWS = 256
@@ -110,13 +103,6 @@ def orthonormalise(
     return rows.T, R
 
 
-@sequential_vmap
-def householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
-    """The thin QR factorisation by reflections, of columns that are not near overflow."""
-    q, r = jnp.linalg.qr(block)
-    return q, r
-
-
 def noise(k: int, n: int, dtype, number: ArrayLike = 0) -> Inexact[Array, "k n"]:
     """Rows of signs, the same ones for the same number."""
     key_words = jax.lax.iota(jnp.uint32, 3 * k).reshape(k, 3)
@@ -134,14 +120,7 @@ class _Factor(NamedTuple):
     settled: Bool[Array, ""]  # Y L^-* is orthonormal to rounding
 
 
-@sequential_vmap
-def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
-    """`L` and its inverse, with `gram = L L^*`."""
-    lower = jnp.linalg.cholesky(gram)
-    identity = jnp.eye(gram.shape[0], dtype=gram.dtype)
-    return lower, jax.scipy.linalg.solve_triangular(lower, identity, lower=True)
-
-
+@inlined
 def factorise(gram: Inexact[Array, "k k"], n: int) -> _Factor:
     """L, L^-1 and what they are good for, of the Gram matrix of a block of n rows."""
     k = gram.shape[0]
@@ -166,59 +145,6 @@ def _bound(hermitian: Inexact[Array, "k k"]) -> Float[Array, ""]:
     return jnp.minimum(rows, jnp.linalg.norm(hermitian))
 
 
-@sequential_vmap
-def eigh(
-    matrix: Inexact[Array, "k k"],
-) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
-    """Eigenvalues, ascending, and eigenvectors of a Hermitian matrix."""
-    values, vectors = jnp.linalg.eigh(matrix)
-    return values, vectors
-
-
-def inverse_root(
-    hermitian: Inexact[Array, "k k"], floor: Float[Array, ""]
-) -> tuple[Inexact[Array, "k k"], Float[Array, ""]]:
-    """`B` with `B B^* = H^-1`, and the least eigenvalue of H, or 0 if it is positive.
-
-    `B = L^-*` of a Cholesky factorisation, several times faster, where H is far from
-    singular; else from eigenvalues, none of which is taken for less than the floor.
-    """
-    _, inverse = cholesky(hermitian)
-    # At least that of H^-1; NaN where H isn't positive.
-    norm = frobenius(inverse) ** 2
-    eps = float(jnp.finfo(hermitian.dtype).eps)
-    lowest = jnp.maximum(floor, eps ** (2 / 3) * frobenius(hermitian))
-
-    def from_eigenvalues():
-        values, vectors = eigh(hermitian)
-        scales = 1 / jnp.sqrt(jnp.maximum(values, floor))
-        least = jnp.minimum(jnp.min(values), 0)
-        return vectors * scales[None, :].astype(hermitian.dtype), least
-
-    def from_cholesky():
-        return inverse.conj().T, jnp.zeros_like(floor)
-
-    return jax.lax.cond(norm * lowest < 1, from_cholesky, from_eigenvalues)
-
-
-@sequential_vmap
-def svd(matrix: Inexact[Array, "k k"]) -> tuple[Array, Float[Array, " k"], Array]:
-    """`U`, singular values, descending, and `V^*`."""
-    u, values, vh = jnp.linalg.svd(matrix)
-    return u, values, vh
-
-
-@sequential_vmap
-def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-    """`R^-*` of an upper triangular `R` with a nonzero diagonal."""
-    k, dtype = upper.shape[0], upper.dtype
-    # Nothing to compute, where that isn't large.
-    identity = (
-        jnp.asarray(np.eye(k, dtype=dtype)) if k <= 128 else jnp.eye(k, dtype=dtype)
-    )
-    return jax.scipy.linalg.solve_triangular(upper, identity, trans="C")
-
-
 def inner(
     x: Inexact[Array, "n k"],
     y: Inexact[Array, "n m"],
@@ -232,6 +158,7 @@ def inner(
     return product
 
 
+@inlined
 def inners(
     *pairs: tuple[Inexact[Array, "n k"], Inexact[Array, "n m"]],
     scale: Float[Array, ""] | None = None,
@@ -278,44 +205,19 @@ def sum_over_rows(
 
     whole = n // length
     first = piece(whole * length, n - whole * length)
-    return jax.lax.fori_loop(
-        0,
-        whole,
-        lambda i, sums: jax.tree.map(jnp.add, sums, piece(i * length, length)),
-        first,
-    )
+    with outlined():
+        return jax.lax.fori_loop(
+            0,
+            whole,
+            lambda i, sums: jax.tree.map(jnp.add, sums, piece(i * length, length)),
+            first,
+        )
 
 
-def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array, "n m"]:
-    """`X Y` in full precision, also where an accelerator's default is lower."""
-    sharding = None
-    for spread, axis in ((x, 0), (y, 1)):
-        # Of a block and a small matrix, laid out as the block is.
-        given = explicit_sharding(spread)
-        if given is not None:
-            spec = [None, None]
-            spec[axis] = given.spec[axis]
-            sharding = NamedSharding(given.mesh, PartitionSpec(*spec))
-    precision = jax.lax.Precision.HIGHEST
-    return jnp.matmul(x, y, precision=precision, out_sharding=sharding)
-
-
+@inlined
 def there(count: Int[Array, ""], most: int) -> Bool[Array, " {most}"]:
     """Which of the most columns there could be there are."""
     return jnp.arange(most, dtype=count.dtype) < count
-
-
-def diagonal(matrix: Inexact[Array, "*s k k"]) -> Inexact[Array, "*s k"]:
-    """The diagonal of a small matrix, or of several, without indices to gather by."""
-    k = matrix.shape[-1]
-    return matrix.reshape(*matrix.shape[:-2], k * k)[..., :: k + 1]
-
-
-def frobenius(small: Inexact[Array, "k m"]) -> Float[Array, ""]:
-    """`|X|_F`. By a product if large: less to compile than sums of many squares."""
-    if max(small.shape) <= _SUMMED_AT_ONCE:
-        return jnp.linalg.norm(small)
-    return jnp.sqrt(jnp.sum(jnp.real(diagonal(inner(small, small)))))
 
 
 def combine(
@@ -325,6 +227,7 @@ def combine(
     return matmul(small.T, block.T).T
 
 
+@inlined
 def column_dots(
     x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]
 ) -> Inexact[Array, " k"]:
@@ -356,7 +259,8 @@ def tested_columns(
 
     def one(i, carry):
         # The last tile may begin within the one before it.
-        start = jnp.minimum(i * tile, last)
+        # Unsigned, so that no start counts from the end.
+        start = jnp.minimum(i * tile, last).astype(jnp.uint32)
         pair = [jax.lax.dynamic_slice_in_dim(of, start, tile) for of in rows]
         tested = jax.lax.optimization_barrier(test(jax.lax.optimization_barrier(pair)))
         update = jax.lax.dynamic_update_slice_in_dim
@@ -370,12 +274,14 @@ def tested_columns(
     return dots[:k], norms[:k]
 
 
+@inlined
 def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """`|x_i|` for every column i, safe against under- and overflow of squares."""
     scale = power_of_two_scale(x)
     return replicate(scale * jnp.linalg.norm(x.T / scale.astype(x.dtype), axis=1))
 
 
+@inlined
 def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
     """The largest modulus of an entry; NaN if one is NaN, 0 for an empty block."""
     return jnp.max(jnp.abs(block.T), initial=0)
@@ -389,6 +295,7 @@ def power_of_two_scale(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
     return power_of_two(largest_entry(block))
 
 
+@inlined
 def power_of_two(largest: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """As `power_of_two_scale`, of the largest entry, or of several."""
     info = jnp.finfo(largest.dtype)

@@ -90,9 +90,17 @@ def rows_of(x: Inexact[Array, "k *s"]) -> Inexact[Array, "k n"]:
     return x.reshape(x.shape[0], -1)
 
 
+def columns(
+    block: Inexact[Array, "n k"], start: int, end: int
+) -> Inexact[Array, "n _"]:
+    """The columns from one to before another. Sliced as they are in memory: the compiler
+    would else copy the block."""
+    return block.T[start:end].T
+
+
 def side_by_side(*blocks: Inexact[Array, "n _"]) -> Inexact[Array, "n k"]:
     """The columns of all blocks. Several must not be spread over devices."""
-    return jnp.concatenate([whole_columns(block) for block in blocks], axis=1)
+    return jnp.concatenate([whole_columns(block).T for block in blocks], axis=0).T
 
 
 def whole_columns(block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:

@@ -15,9 +15,10 @@ from ._base import adaptive_estimator, identity_block
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._frechet import SpectralBlocks
 from ._operator import apply_block, is_positive_semidefinite, space_of
-from ._orthogonal import eigh, largest_entry
+from ._orthogonal import largest_entry
 from ._primitive import estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from ._small_matrices import eigh
 from ._spectral_function import SpectralFunction, spectral_function, tree_of
 from ._state import StoredKey, check_budget, init_state
 from ._tolerance import make_tolerance

@@ -1,8 +1,9 @@
-"""Functions of PyTrees for primitives, traced once for arguments of equal structure."""
+"""How functions are traced: once for equal arguments, and in few pieces."""
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -10,6 +11,30 @@ import jax
 import jax.core
 import jax.tree_util as jtu
 from jax.interpreters import batching
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def inlined(fn: Callable[P, T]) -> Callable[P, T]:
+    """A function of arrays whose `jax.numpy` operations are traced as parts of it.
+
+    Else each is a program of its own, traced and put in a cache for the shapes it meets:
+    three times the work of a kernel that is traced once. Loops and conditions within it
+    have to be `outlined`, or be unrolled. Not for functions that call what users wrote.
+    """
+
+    @ft.wraps(fn)
+    def traced(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.disable_jit():
+            return fn(*args, **kwargs)
+
+    return traced
+
+
+def outlined() -> AbstractContextManager[None]:
+    """A context for what is a program of its own, also within what is `inlined`."""
+    return jax.disable_jit(False)
 
 
 class Staged:

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from ._orthogonal import diagonal, inner, matmul
+from ._orthogonal import inner
+from ._small_matrices import diagonal, matmul
+from ._staging import inlined
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
 GRAM_PROBES = 16
@@ -26,6 +28,7 @@ class ErrorBar(NamedTuple):
     degrees_of_freedom: Float[Array, ""]
 
 
+@inlined
 def independent_samples(
     samples: Inexact[Array, " m"],
     norms: Float[Array, " m"],
@@ -82,6 +85,7 @@ def independent_samples(
     return _error_bar(mean, unit, variance, inverse, magnitude)
 
 
+@inlined
 def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     """The error bar of a sum of independent estimates, by Satterthwaite's rule."""
     errors = jnp.stack([bar.standard_error for bar in bars])
@@ -103,10 +107,13 @@ def gram(
 ) -> Inexact[Array, "g g"]:
     """`w_i^* A w_j` of the first probes, from which `independent_samples` sees the
     skewness."""
-    first, second = (x.T[:GRAM_PROBES] for x in (probes, products))
+    first, second = jax.lax.optimization_barrier(
+        tuple(x.T[:GRAM_PROBES] for x in (probes, products))
+    )
     return inner(first.T, second.T)
 
 
+@inlined
 def leave_one_out_samples(
     samples: Inexact[Array, " m"],
     pairs: Inexact[Array, "m m"],
@@ -192,6 +199,7 @@ def leave_one_out_samples(
     return _error_bar(mean, unit, variance, inverse, magnitude)
 
 
+@inlined
 def cyclic_pairs(
     first: Inexact[Array, " m"], second: Inexact[Array, " m"]
 ) -> tuple[Inexact[Array, "m m"], Bool[Array, "m m"]]:

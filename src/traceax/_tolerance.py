@@ -28,6 +28,7 @@ from ._estimate import student_t_quantile
 from ._operator import Space, apply_block, space_of
 from ._progress import ProgressMeter
 from ._sharding import explicit_sharding, laid_out_like, lay_out
+from ._staging import inlined
 from ._standard_error import ErrorBar
 
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
@@ -76,11 +77,13 @@ class Tolerance(eqx.Module):
         return self.atol.astype(dtype) + self.rtol.astype(dtype) * value.astype(dtype)
 
     @jax.jit  # traced once for all the looks of a program
+    @inlined
     def met(self, bar: ErrorBar) -> Bool[Array, ""]:
         """Whether the interval is good enough. False for an unknown error."""
         return self.half_width(bar) <= self.allowed(bar)
 
     @jax.jit
+    @inlined
     def is_far(self, bar: ErrorBar) -> Bool[Array, ""]:
         """Whether it would take many more probes. False for an unknown error."""
         half_width = self.half_width(bar)

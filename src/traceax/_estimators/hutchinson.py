@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from .._base import TraceEstimator
-from .._operator import apply_block, extend_products, reads_large_matrix, space_of
+from .._operator import apply_block, extend_products, space_of
 from .._orthogonal import TILE, column_dots, column_norms, tested_columns, there
+from .._product_cost import reads_large_matrix
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import side_by_side
 from .._standard_error import GRAM_PROBES, gram, independent_samples
@@ -81,7 +82,9 @@ class HutchinsonEstimator(TraceEstimator):
 
         def test(block):
             (Y,) = extend_products(state.operator, (block, None))
-            return tested_columns(block, Y, min(size, TILE)), Y[:, :GRAM_PROBES]
+            # As blocks are in memory.
+            first = Y.T[:GRAM_PROBES].T
+            return tested_columns(block, Y, min(size, TILE)), first
 
         def test_whole(block):
             tested, products = test(block)

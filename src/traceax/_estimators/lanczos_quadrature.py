@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from .._frechet import lanczos_blocks
 from .._krylov import lanczos
 from .._operator import apply_block, space_of
-from .._orthogonal import eigh, inner, largest_entry
+from .._orthogonal import inner, largest_entry
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_probes
+from .._small_matrices import eigh
 from .._spectral_base import (
     SpectralEstimator,
     SpectralOutcome,

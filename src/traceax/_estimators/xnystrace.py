@@ -23,22 +23,21 @@ from .._operator import (
     extend_products,
     is_negative_semidefinite,
     is_positive_semidefinite,
-    reads_large_matrix,
     space_of,
 )
 from .._orthogonal import (
     column_dots,
     combine,
     inner,
-    inverse_conjugate_transpose,
     largest_entry,
-    matmul,
     orthonormalise,
     power_of_two_scale,
     there,
 )
+from .._product_cost import reads_large_matrix
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._sharding import laid_out_like
+from .._small_matrices import inverse_conjugate_transpose, matmul
 from .._standard_error import ErrorBar, leave_one_out_samples
 from .._state import Kept, StoredKey, init_state, kept_parts
 from .._stream import ProbeStream, counted_chunk
@@ -176,7 +175,7 @@ class XNysTraceEstimator(TraceEstimator):
     def _error_bar(self, state, U, T, AU, W, count, active=None):
         """And whether the operator is what its tag says."""
         n, sign, scale = len(U), _sign(state), power_of_two_scale(AU)
-        samples, pairs, shift, magnitude, result = nystrom_traces(
+        samples, pairs, shift, magnitude, wrong = nystrom_traces(
             U,
             T,
             AU,
@@ -195,6 +194,7 @@ class XNysTraceEstimator(TraceEstimator):
             active=active,
         )
         value = sign * scale * (mean - n * shift)
+        result = RESULTS.where(wrong, RESULTS.not_semidefinite, RESULTS.successful)
         return ErrorBar(value, scale * standard_error, freedom), result
 
     def _by_products(self, n, k):

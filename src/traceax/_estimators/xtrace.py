@@ -15,14 +15,9 @@ from .._leave_one_out import (
     probe_dots,
     stand_in,
 )
-from .._operator import (
-    apply_block,
-    extend_products,
-    is_hermitian,
-    reads_large_matrix,
-    space_of,
-)
+from .._operator import apply_block, extend_products, is_hermitian, space_of
 from .._orthogonal import column_dots, column_norms, largest_entry, there
+from .._product_cost import reads_large_matrix
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
 from .._state import init_state, kept_parts

@@ -1,0 +1,138 @@
+"""Dense linear algebra of small matrices, of the order of a number of probes.
+
+They are factorised by LAPACK. Calls batched by `vmap` can block each other's threads in
+XLA's CPU scheduler, so that a program hangs. Here a batch is a sequence of calls; the
+products around them stay batched.
+"""
+
+import functools as ft
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import sequential_vmap
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Inexact
+
+from ._sharding import explicit_sharding
+from ._staging import inlined, outlined
+
+# XLA sums more numbers than that in several steps on a CPU.
+_SUMMED_AT_ONCE = 32
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _in_turn(fn: Callable[P, T]) -> Callable[P, T]:
+    """Under `vmap` one call after the other, in a loop."""
+    in_turn = sequential_vmap(inlined(fn))
+
+    @ft.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with outlined():
+            return in_turn(*args, **kwargs)
+
+    return call
+
+
+@inlined
+def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array, "n m"]:
+    """`X Y` in full precision, also where an accelerator's default is lower."""
+    sharding = None
+    for spread, axis in ((x, 0), (y, 1)):
+        # Of a block and a small matrix, laid out as the block is.
+        given = explicit_sharding(spread)
+        if given is not None:
+            spec = [None, None]
+            spec[axis] = given.spec[axis]
+            sharding = NamedSharding(given.mesh, PartitionSpec(*spec))
+    precision = jax.lax.Precision.HIGHEST
+    return jnp.matmul(x, y, precision=precision, out_sharding=sharding)
+
+
+@inlined
+def diagonal(matrix: Inexact[Array, "*s k k"]) -> Inexact[Array, "*s k"]:
+    """The diagonal of a small matrix, or of several, without indices to gather by."""
+    k = matrix.shape[-1]
+    return matrix.reshape(*matrix.shape[:-2], k * k)[..., :: k + 1]
+
+
+@inlined
+def frobenius(small: Inexact[Array, "k m"]) -> Float[Array, ""]:
+    """`|X|_F`. By a product if large: less to compile than sums of many squares."""
+    if max(small.shape) <= _SUMMED_AT_ONCE:
+        return jnp.linalg.norm(small)
+    return jnp.sqrt(jnp.sum(jnp.real(diagonal(matmul(small.conj().T, small)))))
+
+
+@_in_turn
+def householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
+    """The thin QR factorisation by reflections, of columns that are not near overflow."""
+    q, r = jnp.linalg.qr(block)
+    return q, r
+
+
+@_in_turn
+def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
+    """`L` and its inverse, with `gram = L L^*`."""
+    lower = jnp.linalg.cholesky(gram)
+    identity = jnp.eye(gram.shape[0], dtype=gram.dtype)
+    return lower, jax.scipy.linalg.solve_triangular(lower, identity, lower=True)
+
+
+@_in_turn
+def eigh(
+    matrix: Inexact[Array, "k k"],
+) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
+    """Eigenvalues, ascending, and eigenvectors of a Hermitian matrix."""
+    values, vectors = jnp.linalg.eigh(matrix)
+    return values, vectors
+
+
+@_in_turn
+def svd(matrix: Inexact[Array, "k k"]) -> tuple[Array, Float[Array, " k"], Array]:
+    """`U`, singular values, descending, and `V^*`."""
+    u, values, vh = jnp.linalg.svd(matrix)
+    return u, values, vh
+
+
+@_in_turn
+def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
+    """`R^-*` of an upper triangular `R` with a nonzero diagonal."""
+    k, dtype = upper.shape[0], upper.dtype
+    # Nothing to compute, where that isn't large.
+    identity = (
+        jnp.asarray(np.eye(k, dtype=dtype)) if k <= 128 else jnp.eye(k, dtype=dtype)
+    )
+    return jax.scipy.linalg.solve_triangular(upper, identity, trans="C")
+
+
+@inlined
+def inverse_root(
+    hermitian: Inexact[Array, "k k"], floor: Float[Array, ""]
+) -> tuple[Inexact[Array, "k k"], Float[Array, ""]]:
+    """`B` with `B B^* = H^-1`, and the least eigenvalue of H, or 0 if it is positive.
+
+    `B = L^-*` of a Cholesky factorisation, several times faster, where H is far from
+    singular; else from eigenvalues, none of which is taken for less than the floor.
+    """
+    _, inverse = cholesky(hermitian)
+    # At least that of H^-1; NaN where H isn't positive.
+    norm = frobenius(inverse) ** 2
+    eps = float(jnp.finfo(hermitian.dtype).eps)
+    lowest = jnp.maximum(floor, eps ** (2 / 3) * frobenius(hermitian))
+
+    def from_eigenvalues():
+        values, vectors = eigh(hermitian)
+        scales = 1 / jnp.sqrt(jnp.maximum(values, floor))
+        least = jnp.minimum(jnp.min(values), 0)
+        return vectors * scales[None, :].astype(hermitian.dtype), least
+
+    def from_cholesky():
+        return inverse.conj().T, jnp.zeros_like(floor)
+
+    with outlined():
+        return jax.lax.cond(norm * lowest < 1, from_cholesky, from_eigenvalues)
