@@ -282,13 +282,22 @@ def test_normal_numbers():
     assert_close(ends[2], -ends[3], rtol=1e-6)
 
 
-def test_short_probes_are_drawn_in_a_loop(key):
-    # Else an operator's loops over data would hash them for each of the data.
-    def program(n, k):
-        draw = tx.NormalSampler().sample
-        return str(jax.make_jaxpr(lambda key: draw(key, n, k, np.float32))(key))
+def test_short_probes_are_drawn_once(key):
+    # The compiler would else hash them again for each of a network's data.
+    x = jr.normal(key, (50, 6))
 
-    assert "scan" in program(200, 20)
-    assert "scan" in program(200, 7)
-    assert "scan" not in program(20, 7)  # few are drawn faster than a loop starts
-    assert "scan" not in program(2**17, 7)
+    def loss(p):
+        first, second = p[:96].reshape(16, 6), p[96:].reshape(16, 1)
+        return jnp.mean(jax.vmap(lambda x: jnp.tanh(first @ x) @ second)(x) ** 2)
+
+    def product(v):
+        return jax.jvp(jax.grad(loss), (jnp.ones(112, x.dtype),), (v,))[1]
+
+    def hashed(read):
+        def program(key):
+            return read(tx.RademacherSampler().sample(key, 112, 32, x.dtype))
+
+        text = jax.jit(program).lower(key).compile().as_text()
+        return text.count("shift-right-logical(")
+
+    assert hashed(jax.vmap(product, 1)) == hashed(lambda block: block) > 0

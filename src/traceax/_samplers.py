@@ -106,10 +106,9 @@ class _Probes(NamedTuple):
         """A key for each probe."""
         return jax.vmap(lambda j: jax.random.fold_in(self.key, j))(self.indices())
 
-    def indices(self, step: int = 1) -> Int[Array, " _"]:
-        """That of each probe, or of every `step`-th."""
+    def indices(self) -> Int[Array, " k"]:
         start = jnp.asarray(self.start)
-        return jnp.asarray(np.arange(0, self.k, step), start.dtype) + start
+        return jnp.arange(self.k, dtype=start.dtype) + start
 
 
 def _block(
@@ -118,13 +117,23 @@ def _block(
     short, few = probes.n < _LONG, probes.k * probes.n <= _FEW or probes.k == 1
     if few or not on_one_cpu() or (at_once and not short):
         return jax.lax.optimization_barrier(draw(probes)).T
-    # Long probes one after the other: intermediate results fit into the cache. Short ones
-    # in a loop of two turns: the compiler would else draw them again wherever they are
-    # read, for each of an operator's data. A barrier doesn't keep it from that.
-    width = -(-probes.k // 2) if short else 1
-    starts = probes.indices(width)
-    rows = jax.lax.map(lambda j: draw(probes._replace(start=j, k=width)), starts)
-    return rows.reshape(-1, probes.n)[: probes.k].T
+    if short:
+        return _once(draw(probes)).T
+    # Long probes one after the other: intermediate results fit into the cache.
+    rows = jax.lax.map(lambda j: draw(probes._replace(start=j, k=1)), probes.indices())
+    return rows.reshape(-1, probes.n).T
+
+
+def _once(rows: Inexact[Array, "k n"]) -> Inexact[Array, "k n"]:
+    """The same rows, divided by ones that the compiler doesn't see to be ones.
+
+    It would else draw them again wherever they are read, for each of an operator's data,
+    which a barrier doesn't keep it from; divisions it doesn't repeat.
+    """
+    if jnp.iscomplexobj(rows):
+        return jax.lax.complex(_once(rows.real), _once(rows.imag))
+    one = jax.lax.full_like(rows, 1)
+    return jax.lax.div(rows, jax.lax.select(jax.lax.eq(rows, rows), one, rows))
 
 
 def _signs(generator: str, probes: _Probes, dtype) -> Inexact[Array, "k n"]:
