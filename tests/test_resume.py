@@ -18,6 +18,7 @@ ESTIMATORS = {
     "hutchinson": tx.HutchinsonEstimator(),
     "hutchinson-chunks": tx.HutchinsonEstimator(chunk_size=8),
     "hutchinson-orthogonal": tx.HutchinsonEstimator(tx.OrthogonalSampler()),
+    "hutch++-orthogonal": tx.HutchPlusPlusEstimator(tx.OrthogonalSampler()),
     "hutch++": tx.HutchPlusPlusEstimator(),
     "xtrace": tx.XTraceEstimator(tx.SphereSampler()),
     "xtrace-plain": tx.XTraceEstimator(tx.RademacherSampler(), resphere=False),

@@ -17,6 +17,7 @@ from .._orthogonal import (
 )
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_probes
 from .._sharding import side_by_side
+from .._staging import inlined
 from .._standard_error import gram, independent_samples
 from .._state import init_state, kept_parts
 
@@ -110,18 +111,26 @@ class HutchPlusPlusEstimator(TraceEstimator):
 
     def _probes(self, state, sketch_size, num_residual):
         space = space_of(state.operator)
+        if self.sampler.independent:
+            # By turns, so that more of each extend their sequences.
+            number = 2 * max(sketch_size, num_residual)
+            both = draw_probes(self.sampler, state.key, number, space).T
+            return both[0::2][:sketch_size].T, both[1::2][:num_residual].T
         sketch_key, residual_key = split(state.key, 2)
         Omega = draw_probes(self.sampler, sketch_key, sketch_size, space)
         return Omega, draw_probes(self.sampler, residual_key, num_residual, space)
 
 
+@inlined
 def _residual_tests(Q, AQ, Psi, APsi, inside):
     """`g_i^* A g_i`, `|A g_i|` and `g_i^* A g_j` of the first `g_i = (I - Q Q^*) psi_i`."""
     scale = power_of_two_scale(APsi)
     unit = scale.astype(APsi.dtype)
 
     def sums(Q, AQ, Psi, APsi):
-        G, AG = Psi - combine(Q, inside), (APsi - combine(AQ, inside)) / unit
+        # In rows, as blocks are in memory.
+        G = (Psi.T - combine(Q, inside).T).T
+        AG = ((APsi.T - combine(AQ, inside).T) / unit).T
         return column_dots(G, AG), column_dots(AG, AG), gram(G, AG)
 
     dots, squares, products = sum_over_rows(sums, Q, AQ, Psi, APsi)
