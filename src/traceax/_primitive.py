@@ -85,7 +85,8 @@ def _evaluate(problem: Problem):
         jnp.stack(jtu.tree_leaves(value)),
         operator,
         jnp.asarray(stats.pop("largest_product")),
-        solves=solves_systems(operator),
+        # Of the state: asked about before, it isn't traced again.
+        solves=solves_systems(state.operator),
     )
     real_dtype = jnp.finfo(space.dtype).dtype
 
