@@ -15,11 +15,21 @@ from .._orthogonal import (
     power_of_two_scale,
     sum_over_rows,
 )
-from .._samplers import RademacherSampler, Sampler, check_sampler, draw_probes
+from .._samplers import (
+    RademacherSampler,
+    Sampler,
+    check_sampler,
+    draw_probes,
+    laid_out,
+    ranges_of,
+)
 from .._sharding import side_by_side
 from .._staging import inlined
 from .._standard_error import gram, independent_samples
 from .._state import init_state, kept_parts
+
+# No sketch is as large, and four words for each probe have different positions.
+_APART = 2**29
 
 
 class HutchPlusPlusEstimator(TraceEstimator):
@@ -111,11 +121,13 @@ class HutchPlusPlusEstimator(TraceEstimator):
 
     def _probes(self, state, sketch_size, num_residual):
         space = space_of(state.operator)
-        if self.sampler.independent:
-            # By turns, so that more of each extend their sequences.
-            number = 2 * max(sketch_size, num_residual)
-            both = draw_probes(self.sampler, state.key, number, space).T
-            return both[0::2][:sketch_size].T, both[1::2][:num_residual].T
+        probes = ranges_of(laid_out(self.sampler, space))
+        if probes is not None:
+            # Of one sequence, far apart: there is one key to be hashed.
+            return [
+                probes(state.key, start, space.size, number, space.compute_dtype)
+                for start, number in ((0, sketch_size), (_APART, num_residual))
+            ]
         sketch_key, residual_key = split(state.key, 2)
         Omega = draw_probes(self.sampler, sketch_key, sketch_size, space)
         return Omega, draw_probes(self.sampler, residual_key, num_residual, space)
