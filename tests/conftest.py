@@ -33,7 +33,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 # The files that take longest, which begin first.
-SLOW = ("sharding", "docs", "tolerance", "spectral", "statistics", "transforms")
+SLOW = (
+    *("sharding", "docs", "tolerance", "spectral", "statistics", "transforms"),
+    *("streamed_mean", "testing"),
+)
 
 
 def pytest_collection_modifyitems(items):
