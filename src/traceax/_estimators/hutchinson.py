@@ -11,7 +11,7 @@ from .._operator import apply_block, extend_products, space_of
 from .._orthogonal import TILE, column_dots, column_norms, tested_columns, there
 from .._product_cost import reads_large_matrix
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
-from .._sharding import side_by_side
+from .._sharding import columns, side_by_side
 from .._standard_error import GRAM_PROBES, gram, independent_samples
 from .._state import init_state, kept_parts
 from .._stream import (
@@ -82,8 +82,7 @@ class HutchinsonEstimator(TraceEstimator):
 
         def test(block):
             (Y,) = extend_products(state.operator, (block, None))
-            # As blocks are in memory.
-            first = Y.T[:GRAM_PROBES].T
+            first = columns(Y, 0, GRAM_PROBES)
             return tested_columns(block, Y, min(size, TILE)), first
 
         def test_whole(block):
