@@ -16,7 +16,15 @@ from helpers import (
 )
 
 from traceax._hash import signs
-from traceax._orthogonal import inners, orthonormalise, sum_over_rows
+from traceax._orthogonal import (
+    TILE,
+    inners,
+    orthonormalise,
+    sum_over_rows,
+)
+from traceax._orthogonal import (
+    tested_columns as dots_and_norms,
+)
 from traceax._small_matrices import inverse_root
 
 ROWS = 400
@@ -175,3 +183,18 @@ def test_programs_do_not_grow_with_lanes(key, estimator):
         return len(str(jax.make_jaxpr(jax.vmap(value))(keys)).splitlines())
 
     assert length(3) == length(7)
+
+
+@pytest.mark.parametrize("n", [1, 37, 100, 1000, 4096, 4097])
+def test_columns_are_tested_to_the_last_bit(n):
+    rng = np.random.default_rng(n)
+    x, y = (jnp.asarray(rng.normal(size=(130, n)), float_dtype()) for _ in range(2))
+    # As blocks lie in memory.
+    test = jax.jit(lambda x, y: dots_and_norms(x.T, y.T, TILE))
+    all_dots, all_norms = test(x, y)
+    assert_close(all_dots, np.sum(np.asarray(x) * np.asarray(y), axis=1), atol=1e-4)
+    assert_close(all_norms, np.linalg.norm(np.asarray(y), axis=1))
+    for k in (1, 2, 4, 5, 8, 11, 12, 28, 40, 41, 60, 111, 129):
+        dots, norms = test(x[:k], y[:k])
+        np.testing.assert_array_equal(dots, all_dots[:k])
+        np.testing.assert_array_equal(norms, all_norms[:k])

@@ -1,6 +1,9 @@
 """Estimates that go on from the products of earlier ones."""
 
 import io
+import os
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -69,6 +72,40 @@ def test_going_on_is_one_run(key, name):
     if name in ("hutchinson-chunks", "xtrace"):
         further = estimator.estimate(estimator.estimate(begun.state, 11).state, 17)
         assert_same(further, whole)
+
+
+@pytest.mark.x64
+def test_short_probes_go_on_to_the_last_bit():
+    # With the code generator that users have.
+    code = """
+import jax, jax.numpy as jnp, lineax as lx, numpy as np, traceax as tx
+jax.config.update("jax_enable_x64", True)
+a = jnp.asarray(np.random.default_rng(0).standard_normal(37))
+matrix = jnp.asarray(np.random.default_rng(1).standard_normal((20, 20)))
+several = lx.DiagonalLinearOperator(a + 1j * a[::-1])
+for sampler, operator, first, more in [
+    (tx.SphereSampler(), lx.MatrixLinearOperator(matrix), 8, 8),
+    (tx.SphereSampler(), lx.DiagonalLinearOperator(a[:20]), 2, 9),
+    (tx.RademacherSampler(), several, 5, 3),
+    (tx.RademacherSampler(), several, 8, 8),
+]:
+    estimator = tx.HutchinsonEstimator(sampler=sampler)
+    state = estimator.init(jax.random.key(3), operator)
+    whole = estimator.estimate(state, first + more)
+    begun = estimator.estimate(state, first)
+    on = estimator.estimate(begun.state, more)
+    print(on.value == whole.value, on.standard_error == whole.standard_error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 8
 
 
 @pytest.mark.x64

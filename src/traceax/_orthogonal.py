@@ -33,6 +33,10 @@ _SEVERAL_ROWS = 2048
 _MOST_PASSES = 10
 # Columns that `tested_columns` sums at once, unless there are never as many.
 TILE = 8
+# Up to so many rows it sums all columns at once on a CPU. XLA's order there depends on
+# the number of entries alone: another for no more than so many.
+_SHORT_COLUMNS = 4096
+_SUMMED_OTHERWISE = 4096
 # Entries of a block that fit into a processor's cache, and rows that are worth a product.
 _CACHED = 2**19
 _FEWEST_ROWS = 256
@@ -240,21 +244,23 @@ def tested_columns(
 ) -> tuple[Inexact[Array, " k"], Float[Array, " k"]]:
     """`x_i^* y_i` and `|y_i|`, the same to the last bit whatever other columns there are.
 
-    Sums of `tile` columns at a time: how the compiler orders a sum depends on how many
-    there are.
+    Sums of `tile` columns at a time, or of short columns next to enough zeros: how the
+    compiler orders a sum depends on how many there are.
     """
-    k = x.shape[1]
+    n, k = x.shape
     if explicit_sharding(x) is not None or explicit_sharding(y) is not None:
         return column_dots(x, y), column_norms(y)
 
-    def test(pair):
-        a, b = (rows.T for rows in pair)
+    def test(a, b):
         return column_dots(a, b), column_norms(b)
 
+    if n <= _SHORT_COLUMNS and on_one_cpu():
+        more = _SUMMED_OTHERWISE // max(n, 1) + 1 - k
+        dots, norms = _alone(test, *(_longer(block.T, more) for block in (x, y)))
+        return (dots[:k], norms[:k]) if more > 0 else (dots, norms)
     if k == tile:
-        pair = jax.lax.optimization_barrier((x.T, y.T))
-        return jax.lax.optimization_barrier(test(pair))
-    rows = [jnp.pad(block.T, ((0, max(tile - k, 0)), (0, 0))) for block in (x, y)]
+        return _alone(test, x.T, y.T)
+    rows = [_longer(block.T, tile - k) for block in (x, y)]
     last = len(rows[0]) - tile
 
     def one(i, carry):
@@ -262,8 +268,8 @@ def tested_columns(
         # Unsigned, so that no start counts from the end.
         start = jnp.minimum(i * tile, last).astype(jnp.uint32)
         pair = [jax.lax.dynamic_slice_in_dim(of, start, tile) for of in rows]
-        tested = jax.lax.optimization_barrier(test(jax.lax.optimization_barrier(pair)))
         update = jax.lax.dynamic_update_slice_in_dim
+        tested = _alone(test, *pair)
         return tuple(
             update(of, x, start, 0) for of, x in zip(carry, tested, strict=True)
         )
@@ -272,6 +278,17 @@ def tested_columns(
     carry = jnp.zeros(last + tile, x.dtype), jnp.zeros(last + tile, real)
     dots, norms = jax.lax.fori_loop(0, -(-k // tile), one, carry)
     return dots[:k], norms[:k]
+
+
+def _alone(fn, *rows: Inexact[Array, "k n"]):
+    """A function of blocks, compiled apart from what is around it."""
+    blocks = (x.T for x in jax.lax.optimization_barrier(rows))
+    return jax.lax.optimization_barrier(fn(*blocks))
+
+
+def _longer(rows: Inexact[Array, "k n"], more: int) -> Inexact[Array, "m n"]:
+    """With so many rows of zeros more, if any."""
+    return jnp.pad(rows, ((0, more), (0, 0))) if more > 0 else rows
 
 
 @inlined
