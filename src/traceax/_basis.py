@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from ._orthogonal import FEW_ROWS, combine, factorise, inner, noise, power_of_two, there
 from ._sharding import on_one_cpu, replicate, whole_columns, zeros_beside
-from ._small_matrices import cholesky, diagonal, householder, matmul
+from ._small_matrices import cholesky, diagonal, divisor, householder, identity, matmul
 from ._staging import inlined
 
 # Numbers of columns, the first of which come from reflections. For blocks of so many
@@ -258,7 +258,7 @@ def _orthonormalise(
     scale = power_of_two(largest)
     c, n = given.shape
     dtype, eps = given.dtype, jnp.finfo(given.dtype).eps
-    identity = jnp.eye(c, dtype=dtype)
+    one = identity(c, dtype)
 
     def another_pass(tile):
         active = ~tile.settled
@@ -272,8 +272,8 @@ def _orthonormalise(
         X, C = project(X, active)
         lower, inverse, settled = _factor(X, C, n, factor)
         # Vectors that are orthonormal stay as they are.
-        change = jnp.where(active[None, :], inverse.conj().T, identity)
-        back = jnp.where(active[None, :], lower.conj().T, identity)
+        change = jnp.where(active[None, :], inverse.conj().T, one)
+        back = jnp.where(active[None, :], lower.conj().T, one)
         return _Tile(
             combine(X.T, change).T,
             tile.C + matmul(C, tile.M),
@@ -286,7 +286,7 @@ def _orthonormalise(
     tile = _Tile(
         given / scale[:, None].astype(dtype),
         zeros_beside(given, coordinates.shape),
-        zeros_beside(given, (c, c)) + identity,
+        zeros_beside(given, (c, c)) + one,
         ~present,
         jnp.zeros((), jnp.int32),
     )
@@ -311,12 +311,11 @@ def _factor(
     orthonormal for, from the first up to the first that is not."""
     gram = inner(X.T, X.T)
     squares = jnp.real(diagonal(gram))
-    lengths = jnp.sqrt(squares)
-    lengths = jnp.where(lengths == 0, 1, lengths)
+    lengths = divisor(jnp.sqrt(squares))
     unit = lengths.astype(X.dtype)
-    identity = jnp.eye(X.shape[0], dtype=X.dtype)
+    one = identity(X.shape[0], X.dtype)
     correlations = gram / (unit[:, None] * unit[None, :])
-    correlations = jnp.where(identity == 1, identity, correlations)
+    correlations = jnp.where(one == 1, one, correlations)
     lower, inverse, settled = factor(correlations, n)
     # Errors of products grow by what was subtracted in relation to what is left.
     exact = (jnp.sum(jnp.abs(C) ** 2, axis=0) <= 3 * squares) & (squares > 0)
@@ -331,13 +330,13 @@ def _by_prefix(correlations: Inexact[Array, "c c"], n: int):
     identity is added, from the first vector on that needs it.
     """
     c, eps = correlations.shape[0], float(jnp.finfo(correlations.dtype).eps)
-    identity = jnp.eye(c, dtype=correlations.dtype)
+    one = identity(c, correlations.dtype)
     shift = c * (c + 32 + n**0.25) * eps
-    _, inverse = cholesky(correlations + shift * identity)
+    _, inverse = cholesky(correlations + shift * one)
     regular = 4 * c * shift * _squares_of_rows(inverse) <= 1
     regular = _up_to_the_first_that_is_not(regular)
     shifts = jnp.where(regular, 0, shift).astype(correlations.dtype)
-    lower, inverse = cholesky(correlations + shifts[:, None] * identity)
+    lower, inverse = cholesky(correlations + shifts[:, None] * one)
     # Errors of products are about eps; they grow by the inverse.
     return lower, inverse, regular & (_squares_of_rows(inverse) <= 4)
 

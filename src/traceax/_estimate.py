@@ -217,10 +217,9 @@ def _interval(value, error, freedom, level):
 @ft.partial(jax.jit, static_argnums=1, inline=True)
 def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, ""]:
     """The standard error, with `unknown` for NaN."""
-    return jnp.where(
-        jnp.isnan(standard_error),
-        jnp.full_like(standard_error, unknown),
-        standard_error,
+    nan = jnp.isnan(standard_error)
+    return jax.lax.select(
+        nan, jax.lax.full_like(nan, unknown, standard_error.dtype), standard_error
     )
 
 

@@ -137,8 +137,8 @@ def signs(key_words: UInt32[Array, "k 3"], n: int, dtype) -> Float[Array, "k n"]
         # The same, entry by entry: devices that hold some entries draw those alone.
         entries = jax.lax.iota(jnp.uint32, n)
         bits = words_at(key_words, entries >> 5, None) >> (entries & 31)[None, :]
-    one = jnp.ones((), dtype)
-    return jnp.where(bits & 1 == 0, one, -one)
+    one = jax.lax.full_like(bits, 1, dtype)
+    return jax.lax.select(bits & 1 == 0, one, -one)
 
 
 @inlined

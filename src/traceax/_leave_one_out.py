@@ -29,7 +29,9 @@ from ._orthogonal import column_dots, combine, inner, inners, power_of_two_scale
 from ._sharding import side_by_side
 from ._small_matrices import (
     diagonal,
+    divisor,
     frobenius,
+    identity,
     inverse_conjugate_transpose,
     matmul,
     svd,
@@ -96,8 +98,8 @@ def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
     `Q R` by no more than rounding has moved it already.
     """
     norm = frobenius(R)
-    floor = jnp.finfo(R.dtype).eps * jnp.where(norm == 0, jnp.ones_like(norm), norm)
-    small = jnp.eye(R.shape[0], dtype=bool) & (jnp.abs(R) < floor)
+    floor = jnp.finfo(R.dtype).eps * divisor(norm)
+    small = identity(R.shape[0], np.bool_) & (jnp.abs(R) < floor)
     return jnp.where(small, floor.astype(R.dtype), R)
 
 
@@ -132,8 +134,7 @@ def left_out_of_dependent(
 def normalise_columns(x: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
     """Columns of unit norm; zero columns stay zero."""
     norms = jnp.linalg.norm(x, axis=0)
-    safe = jnp.where(norms == 0, jnp.ones_like(norms), norms)
-    return x / safe[None, :].astype(x.dtype)
+    return x / divisor(norms)[None, :].astype(x.dtype)
 
 
 @inlined
@@ -170,7 +171,7 @@ def leave_one_out(
     if active is not None:
         count = jnp.sum(active).astype(jnp.finfo(R.dtype).dtype)
         here = active[:, None] & active[None, :]
-        scaled = jnp.where(here, scaled, jnp.eye(len(active), dtype=R.dtype))
+        scaled = jnp.where(here, scaled, identity(len(active), R.dtype))
     if resphere:
         columns, basis = inverse_conjugate_transpose(floor_diagonal(scaled)), None
     else:
@@ -277,7 +278,7 @@ def _coordinates(
     """`I - S S^* / m` and X, in Q itself, and `a / m`."""
     S, X = loo.S, loo.X
     number = jnp.asarray(loo.number).astype(S.dtype)
-    kept = jnp.eye(len(S), dtype=S.dtype) - matmul(S, S.conj().T) / number
+    kept = identity(len(S), S.dtype) - matmul(S, S.conj().T) / number
     if loo.basis is not None:
         kept = matmul(loo.basis, matmul(kept, loo.basis.conj().T))
         X = matmul(loo.basis, X)

@@ -21,7 +21,14 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from ._leave_one_out import left_out_of_dependent
 from ._orthogonal import combine, inner
-from ._small_matrices import diagonal, frobenius, inverse_root, matmul
+from ._small_matrices import (
+    diagonal,
+    divisor,
+    frobenius,
+    identity,
+    inverse_root,
+    matmul,
+)
 from ._staging import inlined
 
 
@@ -34,14 +41,11 @@ def orthonormalising(
     `active` says which columns there are, all by default; the others are 0.
     """
     gram = inner(block, block)
-    lengths = jnp.sqrt(jnp.real(diagonal(gram)))
-    lengths = jnp.where(lengths == 0, 1, lengths).astype(gram.dtype)
+    lengths = divisor(jnp.sqrt(jnp.real(diagonal(gram)))).astype(gram.dtype)
     correlations = gram / (lengths[:, None] * lengths[None, :])
     if active is not None:
         there = active[:, None] | active[None, :]
-        correlations = jnp.where(
-            there, correlations, jnp.eye(len(gram), dtype=gram.dtype)
-        )
+        correlations = jnp.where(there, correlations, identity(len(gram), gram.dtype))
     real = jnp.finfo(gram.dtype)
     W, _ = inverse_root(correlations, jnp.asarray(real.eps, real.dtype))
     return W / lengths[:, None]
@@ -99,13 +103,13 @@ def nystrom_traces(
     multiple of `mu n`; a floor of `mu / 2` does not.
     """
     n, k = U.shape
-    identity = jnp.eye(k, dtype=Y.dtype)
-    count, outside = k, jnp.zeros_like(identity)
+    one = identity(k, Y.dtype)
+    count, outside = k, jnp.zeros_like(one)
     if active is not None:
         count = jnp.sum(active).astype(jnp.finfo(Y.dtype).dtype)
-        outside = jnp.where(active[:, None], 0, identity)
+        outside = jnp.where(active[:, None], 0, one)
     if resphere:
-        left_out, dimension = identity, n - count + 1
+        left_out, dimension = one, n - count + 1
     else:
         assert T is not None
         left_out, basis = left_out_of_dependent(T + outside)
@@ -117,7 +121,7 @@ def nystrom_traces(
         weights = jnp.sqrt(jnp.real(diagonal(inner(rows, rows)))).astype(Y.dtype)
     norm = jnp.linalg.norm(Y.T * (unit * weights)[:, None])
     nonzero = norm != 0
-    norm = jnp.where(nonzero, norm, 1)
+    norm = divisor(norm)
     eps = jnp.finfo(Y.dtype).eps
     H = inner(U, Y) * unit
     if W is not None:
@@ -126,7 +130,7 @@ def nystrom_traces(
     mu = eps * norm
     mu = jnp.where(noise > count**0.5 * mu, noise, mu)
     Y_mu = (Y.T * unit + mu.astype(Y.dtype) * U.T).T
-    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * identity
+    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * one
     if active is not None:
         # Columns that there are not take no part: eigenvalues of order 1 of their own.
         H_mu = H_mu + outside * norm.astype(Y.dtype)
@@ -139,7 +143,7 @@ def nystrom_traces(
     squared, products = inner(F, F), inner(halves, halves)
     squares = jnp.real(diagonal(products))
     # A probe that the others span has nothing left to test.
-    remainders = jnp.where(squares == 0, 0, 1 / jnp.where(squares == 0, 1, squares))
+    remainders = jnp.where(squares == 0, 0, 1 / divisor(squares))
     all_columns = jnp.sum(jnp.real(diagonal(squared)))
     # Those of q_i and q_j, once divided by the lengths of both.
     lost = matmul(halves.conj().T, matmul(squared, halves))

@@ -22,7 +22,7 @@ from ._sharding import (
     replicated_like,
     whole_columns,
 )
-from ._small_matrices import cholesky, householder, matmul
+from ._small_matrices import cholesky, divisor, householder, identity, matmul
 from ._staging import inlined, outlined
 
 # Up to this many rows Householder reflections are as fast as products. Up to so many on a
@@ -88,7 +88,7 @@ def orthonormalise(
         eps = jnp.finfo(block.dtype).eps
         unit = (1 / scale).astype(block.dtype)
         filled = rows * unit + float(eps) * noise(k, n, block.dtype)
-        return filled, _scaled(jnp.eye(k, dtype=block.dtype)), jnp.array(False)
+        return filled, _scaled(identity(k, block.dtype)), jnp.array(False)
 
     # Where the inverse divided by the scale would over- or underflow, too.
     limit = float(jnp.finfo(block.dtype).max) ** 0.5
@@ -129,16 +129,15 @@ def factorise(gram: Inexact[Array, "k k"], n: int) -> _Factor:
     """L, L^-1 and what they are good for, of the Gram matrix of a block of n rows."""
     k = gram.shape[0]
     eps = jnp.finfo(gram.dtype).eps
-    identity = jnp.eye(k, dtype=gram.dtype)
-    norm = _bound(gram)
-    norm = jnp.where(norm == 0, 1, norm)
+    one = identity(k, gram.dtype)
+    norm = divisor(_bound(gram))
     # Above the errors of G and of its factorisation.
     shift = (k + 32 + n**0.25) * eps * norm
-    _, inverse = cholesky(gram + shift.astype(gram.dtype) * identity)
+    _, inverse = cholesky(gram + shift.astype(gram.dtype) * one)
     of_inverse = _bound(matmul(inverse.conj().T, inverse))
     regular = 4 * shift * of_inverse <= 1
     shift = jnp.where(regular, 0, shift)
-    lower, inverse = cholesky(gram + shift.astype(gram.dtype) * identity)
+    lower, inverse = cholesky(gram + shift.astype(gram.dtype) * one)
     # The loss of orthogonality is about eps times the condition.
     return _Factor(lower, inverse, regular, regular & (norm * of_inverse <= 16))
 
@@ -318,5 +317,4 @@ def power_of_two(largest: Float[Array, "*s"]) -> Float[Array, "*s"]:
     info = jnp.finfo(largest.dtype)
     # Rounded to no digits behind the leading one, and not up to infinity.
     scale = jax.lax.reduce_precision(largest / 2, info.nexp, 0)
-    scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
-    return jnp.where(jnp.isfinite(largest), scale, largest)
+    return jax.lax.select(jnp.isfinite(largest), divisor(scale), largest)

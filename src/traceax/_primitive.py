@@ -28,7 +28,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from ._estimate import RESULTS, UNKNOWN, known_or
+from ._estimate import RESULTS, UNKNOWN
 from ._failure import explain, solves_systems
 from ._frechet import SpectralBlocks
 from ._leaves import with_array_leaves
@@ -101,8 +101,9 @@ def _evaluate(problem: Problem):
 
     def error_bar(value, standard_error):
         standard_error = jnp.real(standard_error).astype(real_dtype)
-        standard_error = known_or(standard_error, UNKNOWN)
-        return jnp.where(jnp.isfinite(value), standard_error, UNKNOWN)
+        known = jnp.isfinite(value) & ~jnp.isnan(standard_error)
+        unknown = jax.lax.full_like(standard_error, UNKNOWN)
+        return jax.lax.select(known, standard_error, unknown)
 
     standard_error = jtu.tree_map(error_bar, value, standard_error)
     value = jtu.tree_map(finished, value)

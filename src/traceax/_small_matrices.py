@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact
 
 from ._sharding import explicit_sharding
@@ -53,6 +54,17 @@ def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array,
     return jnp.matmul(x, y, precision=precision, out_sharding=sharding)
 
 
+def identity(k: int, dtype: DTypeLike) -> Inexact[Array, "k k"]:
+    """The identity matrix, in fewer operations than `jax.numpy.eye` traces."""
+    rows, columns = (jax.lax.broadcasted_iota(np.int32, (k, k), i) for i in (0, 1))
+    return jax.lax.eq(rows, columns).astype(dtype)
+
+
+def divisor(x: Inexact[Array, "*s"]) -> Inexact[Array, "*s"]:
+    """`x` with 1 for 0."""
+    return jax.lax.select(x == 0, jax.lax.full_like(x, 1), x)
+
+
 @inlined
 def diagonal(matrix: Inexact[Array, "*s k k"]) -> Inexact[Array, "*s k"]:
     """The diagonal of a small matrix, or of several, without indices to gather by."""
@@ -79,8 +91,8 @@ def householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
 def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
     """`L` and its inverse, with `gram = L L^*`."""
     lower = jnp.linalg.cholesky(gram)
-    identity = jnp.eye(gram.shape[0], dtype=gram.dtype)
-    return lower, jax.scipy.linalg.solve_triangular(lower, identity, lower=True)
+    eye = identity(gram.shape[0], gram.dtype)
+    return lower, jax.scipy.linalg.solve_triangular(lower, eye, lower=True)
 
 
 @_in_turn
@@ -104,10 +116,8 @@ def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, 
     """`R^-*` of an upper triangular `R` with a nonzero diagonal."""
     k, dtype = upper.shape[0], upper.dtype
     # Nothing to compute, where that isn't large.
-    identity = (
-        jnp.asarray(np.eye(k, dtype=dtype)) if k <= 128 else jnp.eye(k, dtype=dtype)
-    )
-    return jax.scipy.linalg.solve_triangular(upper, identity, trans="C")
+    eye = jnp.asarray(np.eye(k, dtype=dtype)) if k <= 128 else identity(k, dtype)
+    return jax.scipy.linalg.solve_triangular(upper, eye, trans="C")
 
 
 @inlined

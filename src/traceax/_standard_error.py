@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
 from ._orthogonal import inner
-from ._small_matrices import diagonal, matmul
+from ._small_matrices import diagonal, divisor, identity, matmul
 from ._staging import inlined
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
@@ -66,7 +67,7 @@ def independent_samples(
     if samples.shape[0] == 1:
         return _unknown(mean)
     magnitude = jnp.sum(jnp.abs(samples) + norms) / m
-    unit = _unit(magnitude)
+    unit = divisor(magnitude)
     (deviations,) = _there(active, (samples - mean) / unit.astype(samples.dtype))
     lengths, sizes = norms / unit, jnp.abs(samples) / unit
     seconds, thirds, (squares, along), _ = _moments(deviations, [lengths, sizes])
@@ -90,7 +91,7 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     """The error bar of a sum of independent estimates, by Satterthwaite's rule."""
     errors = jnp.stack([bar.standard_error for bar in bars])
     freedoms = jnp.stack([bar.degrees_of_freedom for bar in bars])
-    unit = _unit(jnp.max(errors))
+    unit = divisor(jnp.max(errors))
     variances = (errors / unit) ** 2
     variance = jnp.sum(variances)
     known = jnp.where(freedoms > 0, freedoms, 1)  # 0 for what counts for nothing
@@ -170,12 +171,12 @@ def leave_one_out_samples(
     (most,) = samples.shape
     if most == 1:
         return _unknown(mean)
-    off_diagonal = ~jnp.eye(most, dtype=bool) if known is None else known
+    off_diagonal = ~identity(most, np.bool_) if known is None else known
     if active is not None:
         off_diagonal = off_diagonal & active[:, None] & active[None, :]
     (deviations,) = _there(active, samples - mean)
     differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
-    unit = _unit(magnitude)
+    unit = divisor(magnitude)
     deviations = deviations / unit.astype(samples.dtype)
     differences = differences / unit.astype(samples.dtype)
     alone = jnp.abs(deviations) ** 2
@@ -214,7 +215,7 @@ def cyclic_pairs(
     pairs = jnp.zeros((m, m), first.dtype)
     pairs = pairs.at[here, there].set(first).at[there, here].set(second)
     known = jnp.zeros((m, m), bool).at[here, there].set(True)
-    known = (known | known.T) & ~jnp.eye(m, dtype=bool)
+    known = (known | known.T) & ~identity(m, np.bool_)
     return pairs, known
 
 
@@ -299,7 +300,7 @@ def _gram_squared_skewness(
         # Probes that there are not have a Gram matrix of zeros.
         g = jnp.minimum(jnp.sum(active), g).astype(jnp.finfo(gram.dtype).dtype)
     triples = sets * g * (g - 1) * (g - 2)
-    gram = jnp.where(jnp.eye(gram.shape[1], dtype=bool)[None], 0, gram)
+    gram = jnp.where(identity(gram.shape[1], np.bool_)[None], 0, gram)
 
     def of(hermitian):
         squared = jnp.matmul(hermitian, hermitian, precision=jax.lax.Precision.HIGHEST)
@@ -310,7 +311,8 @@ def _gram_squared_skewness(
         # known for samples without skewness. Half of it is subtracted: from four or
         # five probes rather a wide interval than a short one.
         noise = 0.375 * most / triples
-        return most * jnp.clip(_cubed_ratio(third, second) - noise, 0, 1)
+        beyond = jnp.maximum(_cubed_ratio(third, second) - noise, 0)
+        return most * jnp.minimum(beyond, 1)
 
     adjoint = jnp.swapaxes(gram.conj(), -1, -2)
     skewness = of((gram + adjoint) / 2)
@@ -322,14 +324,11 @@ def _gram_squared_skewness(
 def _ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
     # Of what is at most about 1 if not rounding; 0 for 0/0.
     tiny = jnp.finfo(y.dtype).tiny
-    return jnp.where(y > tiny, x / jnp.where(y > tiny, y, 1), 0)
+    safe = y > tiny
+    one, zero = jax.lax.full_like(y, 1), jax.lax.full_like(y, 0)
+    return jax.lax.select(safe, x / jax.lax.select(safe, y, one), zero)
 
 
 def _cubed_ratio(third: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
     # Of the square of the one to the cube of the other, which may not be representable.
     return _ratio(third, second * jnp.sqrt(second)) ** 2
-
-
-def _unit(largest: Float[Array, ""]) -> Float[Array, ""]:
-    # Divided by it, squares neither over- nor underflow.
-    return jnp.where(largest == 0, jnp.ones_like(largest), largest)
