@@ -198,3 +198,13 @@ def test_columns_are_tested_to_the_last_bit(n):
         dots, norms = test(x[:k], y[:k])
         np.testing.assert_array_equal(dots, all_dots[:k])
         np.testing.assert_array_equal(norms, all_norms[:k])
+
+
+def test_lanes_of_short_columns_take_the_memory_of_their_entries():
+    x = jnp.ones((10_000, 1, 2), float_dtype())
+    test = jax.jit(jax.vmap(lambda x, y: dots_and_norms(x.T, y.T, TILE)))
+    dots, norms = test(x, 2 * x)
+    assert_close(dots, np.full((10_000, 1), 4))
+    assert_close(norms, np.full((10_000, 1), 8**0.5))
+    memory = test.lower(x, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 10 * TILE * x.nbytes

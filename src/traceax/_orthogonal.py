@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PyTree
 
 from ._hash import signs
@@ -243,23 +244,44 @@ def tested_columns(
 ) -> tuple[Inexact[Array, " k"], Float[Array, " k"]]:
     """`x_i^* y_i` and `|y_i|`, the same to the last bit whatever other columns there are.
 
-    Sums of `tile` columns at a time, or of short columns next to enough zeros: how the
-    compiler orders a sum depends on how many there are.
+    Of real columns, as they lie in memory. How the compiler orders a sum depends on how
+    many there are: sums of `tile` columns at a time, or of short ones next to enough
+    zeros.
     """
     n, k = x.shape
     if explicit_sharding(x) is not None or explicit_sharding(y) is not None:
         return column_dots(x, y), column_norms(y)
 
-    def test(a, b):
-        return column_dots(a, b), column_norms(b)
+    if n > _SHORT_COLUMNS or n == 0 or not on_one_cpu():
+        return _tested_in_tiles(x.T, y.T, tile)
 
-    if n <= _SHORT_COLUMNS and on_one_cpu():
-        more = _SUMMED_OTHERWISE // max(n, 1) + 1 - k
-        dots, norms = _alone(test, *(_longer(block.T, more) for block in (x, y)))
-        return (dots[:k], norms[:k]) if more > 0 else (dots, norms)
+    @custom_vmap
+    def at_once(x, y):
+        more = _SUMMED_OTHERWISE // n + 1 - k
+        tested = _alone(_test, _longer(x, more), _longer(y, more))
+        return tuple(sums[:k] for sums in tested) if more > 0 else tested
+
+    @at_once.def_vmap
+    def _(lanes, in_batched, x, y):
+        del lanes
+        # Zeros beside each of many small blocks would be most of what is summed.
+        tiles = jax.vmap(
+            lambda x, y: _tested_in_tiles(x, y, tile),
+            in_axes=tuple(0 if batched else None for batched in in_batched),
+        )
+        return tiles(x, y), (True, True)
+
+    with outlined():
+        return at_once(x.T, y.T)
+
+
+def _tested_in_tiles(
+    x: Inexact[Array, "k n"], y: Inexact[Array, "k n"], tile: int
+) -> tuple[Inexact[Array, " k"], Float[Array, " k"]]:
+    k = len(x)
     if k == tile:
-        return _alone(test, x.T, y.T)
-    rows = [_longer(block.T, tile - k) for block in (x, y)]
+        return _alone(_test, x, y)
+    rows = [_longer(block, tile - k) for block in (x, y)]
     last = len(rows[0]) - tile
 
     def one(i, carry):
@@ -268,7 +290,7 @@ def tested_columns(
         start = jnp.minimum(i * tile, last).astype(jnp.uint32)
         pair = [jax.lax.dynamic_slice_in_dim(of, start, tile) for of in rows]
         update = jax.lax.dynamic_update_slice_in_dim
-        tested = _alone(test, *pair)
+        tested = _alone(_test, *pair)
         return tuple(
             update(of, x, start, 0) for of, x in zip(carry, tested, strict=True)
         )
@@ -277,6 +299,10 @@ def tested_columns(
     carry = jnp.zeros(last + tile, x.dtype), jnp.zeros(last + tile, real)
     dots, norms = jax.lax.fori_loop(0, -(-k // tile), one, carry)
     return dots[:k], norms[:k]
+
+
+def _test(x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]):
+    return column_dots(x, y), column_norms(y)
 
 
 def _alone(fn, *rows: Inexact[Array, "k n"]):
