@@ -194,7 +194,7 @@ def test_columns_are_tested_to_the_last_bit(n):
     all_dots, all_norms = test(x, y)
     assert_close(all_dots, np.sum(np.asarray(x) * np.asarray(y), axis=1), atol=1e-4)
     assert_close(all_norms, np.linalg.norm(np.asarray(y), axis=1))
-    for k in (1, 2, 4, 5, 8, 11, 12, 28, 40, 41, 60, 111, 129):
+    for k in (1, 2, 5, 12, 40, 41, 111):
         dots, norms = test(x[:k], y[:k])
         np.testing.assert_array_equal(dots, all_dots[:k])
         np.testing.assert_array_equal(norms, all_norms[:k])

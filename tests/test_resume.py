@@ -80,13 +80,11 @@ def test_short_probes_go_on_to_the_last_bit():
     code = """
 import jax, jax.numpy as jnp, lineax as lx, numpy as np, traceax as tx
 jax.config.update("jax_enable_x64", True)
-a = jnp.asarray(np.random.default_rng(0).standard_normal(37))
+a = jnp.asarray(np.random.default_rng(0).standard_normal(20))
 matrix = jnp.asarray(np.random.default_rng(1).standard_normal((20, 20)))
 for sampler, operator, first, more in [
     (tx.SphereSampler(), lx.MatrixLinearOperator(matrix), 8, 8),
-    (tx.SphereSampler(), lx.DiagonalLinearOperator(a[:20]), 2, 9),
-    (tx.SphereSampler(), lx.DiagonalLinearOperator(a[:20]), 8, 8),
-    (tx.RademacherSampler(), lx.DiagonalLinearOperator(a), 5, 3),
+    (tx.SphereSampler(), lx.DiagonalLinearOperator(a), 2, 9),
 ]:
     estimator = tx.HutchinsonEstimator(sampler=sampler)
     state = estimator.init(jax.random.key(3), operator)
@@ -104,7 +102,7 @@ for sampler, operator, first, more in [
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True"] * 8
+    assert done.stdout.split() == ["True"] * 4
 
 
 @pytest.mark.x64
