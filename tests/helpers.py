@@ -1,6 +1,9 @@
 """Matrices of known trace, operators of every class, and statistics of estimates."""
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -126,6 +129,20 @@ def many(estimator, operator, k, num_keys, seed=0):
     with optimised(operator.in_size() >= 300):
         values, errors = _run(jr.split(jr.key(seed), num_keys), operator, k, estimator)
     return np.asarray(values), np.asarray(errors)
+
+
+def printed_by(code):
+    """What a program prints, compiled as users' programs are."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def assert_close(x, y, rtol=None, atol=0.0):
