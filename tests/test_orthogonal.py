@@ -18,12 +18,10 @@ from helpers import (
 from traceax._hash import signs
 from traceax._orthogonal import (
     TILE,
+    dots_and_norms,
     inners,
     orthonormalise,
     sum_over_rows,
-)
-from traceax._orthogonal import (
-    tested_columns as dots_and_norms,
 )
 from traceax._small_matrices import inverse_root
 

@@ -32,10 +32,10 @@ FEW_ROWS = 256
 _SEVERAL_ROWS = 2048
 # Passes of orthonormalisation. Two or three is the rule for blocks that lack rank.
 _MOST_PASSES = 10
-# Columns that `tested_columns` sums at once, unless there are never as many.
+# Columns that `dots_and_norms` sums at once, unless there are never as many.
 TILE = 8
 # Up to so many rows it sums all columns at once on a CPU. XLA's order there depends on
-# the number of entries alone: another for no more than so many.
+# the number of entries alone: it is another for fewer than so many.
 _SHORT_COLUMNS = 4096
 _SUMMED_OTHERWISE = 4096
 # Entries of a block that fit into a processor's cache, and rows that are worth a product.
@@ -239,7 +239,7 @@ def column_dots(
     return replicate(jnp.sum(x.T.conj() * y.T, axis=1))
 
 
-def tested_columns(
+def dots_and_norms(
     x: Inexact[Array, "n k"], y: Inexact[Array, "n k"], tile: int
 ) -> tuple[Inexact[Array, " k"], Float[Array, " k"]]:
     """`x_i^* y_i` and `|y_i|`, the same to the last bit whatever other columns there are.
@@ -251,22 +251,21 @@ def tested_columns(
     n, k = x.shape
     if explicit_sharding(x) is not None or explicit_sharding(y) is not None:
         return column_dots(x, y), column_norms(y)
-
     if n > _SHORT_COLUMNS or n == 0 or not on_one_cpu():
-        return _tested_in_tiles(x.T, y.T, tile)
+        return _in_tiles(x.T, y.T, tile)
 
     @custom_vmap
     def at_once(x, y):
         more = _SUMMED_OTHERWISE // n + 1 - k
-        tested = _alone(_test, _longer(x, more), _longer(y, more))
-        return tuple(sums[:k] for sums in tested) if more > 0 else tested
+        dots, norms = _alone(_longer(x, more), _longer(y, more))
+        return (dots[:k], norms[:k]) if more > 0 else (dots, norms)
 
     @at_once.def_vmap
     def _(lanes, in_batched, x, y):
         del lanes
         # Zeros beside each of many small blocks would be most of what is summed.
         tiles = jax.vmap(
-            lambda x, y: _tested_in_tiles(x, y, tile),
+            lambda x, y: _in_tiles(x, y, tile),
             in_axes=tuple(0 if batched else None for batched in in_batched),
         )
         return tiles(x, y), (True, True)
@@ -275,12 +274,12 @@ def tested_columns(
         return at_once(x.T, y.T)
 
 
-def _tested_in_tiles(
+def _in_tiles(
     x: Inexact[Array, "k n"], y: Inexact[Array, "k n"], tile: int
 ) -> tuple[Inexact[Array, " k"], Float[Array, " k"]]:
     k = len(x)
     if k == tile:
-        return _alone(_test, x, y)
+        return _alone(x, y)
     rows = [_longer(block, tile - k) for block in (x, y)]
     last = len(rows[0]) - tile
 
@@ -290,7 +289,7 @@ def _tested_in_tiles(
         start = jnp.minimum(i * tile, last).astype(jnp.uint32)
         pair = [jax.lax.dynamic_slice_in_dim(of, start, tile) for of in rows]
         update = jax.lax.dynamic_update_slice_in_dim
-        tested = _alone(_test, *pair)
+        tested = _alone(*pair)
         return tuple(
             update(of, x, start, 0) for of, x in zip(carry, tested, strict=True)
         )
@@ -301,14 +300,12 @@ def _tested_in_tiles(
     return dots[:k], norms[:k]
 
 
-def _test(x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]):
-    return column_dots(x, y), column_norms(y)
-
-
-def _alone(fn, *rows: Inexact[Array, "k n"]):
-    """A function of blocks, compiled apart from what is around it."""
-    blocks = (x.T for x in jax.lax.optimization_barrier(rows))
-    return jax.lax.optimization_barrier(fn(*blocks))
+def _alone(
+    x: Inexact[Array, "k n"], y: Inexact[Array, "k n"]
+) -> tuple[Inexact[Array, " k"], Float[Array, " k"]]:
+    """Dots and norms, compiled apart from what is around them."""
+    x, y = (rows.T for rows in jax.lax.optimization_barrier((x, y)))
+    return jax.lax.optimization_barrier((column_dots(x, y), column_norms(y)))
 
 
 def _longer(rows: Inexact[Array, "k n"], more: int) -> Inexact[Array, "m n"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Complex, Float, Inexact, Int, Key, UInt32
 from ._basis import growing_basis
 from ._hash import normals, normals64, probe_streams, signs, words
 from ._operator import Space
-from ._orthogonal import TILE, tested_columns
+from ._orthogonal import TILE, dots_and_norms
 from ._sharding import on_one_cpu, place
 
 
@@ -259,7 +259,7 @@ class SphereSampler(_EntrywiseSampler):
 
     def rows(self, probes, dtype):
         rows = _normals(self.generator, probes, dtype)
-        _, lengths = tested_columns(rows.T, rows.T, 1 if probes.n >= _LONG else TILE)
+        _, lengths = dots_and_norms(rows.T, rows.T, 1 if probes.n >= _LONG else TILE)
         return rows * (math.sqrt(probes.n) / lengths)[:, None].astype(dtype)
 
 

@@ -67,6 +67,7 @@ def independent_samples(
     if samples.shape[0] == 1:
         return _unknown(mean)
     magnitude = jnp.sum(jnp.abs(samples) + norms) / m
+    # Divided by it, squares neither over- nor underflow.
     unit = divisor(magnitude)
     (deviations,) = _there(active, (samples - mean) / unit.astype(samples.dtype))
     lengths, sizes = norms / unit, jnp.abs(samples) / unit

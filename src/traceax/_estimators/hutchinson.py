@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._base import TraceEstimator
 from .._operator import apply_block, extend_products, space_of
-from .._orthogonal import TILE, column_dots, column_norms, tested_columns, there
+from .._orthogonal import TILE, column_dots, column_norms, dots_and_norms, there
 from .._product_cost import reads_large_matrix
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import columns, side_by_side
@@ -83,7 +83,7 @@ class HutchinsonEstimator(TraceEstimator):
         def test(block):
             (Y,) = extend_products(state.operator, (block, None))
             first = columns(Y, 0, GRAM_PROBES)
-            return tested_columns(block, Y, min(size, TILE)), first
+            return dots_and_norms(block, Y, min(size, TILE)), first
 
         def test_whole(block):
             tested, products = test(block)
@@ -146,7 +146,7 @@ class HutchinsonEstimator(TraceEstimator):
 
         def parts(Y):
             Omega = stream.draw(0, k)
-            samples, norms = tested_columns(Omega, Y, min(size, TILE))
+            samples, norms = dots_and_norms(Omega, Y, min(size, TILE))
             grams = head = None
             if whole:
                 grams = jax.vmap(lambda x, y: gram(x.T, y.T))(
