@@ -3,6 +3,7 @@
 64-bit by default; `JAX_ENABLE_X64=0 pytest` runs it as most users have jax.
 """
 
+import gc
 import os
 import tempfile
 
@@ -23,6 +24,10 @@ if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
 jax.config.update("jax_enable_x64", os.environ.get("JAX_ENABLE_X64", "1") != "0")
 # The suite compiles thousands of small programs, and runs each for milliseconds.
 jax.config.update("jax_disable_most_optimizations", True)
+# Lines of sources in compiled programs take a tenth of the time. Errors show them still.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+# Programs are many small objects, of which few are garbage.
+gc.set_threshold(50_000, 50, 1_000)
 # What was compiled for one module is read by the next. Each process keeps its own.
 _compiled = tempfile.TemporaryDirectory(prefix="traceax-tests-")
 jax.config.update("jax_compilation_cache_dir", _compiled.name)

@@ -191,6 +191,7 @@ def test_leaves_of_different_real_dtypes(estimator):
     assert_close(exact.value, truth, rtol=1e-2)
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("estimator", FAMILIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(key, estimator, dtype):
