@@ -1,4 +1,4 @@
-"""The derivative of estimates whose number of probes is known at run time only."""
+"""The derivative of estimates, of a number of probes known before or at run time only."""
 
 import equinox as eqx
 import jax
@@ -201,3 +201,38 @@ def test_eager_derivatives_compile_once(key):
         derivative(jnp.asarray(2.0))
         assert before > 0
         assert len(compiled) == before
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        tx.HutchinsonEstimator(chunk_size=3),
+        tx.HutchinsonEstimator(),
+        tx.XTraceEstimator(),
+    ],
+    ids=["streamed", "hutchinson", "xtrace"],
+)
+@pytest.mark.parametrize("rtol", [None, 1e-9])
+def test_functions_with_a_reverse_mode_alone_under_gradients_of_lanes(
+    key, estimator, rtol
+):
+    # JAX refuses `vmap` of the linear function that forward mode makes of such a rule.
+    sine = jax.custom_vjp(jnp.sin)
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+    b, c = _given("float64")
+
+    def mean(b, sine):
+        def lane(x):
+            def product(v):
+                return sine(x[0] * b) @ v + x @ v
+
+            structure = jax.eval_shape(lambda: x)
+            operator = lx.FunctionLinearOperator(product, structure)
+            return tx.trace(key, operator, 14, estimator, rtol=rtol, throw=False).value
+
+        return jnp.mean(jax.vmap(lane)(c[:3]))
+
+    found, expected = (jax.grad(mean)(b, fn) for fn in (sine, jnp.sin))
+    assert_close(found, expected, rtol=1e-12)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda b: mean(b, sine), (b,), (c,))

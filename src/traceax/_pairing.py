@@ -34,7 +34,7 @@ from jaxtyping import Array, Inexact, PyTree
 from ._operator import apply_block
 from ._orthogonal import column_dots
 from ._staging import Staged, make_primitive
-from ._stream import CountedBlocks, ProbeStream
+from ._stream import Blocks, GivenBlocks, ProbeStream
 
 
 def pair(operator: PyTree, t_operator: PyTree, blocks) -> Inexact[Array, ""] | None:
@@ -46,20 +46,10 @@ def pair(operator: PyTree, t_operator: PyTree, blocks) -> Inexact[Array, ""] | N
     if not jtu.tree_leaves(t_operator):
         return None
     if isinstance(blocks, ProbeStream):
-
-        def of_probes(Omega):
-            return _of(operator, t_operator, Omega, Omega / blocks.k)
-
-        return blocks.sum(of_probes)
-    if isinstance(blocks, CountedBlocks):
-        return eqxi.filter_primitive_bind(_pair_p, operator, t_operator, blocks, ())
-    return _of(operator, t_operator, *blocks)
-
-
-def _of(operator, t_operator, V, Z):
-    V, Z = jax.lax.stop_gradient((V, Z))
-    _, dAV = eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (t_operator,))
-    return jnp.zeros((), V.dtype) if dAV is None else jnp.sum(column_dots(Z, dAV))
+        blocks = blocks.counted()
+    elif not isinstance(blocks, Blocks):
+        blocks = GivenBlocks(*blocks)
+    return eqxi.filter_primitive_bind(_pair_p, operator, t_operator, blocks, ())
 
 
 class _Level(NamedTuple):
@@ -72,18 +62,19 @@ class _Level(NamedTuple):
 
 def _shifted(operator, shift, blocks, levels, over):
     """For every lane the sum of `Z^* (A + S) V`, which `over(blocks, fn)` takes of
-    `fn(V, Z)`."""
+    `fn(V, Z)`. Without lanes `shift` is A + S itself."""
     leaves, treedef = jtu.tree_flatten((operator, shift, blocks))
     varied = [i for i, x in enumerate(leaves) if eqx.is_array(x)]
+
+    def moved(x, s):
+        return x if s is None else x + s.astype(x.dtype) if levels else s
 
     def of_lane(arrays):
         merged = list(leaves)
         for i, x in zip(varied, arrays, strict=True):
             merged[i] = x
         operator, shift, blocks = jtu.tree_unflatten(treedef, merged)
-        operator = _leafwise(
-            lambda x, s: x if s is None else x + s.astype(x.dtype), operator, shift
-        )
+        operator = _leafwise(moved, operator, shift)
 
         def fn(V, Z):
             V, Z = jax.lax.stop_gradient((V, Z))
@@ -105,15 +96,22 @@ def _pair_of(operator, t_operator, blocks, levels, over):
     def of(shift):
         return _shifted(operator, shift, blocks, levels, over)
 
-    return jax.jvp(of, (_zeros(t_operator),), (t_operator,))[1]
+    return jax.jvp(of, (_origin(operator, t_operator, levels),), (t_operator,))[1]
 
 
 def _gradient_of(operator, weight, blocks, like, levels, over):
     def of(shift):
         return _shifted(operator, shift, blocks, levels, over)
 
-    out, back = jax.vjp(of, _zeros(like))
+    out, back = jax.vjp(of, _origin(operator, like, levels))
     return back(weight.astype(out.dtype))[0]
+
+
+def _origin(operator, like, levels):
+    """The shift that is none. A itself says how its gradient is laid out over devices."""
+    if levels:
+        return jtu.tree_map(_zeros, like)
+    return _leafwise(lambda x, y: None if y is None else x, operator, like)
 
 
 def _sum_of_all(blocks, fn):
@@ -145,8 +143,7 @@ def _loop(blocks, levels, of_chunk, zeros):
     def add(i, total):
         return jtu.tree_map(jnp.add, total, of(i))
 
-    needed = -(-jnp.max(blocks.count) // blocks.size)
-    return jax.lax.fori_loop(first, needed, add, total)
+    return jax.lax.fori_loop(first, blocks.needed(), add, total)
 
 
 @Staged
@@ -289,7 +286,7 @@ def _lanes(levels) -> tuple[int, ...]:
 
 
 def _zeros(like):
-    return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return jnp.zeros(like.shape, like.dtype)
 
 
 def _like(_, tangent):
@@ -303,7 +300,7 @@ def _filled(like, tree):
     """The tree, with zeros for what it lacks."""
 
     def fill(x, y):
-        return jnp.zeros(x.shape, x.dtype) if y is None else y
+        return _zeros(x) if y is None else y
 
     return jtu.tree_map(fill, like, tree)
 

@@ -1,8 +1,7 @@
 """Probes drawn a chunk at a time, so that memory does not grow with their number."""
 
 import abc
-import functools as ft
-import operator as op
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -67,43 +66,24 @@ class ProbeStream(eqx.Module):
         self, fn: Callable[[Inexact[Array, "n c"]], PyTree[Array]], first: int = 0
     ) -> PyTree[Array]:
         """`fn` of every whole chunk from the first one on, stacked."""
-        stacked, _ = self._map(fn, lambda of: of, first=first, last=False)
-        return stacked
-
-    def sum(self, fn: Callable[[Inexact[Array, "n c"]], Array]) -> Array:
-        """The sum of `fn` over chunks. Derivatives draw the probes again."""
-
-        def saving_nothing(of):
-            return jax.checkpoint(of, static_argnums=1)
-
-        parts = self._map(lambda block: jnp.sum(fn(block)), saving_nothing)
-        return ft.reduce(op.add, [jnp.sum(part) for part in jtu.tree_leaves(parts)])
-
-    def _map(self, fn, transform, *, first: int = 0, last: bool = True):
-        whole, rest = divmod(self.k, self.chunk_size)
         probes = ranges_of(self.sampler)
         assert probes is not None
 
-        def of(start: Any, size: int):
-            return fn(probes(self.key, start, self.n, size, self.dtype))
+        def of(start: Any):
+            return fn(probes(self.key, start, self.n, self.chunk_size, self.dtype))
 
-        of = transform(of)
-        stacked = of_last = None
-        if whole > first:
-            starts = jnp.arange(first, whole) * self.chunk_size
-            stacked = jax.lax.map(lambda start: of(start, self.chunk_size), starts)
-        if rest and last:
-            of_last = of(whole * self.chunk_size, rest)
-        return stacked, of_last
+        whole = jnp.arange(first, self.k // self.chunk_size)
+        return jax.lax.map(of, whole * self.chunk_size)
+
+    def counted(self) -> "CountedStream":
+        """V and Z in chunks of equal size, of which none is smaller and padded."""
+        number = -(-self.k // self.chunk_size)
+        stream = dataclasses.replace(self, chunk_size=-(-self.k // number))
+        return CountedStream(jnp.asarray(self.k, jnp.int32), stream)
 
 
-class CountedBlocks(eqx.Module):
-    """Blocks V and Z of which columns beyond a count, known at run time, are 0.
-
-    They are taken in `number` chunks of `size` columns.
-    """
-
-    count: eqx.AbstractVar[Int[Array, ""]]
+class Blocks(eqx.Module):
+    """Blocks V and Z, taken in `number` chunks of `size` columns."""
 
     @property
     @abc.abstractmethod
@@ -123,11 +103,56 @@ class CountedBlocks(eqx.Module):
     ) -> Callable[[Any], tuple[Inexact[Array, "n c"], Inexact[Array, "n c"]]]:
         """V and Z from a column on, as a function of it. Call it outside of a loop."""
 
+    @abc.abstractmethod
+    def needed(self) -> Int[Array, ""]:
+        """How many chunks hold columns that are not 0."""
+
+    @abc.abstractmethod
     def sum(
         self,
         fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], PyTree[Array]],
     ) -> PyTree[Array]:
-        """The sum of `fn(V, Z)` over chunks. Derivatives keep nothing of a chunk."""
+        """The sum of `fn(V, Z)` over chunks."""
+
+
+class GivenBlocks(Blocks):
+    """Blocks as they are, in one chunk."""
+
+    V: Inexact[Array, "n p"]
+    Z: Inexact[Array, "n p"]
+
+    @property
+    def size(self) -> int:
+        return self.V.shape[1]
+
+    @property
+    def number(self) -> int:
+        return 1
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.result_type(self.V.dtype, self.Z.dtype)
+
+    def chunks(self):
+        return lambda start: (self.V, self.Z)
+
+    def needed(self):
+        return jnp.ones((), jnp.int32)
+
+    def sum(self, fn):
+        return fn(self.V, self.Z)
+
+
+class CountedBlocks(Blocks):
+    """Blocks V and Z of which columns beyond a count, known at run time, are 0."""
+
+    count: eqx.AbstractVar[Int[Array, ""]]
+
+    def needed(self):
+        return -(-jnp.max(self.count) // self.size)
+
+    def sum(self, fn):
+        """Derivatives keep nothing of a chunk."""
         columns = self.chunks()
         return sum_of_needed(
             lambda start: fn(*columns(start)), self.number, self.size, self.count
