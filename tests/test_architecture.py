@@ -16,6 +16,7 @@ SOURCE = pathlib.Path(tx.__file__).parent
 # Each module knows only those above it.
 LAYERS = [
     "_staging",
+    "_kept",
     "_estimate",
     "_progress",
     "_sharding",

@@ -11,12 +11,13 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from ._estimate import RESULTS, Estimate, raise_failure
+from ._kept import Kept, with_kept
 from ._operator import Space, apply_block, has_real_trace, space_of
 from ._orthogonal import largest_entry
 from ._primitive import Outcome, estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._standard_error import ErrorBar
-from ._state import Kept, check_budget, check_state, described
+from ._state import check_budget, check_settled, check_state, described
 from ._stream import ProbeStream
 from ._tolerance import FEWEST, SMALL, Tolerance, make_tolerance
 
@@ -105,8 +106,10 @@ class TraceEstimator(eqx.Module):
         - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
             is exact and takes n products.
         - `rtol`, `atol`, `level`, `progress_meter`: as for [`traceax.trace`][], of
-            estimators that take a tolerance. Such an estimate begins anew, whatever
-            the state keeps, and its state keeps nothing.
+            estimators that take a tolerance: at most `k` more products are taken than the
+            state keeps. The state keeps those that were taken. Their number is known
+            outside of programs only: go on from the state of an estimate that is
+            returned from its program.
         - `throw`: whether a failure raises an error, at run time. If `False` it is
             only reported in `result`, and there is no host callback in the program.
 
@@ -116,13 +119,15 @@ class TraceEstimator(eqx.Module):
 
         **Raises:**
 
-        - `TypeError` if `k` is traced or not an integer, or for a tolerance that the
-            estimator does not take; `ValueError` if `k` is below 1.
+        - `TypeError` if `k` is traced or not an integer, for a tolerance that the
+            estimator does not take, or for a state of which it is not known how many
+            products it keeps; `ValueError` if `k` is below 1.
         - A run-time error for what only values can tell, such as NaN in the operator
             (see [`traceax.RESULTS`][]), unless `throw=False`.
         """
         where = f"{type(self).__name__}.estimate"
         check_state(state, self, where)
+        check_settled(state, self, where)
         k = check_budget(k, where)
         space = space_of(state.operator)
         tolerance = make_tolerance(rtol, atol, level, space, where)
@@ -149,8 +154,9 @@ class TraceEstimator(eqx.Module):
 
         **Arguments:**
 
-        - `state`: of an estimate without a tolerance, or of `init`, of this estimator.
-            Its operator isn't used, and may be `None`, as in the carry of a loop.
+        - `state`: of an estimate, or of `init`, of this estimator. Of an estimate to a
+            tolerance in the same program nothing is used. Its operator isn't used, and may
+            be `None`, as in the carry of a loop.
         - `key`: a single key. Probes are fresh also for the same one again.
         - `operator`: of the same structure as that of the state.
 
@@ -172,6 +178,8 @@ class TraceEstimator(eqx.Module):
                     f"{where}: the operator must have the structure of the state's, "
                     f"{old.structure}, got {new.structure}; begin anew with init."
                 )
+        if getattr(getattr(state, "kept", None), "count", None) is not None:
+            state = with_kept(state, None)
         carry_over = getattr(self, "carry_over", None)
         return fresh if carry_over is None else carry_over(state, fresh)
 
@@ -185,6 +193,13 @@ class TraceEstimator(eqx.Module):
 def _estimate(
     estimator: TraceEstimator, state: Any, k: int, *, throw: bool
 ) -> Estimate:
+    return _go_on(estimator, estimator, state, k, throw=throw)
+
+
+def _go_on(
+    estimator: TraceEstimator, evaluated: Any, state: Any, k: int, *, throw: bool
+) -> Estimate:
+    """An estimate by what the primitive evaluates, with k products more than are kept."""
     real = has_real_trace(state.operator)
     total, kept = k, getattr(state, "kept", None)
     if kept is not None:
@@ -193,18 +208,13 @@ def _estimate(
         size = space_of(state.operator).size
         if total >= size > k:
             total = max(size - 1, kept.budget)
-    outcome = estimate_trace(estimator, state, total, real=real)
+    outcome = estimate_trace(evaluated, state, total, real=real)
     if outcome.kept is not None and hasattr(state, "kept"):
         kept = outcome.kept
         if not isinstance(kept, Kept):
             kept = Kept(total, kept, described(estimator))
         state = with_kept(state, kept)
     return finish(outcome, state, throw=throw)
-
-
-def with_kept(state: Any, kept: Kept | None) -> Any:
-    """A state that keeps something else."""
-    return eqx.tree_at(lambda x: x.kept, state, kept, is_leaf=lambda x: x is None)
 
 
 def estimate_until(
@@ -222,11 +232,10 @@ def estimate_until(
         "traceax.XNysTraceEstimator"
     )
     adaptive = adaptive_estimator(estimator, tolerance, meter, takers)
-    if getattr(state, "kept", None) is not None:
+    kept = getattr(state, "kept", None)
+    if kept is not None and not adaptive.estimator.loop_goes_on(state):
         state = with_kept(state, None)
-    real = has_real_trace(state.operator)
-    outcome = estimate_trace(adaptive, state, k, real=real)
-    return finish(outcome, state, throw=throw)
+    return _go_on(estimator, adaptive, state, k, throw=throw)
 
 
 def finish(outcome: Outcome, state: Any, *, throw: bool) -> Estimate:
@@ -265,7 +274,6 @@ class _Adaptive(eqx.Module):
             k = min(k, size - 1)
         outcome = self.estimator.evaluate(state, k, until if k >= FEWEST else None)
         value, error, stats, blocks = outcome
-        stats = {name: x for name, x in stats.items() if name != "kept"}
         # An exact answer has none.
         infinite = jtu.tree_map(lambda x: jnp.full_like(x, jnp.inf), error)
         freedom = stats.get("degrees_of_freedom", infinite)

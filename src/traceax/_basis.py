@@ -82,6 +82,28 @@ def growing_basis(
     return basis.T, R
 
 
+def continued_basis(
+    block: Inexact[Array, "n k"],
+    basis: Inexact[Array, "n d"] | None,
+    R: Inexact[Array, "d d"] | None,
+) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"]]:
+    """As `growing_basis`, after the factors of the first columns that a loop has found.
+
+    `None` if there are none.
+    """
+    if basis is None or R is None:
+        return growing_basis(block)
+    k, done = block.shape[1], basis.shape[1]
+    if done == k:
+        return basis, R
+    rows = jnp.pad(basis.T, ((0, k - done), (0, 0)))
+    start = jnp.asarray(done, jnp.int32)
+    more, columns = extend_at_once(rows, block[:, done:].T, start)
+    rows = jax.lax.dynamic_update_slice_in_dim(rows, more, done, 0)
+    R = jnp.pad(R, ((0, k - done), (0, 0)))
+    return rows.T, jnp.concatenate([R, columns], axis=1)
+
+
 @inlined
 def _by_reflections(
     rows: Inexact[Array, "k n"], largest: Float[Array, " k"], ends: list[int]

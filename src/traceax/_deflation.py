@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
+from ._kept import kept_parts
 from ._operator import extend_products, space_of
 from ._orthogonal import (
     column_dots,
@@ -30,7 +31,7 @@ from ._samplers import Sampler, draw_probes
 from ._sharding import side_by_side
 from ._small_matrices import svd
 from ._standard_error import gram, independent_samples
-from ._state import TraceState, kept_parts
+from ._state import TraceState
 
 
 class Deflated(NamedTuple):

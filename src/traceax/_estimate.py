@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
+from ._kept import settled
+
 # Stands for a standard error that cannot be known. NaN inside a program would be taken
 # for a failure by `jax_debug_nans`.
 UNKNOWN = -1.0
@@ -157,7 +159,7 @@ class Estimate(eqx.Module):
     @property
     def state(self) -> PyTree:
         """The state that the estimator's `estimate` takes."""
-        return self._state.unbox()
+        return settled(self._state.unbox())
 
     def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.

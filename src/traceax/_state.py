@@ -2,7 +2,6 @@
 
 import dataclasses
 import operator as op
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,8 +10,9 @@ import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, Key, PyTree, UInt32
+from jaxtyping import Array, Inexact, Key, UInt32
 
+from ._kept import Kept
 from ._operator import check_operator
 
 
@@ -29,21 +29,6 @@ class StoredKey(eqx.Module):
     @property
     def typed(self) -> Key[Array, ""]:
         return jax.random.wrap_key_data(self.data, impl=self.implementation)
-
-
-class Kept(eqx.Module):
-    """What an estimate keeps of its products, for a later one to go on from.
-
-    **Attributes:**
-
-    - `budget`: how many products were allowed so far.
-    - `parts`: arrays, as the estimator's `compute` returned them.
-    - `owner`: the estimator, as `described` writes it.
-    """
-
-    budget: int = eqx.field(static=True)
-    parts: PyTree[Array]
-    owner: str = eqx.field(static=True)
 
 
 class TraceState(eqx.Module):
@@ -113,10 +98,16 @@ def check_state(state: Any, estimator: Any, where: str) -> None:
         )
 
 
-def kept_parts(state: Any, number: int) -> Sequence[Any]:
-    """What a state keeps, of so many parts; `None` for each if it keeps nothing."""
-    kept = getattr(state, "kept", None)
-    return [None] * number if kept is None else kept.parts
+def check_settled(state: Any, estimator: Any, where: str) -> None:
+    """Refuses a state of which it is not known how many products it keeps."""
+    if getattr(getattr(state, "kept", None), "count", None) is not None:
+        raise TypeError(
+            f"{where}: state is that of an estimate to a tolerance, and how many "
+            "products it keeps is not known here: the estimate was made in the same "
+            "program, or is of several lanes of a vmap. Return one estimate from its "
+            "program and go on from its .state, ask for the smaller tolerance at once, "
+            f"or begin anew with {type(estimator).__name__}.init."
+        )
 
 
 def init_state(

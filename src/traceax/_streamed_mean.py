@@ -14,9 +14,9 @@ from ._base import (
     exact_answer,
     finish,
     identity_block,
-    with_kept,
 )
 from ._estimate import RESULTS, Estimate
+from ._kept import Kept, with_kept
 from ._leaves import with_array_leaves
 from ._operator import (
     apply_block,
@@ -25,7 +25,7 @@ from ._operator import (
     space_of,
 )
 from ._primitive import estimate_trace
-from ._state import Kept, check_budget, described
+from ._state import check_budget, described
 from ._streamed_arguments import (
     SIGNS,
     WHERE,

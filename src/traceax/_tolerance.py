@@ -160,14 +160,20 @@ class Phase(NamedTuple):
 
 
 def phases(
-    most: int, widest: int | None = None, first: int = FEWEST, *, wide: bool = False
+    most: int,
+    widest: int | None = None,
+    first: int = FEWEST,
+    *,
+    wide: bool = False,
+    done: int = 0,
 ) -> list[Phase]:
     """Four steps of `first` probes, then of a half and a third of those before, in turn.
 
     None is wider than `widest`. `wide`: for operators whose products take the time of
     reading a large matrix, almost the same for 16 columns as for one. Steps begin with
     16 then, in two phases, as looks at more than there is are what takes time, and the
-    last one takes what would be left, up to 32.
+    last one takes what would be left, up to 32. Of a loop that goes on from `done` probes
+    those that follow, the first of which leads to where a loop from the beginning looks.
     """
     first = 16 if wide else first
     found: list[Phase] = []
@@ -191,6 +197,9 @@ def phases(
             break
         if count >= 4 * width and (widest is None or 2 * width <= widest):
             width *= 2
+    found = [phase for phase in found if phase.end > done]
+    if found and (beside := (found[0].end - done) % found[0].width):
+        found.insert(0, Phase(beside, done + beside, hurried=False))
     return found
 
 
@@ -228,6 +237,7 @@ def until(
     bar: ErrorBar,
     fewest: int = FEWEST,
     samples: int | None = None,
+    done: int = 0,
 ) -> Progress:
     """Takes steps until the tolerance is met, the value is not finite, or all are taken.
 
@@ -236,17 +246,34 @@ def until(
     dtypes of what `look` returns; of a function with several results each of its entries
     holds one of each, and all are to be met. No loop stops with less than `fewest` probes.
     `samples` is how many an error bar is made of where it isn't the number of probes that
-    were taken.
+    were taken. `carry` holds `done` probes of an earlier loop, which are looked at first.
 
     Where the last error bar was far too long, the next look is at twice the probes, and
     steps are as wide as the schedule allows for; not where `samples` is given, and `step`
     finds more for the same probes.
     """
-    most = schedule[-1].end
-    nothing = jnp.asarray(0, jnp.int32)
+    most = schedule[-1].end if schedule else done
+    taken, looked = jnp.asarray(done, jnp.int32), jnp.zeros((), jnp.int32)
+
+    dtypes = [x.dtype for x in bar]
+
+    def looked_at(carry, found, count, phase):
+        bar, found = look(carry, found, count, phase)
+        bar = widened(bar, count if samples is None else jnp.asarray(samples))
+        parts = zip(bar, dtypes, strict=True)
+        return ErrorBar(*(x.astype(dtype) for x, dtype in parts)), found
+
+    def may_stop(bar, count):
+        met = tolerance.met(bar).all() & (count >= fewest)
+        return met | ~jnp.isfinite(bar.mean).all()
+
     progress = Progress(
-        carry, found, nothing, nothing, bar, jnp.asarray(False), meter.init()
+        carry, found, taken, looked, bar, jnp.asarray(False), meter.init()
     )
+    if done >= fewest:
+        bar, found = looked_at(carry, found, taken, Phase(done, done))
+        stop = may_stop(bar, taken)
+        progress = progress._replace(found=found, looked=taken, bar=bar, stop=stop)
     for phase, following in itertools.zip_longest(schedule, schedule[1:]):
 
         def body(progress: Progress, phase=phase) -> Progress:
@@ -259,19 +286,15 @@ def until(
             skip = skip & (count < most)
             last = progress.bar, progress.found
 
-            def take_a_look():
-                bar, found = look(carry, progress.found, count, phase)
-                made_of = count if samples is None else jnp.asarray(samples)
-                bar = widened(bar, made_of)
-                parts = zip(bar, progress.bar, strict=True)
-                return ErrorBar(*(x.astype(y.dtype) for x, y in parts)), found
-
             # Of all lanes: a condition that differs between them would be no condition.
-            new = jax.lax.cond(eqxi.unvmap_all(skip), lambda: last, take_a_look)
+            new = jax.lax.cond(
+                eqxi.unvmap_all(skip),
+                lambda: last,
+                lambda: looked_at(carry, progress.found, count, phase),
+            )
             bar, found = jtu.tree_map(lambda x, y: jnp.where(skip, x, y), last, new)
             looked = jnp.where(skip, progress.looked, count)
-            stop = ~skip & tolerance.met(bar).all() & (count >= fewest)
-            stop = stop | ~jnp.isfinite(bar.mean).all()
+            stop = ~skip & may_stop(bar, count)
             fraction = count.astype(bar.standard_error.dtype) / most
             fraction = jnp.where(stop, 1, fraction)
             shown = meter.step(progress.meter, fraction)
@@ -310,7 +333,7 @@ def empty_rows(
 def put(
     buffers: list[Inexact[Array, "most ..."]],
     new: list[Inexact[Array, "width ..."]],
-    count: Int[Array, ""],
+    count: Int[Array, ""] | int,
 ) -> list[Inexact[Array, "most ..."]]:
     """Buffers with what a step found of each probe, from probe `count` on."""
     return [

@@ -20,12 +20,13 @@ from jaxtyping import Array, Float, Inexact, Int
 from .._base import TraceEstimator
 from .._deflation import Deflated, deflate, leading_range
 from .._hash import split
+from .._kept import Kept
 from .._operator import apply_block, space_of
 from .._orthogonal import column_dots, largest_entry, orthonormalise
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes
 from .._sharding import side_by_side
 from .._standard_error import ErrorBar, independent_samples, sum_of_independent
-from .._state import Kept, StoredKey, TraceState, described, init_state
+from .._state import StoredKey, TraceState, described, init_state
 from .._stream import without_numpy
 
 # Products that are enough for three probes of the past and three fresh ones.

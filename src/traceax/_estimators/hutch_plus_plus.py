@@ -6,6 +6,7 @@ from .._base import TraceEstimator
 from .._basis import growing_basis
 from .._deflation import deflated_trace, with_basis
 from .._hash import split
+from .._kept import kept_parts
 from .._operator import extend_products, space_of
 from .._orthogonal import (
     column_dots,
@@ -26,7 +27,7 @@ from .._samplers import (
 from .._sharding import side_by_side
 from .._staging import inlined
 from .._standard_error import gram, independent_samples
-from .._state import init_state, kept_parts
+from .._state import init_state
 
 # No sketch is as large, and four words for each probe have different positions.
 _APART = 2**29

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from .._base import TraceEstimator
+from .._kept import Counted, Kept, kept_parts
 from .._operator import apply_block, extend_products, space_of
 from .._orthogonal import TILE, column_dots, column_norms, dots_and_norms, there
 from .._product_cost import reads_large_matrix
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import columns, side_by_side
 from .._standard_error import GRAM_PROBES, gram, independent_samples
-from .._state import init_state, kept_parts
+from .._state import described, init_state
 from .._stream import (
     CountedStream,
     ProbeStream,
@@ -75,7 +76,7 @@ class HutchinsonEstimator(TraceEstimator):
         size = stream.chunk_size
         # Of each probe, of the first probes of each whole chunk, and, of a chunk that
         # has only begun, the products of its first probes.
-        samples, norms, grams, head = kept_parts(state, 4)
+        samples, norms, grams, head = _of_chunks(state, size)
         of_probes = [] if samples is None else [(samples, norms)]
         of_chunks = [] if grams is None else [grams]
         done = 0 if samples is None else samples.shape[0]
@@ -93,8 +94,9 @@ class HutchinsonEstimator(TraceEstimator):
         if done > begin and end > done:
             tested, more = test(stream.draw(done, end - done))
             of_probes.append(tested)
-            head = side_by_side(head, more)[:, :GRAM_PROBES]
-            if end == begin + size:
+            if head is not None:
+                head = side_by_side(head, more)[:, :GRAM_PROBES]
+            if end == begin + size and head is not None:
                 first = stream.draw(begin, min(size, GRAM_PROBES))
                 of_chunks.append(gram(first, head)[None])
                 head = None
@@ -164,6 +166,11 @@ class HutchinsonEstimator(TraceEstimator):
         size = chunk_size(self.chunk_size, self.sampler, space.size)
         return ProbeStream(state.key, sampler, space.size, k, size, space.compute_dtype)
 
+    def loop_goes_on(self, state):
+        """Whether an estimate to a tolerance can use what is kept."""
+        del state
+        return True
+
     def compute_until(self, state, k, tolerance, meter):
         space = space_of(state.operator)
         n, dtype = space.size, space.compute_dtype
@@ -173,14 +180,15 @@ class HutchinsonEstimator(TraceEstimator):
         size = min(widest, counted_chunk(n, k, wide=wide))
         stream = ProbeStream(state.key, sampler, n, k, size, dtype)
         draw = stream.source()
-        few = min(k, GRAM_PROBES)
-        schedule = phases(k, widest, wide=wide)
+        samples, norms, head, products = self._known(state, stream)
+        done, few = len(samples), len(products)
+        schedule = phases(k, widest, wide=wide, done=done)
 
         def step(carry, count, phase):
             samples, norms, head, products = carry
             block = draw(count, phase.width)
             Y = apply_block(state.operator, block)
-            if phase.width < GRAM_PROBES or phase is schedule[0]:
+            if done < few and (phase.width < GRAM_PROBES or phase is schedule[0]):
 
                 def grown():
                     (longer,) = put([head], [Y.T], count)
@@ -208,26 +216,60 @@ class HutchinsonEstimator(TraceEstimator):
                 bar = bar._replace(standard_error=bar.standard_error * jnp.sqrt(left))
             return bar, found
 
-        carry = (
-            jnp.zeros(k, dtype),
-            jnp.zeros(k, space.real_dtype),
-            empty_rows(few, state.operator, draw),
-            jnp.zeros((few, few), dtype),
-        )
+        samples, norms = (jnp.pad(x, (0, k - done)) for x in (samples, norms))
         reached = until(
             tolerance,
             meter,
             schedule,
-            carry,
+            (samples, norms, head, products),
             None,
             step,
             look,
             unknown_error(space),
+            done=done,
         )
         mean, standard_error, freedom = reached.bar
+        samples, norms, head, products = reached.carry
+        kept = [
+            Counted(samples),
+            Counted(norms),
+            products,
+            Counted(head, as_columns=True),
+        ]
         stats = {
             "num_matvecs": reached.taken,
             "degrees_of_freedom": freedom,
-            "largest_product": jnp.max(reached.carry[1]),
+            "largest_product": jnp.max(norms),
+            "kept": Kept(1, kept, described(self), reached.taken),
         }
         return mean, standard_error, stats, CountedStream(reached.taken, stream)
+
+    def _known(self, state, stream):
+        """What a loop begins with: samples, norms, the products of the first probes as
+        rows, and the Gram matrix of these."""
+        space = space_of(state.operator)
+        few = min(stream.k, GRAM_PROBES)
+        rows = empty_rows(few, state.operator, stream.source())
+        samples, norms, grams, head = kept_parts(state, 4)
+        if samples is None:
+            nothing = jnp.zeros(0, stream.dtype), jnp.zeros(0, space.real_dtype)
+            return *nothing, rows, jnp.zeros((few, few), stream.dtype)
+        if grams is not None and grams.ndim == 3:
+            # Of the first chunk, which may be of fewer probes.
+            return samples, norms, rows[: len(grams[0])], grams[0]
+        (rows,) = put([rows], [head.T], 0)
+        return samples, norms, rows, gram(stream.draw(0, few), rows.T)
+
+
+def _of_chunks(state, size):
+    """What a state keeps, as chunks of this size go on from it.
+
+    Of probes that a loop has taken only the first chunk's products are known.
+    """
+    samples, norms, grams, head = kept_parts(state, 4)
+    if grams is None or grams.ndim == 3:
+        return samples, norms, grams, head
+    if samples.shape[0] < size:
+        return samples, norms, None, head
+    few = min(size, GRAM_PROBES)
+    return samples, norms, grams[None, :few, :few], None

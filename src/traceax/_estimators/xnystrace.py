@@ -11,6 +11,7 @@ from jaxtyping import Array, Key
 from .._base import TraceEstimator
 from .._basis import counted_basis, extend_at_once
 from .._estimate import RESULTS
+from .._kept import Counted, Kept, kept_parts
 from .._leave_one_out import (
     CountedStandIn,
     floor_diagonal,
@@ -39,7 +40,7 @@ from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid
 from .._sharding import laid_out_like
 from .._small_matrices import inverse_conjugate_transpose, matmul
 from .._standard_error import ErrorBar, leave_one_out_samples
-from .._state import Kept, StoredKey, init_state, kept_parts
+from .._state import StoredKey, described, init_state
 from .._stream import ProbeStream, counted_chunk
 from .._tolerance import empty_rows, phases, put, unknown_error, until
 
@@ -130,8 +131,7 @@ class XNysTraceEstimator(TraceEstimator):
         # probes are well conditioned, so that those of U are as good as taken directly.
         Omega, length = self._probes(state, k)
         probes = Omega / length
-        (known_Y,) = kept_parts(state, 1)
-        (Y,) = extend_products(operator, (probes, known_Y))
+        (Y,) = extend_products(operator, (probes, _of_probes(state, length)))
         # Barriers, so that the same is compiled for products that were known before. Of
         # blocks as they are in memory.
         U, AU = (x.T for x in jax.lax.optimization_barrier((probes.T, Y.T)))
@@ -154,7 +154,7 @@ class XNysTraceEstimator(TraceEstimator):
             "degrees_of_freedom": bar.degrees_of_freedom,
             "result": result,
             "largest_product": largest_entry(Y),
-            "kept": [Y],
+            "kept": [Y, None, None],
         }
         return bar.mean, bar.standard_error, stats, stand_in(Omega, Q, loo)
 
@@ -165,7 +165,7 @@ class XNysTraceEstimator(TraceEstimator):
             Omega, length = self._probes(state, k)
             return Omega / length
 
-        return [probes], lambda Y: [Y]
+        return [probes], lambda Y: [Y, None, None]
 
     def _probes(self, state, k):
         space = space_of(state.operator)
@@ -201,6 +201,11 @@ class XNysTraceEstimator(TraceEstimator):
         """Whether probes need not be orthonormalised."""
         return self.resphere and n >= _WELL_CONDITIONED * k
 
+    def loop_goes_on(self, state):
+        """Whether an estimate to a tolerance can use what is kept."""
+        del state
+        return True
+
     def compute_until(self, state, k, tolerance, meter):
         operator = state.operator
         space = space_of(operator)
@@ -232,21 +237,31 @@ class XNysTraceEstimator(TraceEstimator):
             W = orthonormalising(U, active) if by_products else None
             return self._error_bar(state, U, T, AU, W, count, active)
 
-        rows = empty_rows(k, operator, draw)
-        carry = [rows] * 2, None
+        begun, T, done = [], None, 0
+        if state.kept is not None:
+            done = state.kept.parts[0].shape[1]
+            begun, T = _begun(state, draw(0, done), by_products=by_products)
+        rows = [empty_rows(k, operator, draw)] * (2 if by_products else 3)
+        if done:
+            rows = put(rows, [x.T for x in begun], 0)
         if not by_products:
-            carry = [rows] * 3, jnp.zeros((k, k), dtype)
+            zeros = jnp.zeros((k, k), dtype)
+            T = zeros if T is None else zeros.at[:done, :done].set(T)
         reached = until(
             tolerance,
             meter,
-            phases(k, wide=wide),
-            carry,
+            phases(k, wide=wide, done=done),
+            (rows, T),
             RESULTS.successful,
             step,
             look,
             unknown_error(space, real=True),
+            done=done,
         )
         rows, T = reached.carry
+        kept = [Counted(rows[-1], as_columns=True), None, None]
+        if not by_products:
+            kept[1:] = Counted(rows[1], as_columns=True), Counted(T, 2)
         Omega, *_, AU = (x.T for x in rows)
         active = there(reached.taken, k)
         size = counted_chunk(n, k, wide=wide, columns=2)
@@ -258,9 +273,30 @@ class XNysTraceEstimator(TraceEstimator):
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
             "result": reached.found,
             "largest_product": largest_entry(AU),
+            "kept": Kept(1, kept, described(self), reached.taken),
         }
         blocks = CountedStandIn(Omega, Q, loo, reached.taken, size)
         return reached.bar.mean, reached.bar.standard_error, stats, blocks
+
+
+def _of_probes(state, length):
+    """The products of probes, divided by a length, that a state keeps."""
+    AU, _, T = kept_parts(state, 3)
+    return AU if T is None else combine(AU, T) / length
+
+
+def _begun(state, Omega, *, by_products: bool):
+    """The blocks that a loop begins with, of the probes of which a state keeps products,
+    and the factor of these."""
+    length = _length(len(Omega))
+    AU, U, T = kept_parts(state, 3)
+    if by_products:
+        return [Omega / length, _of_probes(state, length)], None
+    if U is None:
+        U, T = orthonormalise(Omega)
+        inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
+        AU = combine(AU, inverse) * length
+    return [Omega, U, AU], T
 
 
 def _length(n: int) -> float:

@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 
 from .._base import TraceEstimator
-from .._basis import extend_at_once, growing_basis
+from .._basis import continued_basis, extend_at_once, growing_basis
 from .._deflation import deflated_trace, with_basis
+from .._kept import Counted, Kept, kept_parts
 from .._leave_one_out import (
     CountedStandIn,
     grams,
@@ -20,7 +21,7 @@ from .._orthogonal import column_dots, column_norms, largest_entry, there
 from .._product_cost import reads_large_matrix
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
-from .._state import init_state, kept_parts
+from .._state import described, init_state
 from .._stream import ProbeStream, counted_chunk
 from .._tolerance import (
     FEWEST,
@@ -85,7 +86,7 @@ class XTraceEstimator(TraceEstimator):
 
     def carry_over(self, state, fresh):
         """What `refresh` uses again: the range of products with the basis."""
-        _, AQ = kept_parts(state, 2)
+        _, AQ, *_ = kept_parts(state, 4)
         nothing = None if AQ is None else AQ[:, :0]
         return with_basis(state, fresh, AQ, nothing)
 
@@ -97,10 +98,10 @@ class XTraceEstimator(TraceEstimator):
         operator = state.operator
         m = k // 2
         Omega = self._probes(state, m)
-        known_Y, known_AQ = kept_parts(state, 2)
+        known_Y, known_AQ, *basis = kept_parts(state, 4)
         (Y,) = extend_products(operator, (Omega, known_Y))
         tested, largest = probe_dots(Omega, Y), largest_entry(Y)
-        Q, R = growing_basis(Y)
+        Q, R = continued_basis(Y, *basis)
         (AQ,) = extend_products(operator, (Q, known_AQ))
         of, loo = self._left_out(operator, Omega, Q, AQ, R, tested)
         traces = leave_one_out_traces(of, loo, resphere=self.resphere)
@@ -109,16 +110,20 @@ class XTraceEstimator(TraceEstimator):
             "num_matvecs": 2 * m,
             "degrees_of_freedom": freedom,
             "largest_product": largest,
-            "kept": [Y, AQ],
+            "kept": [Y, AQ, *basis] if basis[0] is None else [Y, AQ, Q, R],
         }
         return value, standard_error, stats, stand_in(Omega, Q, loo)
 
     def passes(self, state, k):
         """What each pass of a [`traceax.StreamedMean`][] multiplies."""
         if k < 4:
-            return [lambda: self._probes(state, k)], lambda Y: [Y, None]
+            return [lambda: self._probes(state, k)], lambda Y: [Y, None, None, None]
         blocks = [lambda: self._probes(state, k // 2), lambda Y: growing_basis(Y)[0]]
-        return blocks, lambda Y, AQ: [Y, AQ]
+        return blocks, lambda Y, AQ: [Y, AQ, None, None]
+
+    def loop_goes_on(self, state):
+        """Whether an estimate to a tolerance can use what is kept."""
+        return state.basis is None and kept_parts(state, 4)[1] is not None
 
     def compute_until(self, state, k, tolerance, meter):
         operator = state.operator
@@ -150,25 +155,34 @@ class XTraceEstimator(TraceEstimator):
             traces = leave_one_out_traces(of, loo, resphere=self.resphere)
             return leave_one_out_samples(*traces, active=active), found
 
-        rows = empty_rows(m, operator, draw)
-        carry = [rows] * 4, jnp.zeros((m, m), dtype)
+        rows, R, done = [empty_rows(m, operator, draw)] * 4, jnp.zeros((m, m), dtype), 0
+        Y, AQ, *basis = kept_parts(state, 4)
+        if Y is not None:
+            done = Y.shape[1]
+            Q, factor = continued_basis(Y, *basis)
+            rows = put(rows, [x.T for x in (draw(0, done), Y, Q, AQ)], 0)
+            R = R.at[:done, :done].set(factor)
         reached = until(
             tolerance,
             meter,
-            phases(m, first=FEWEST // 2, wide=wide),
-            carry,
+            phases(m, first=FEWEST // 2, wide=wide, done=done),
+            (rows, R),
             None,
             step,
             look,
             unknown_error(space),
             fewest=FEWEST // 2,
+            done=done,
         )
         _, loo, _ = left_out(reached.carry, reached.taken, m)
-        Omega, Y, Q, _ = (x.T for x in reached.carry[0])
+        rows, R = reached.carry
+        Omega, Y, Q, _ = (x.T for x in rows)
+        kept = [*(Counted(x, as_columns=True) for x in (rows[1], rows[3], rows[2]))]
         stats = {
             "num_matvecs": 2 * reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
             "largest_product": largest_entry(Y),
+            "kept": Kept(2, [*kept, Counted(R, 2)], described(self), reached.taken),
         }
         blocks = CountedStandIn(
             Omega, Q, loo, reached.taken, counted_chunk(n, m, wide=wide, columns=2)
@@ -195,7 +209,7 @@ class XTraceEstimator(TraceEstimator):
         if self.resphere:
             a = space.size / jnp.real(column_dots(Omega, Omega))
         weights = a.astype(Omega.dtype)
-        known_Y, _ = kept_parts(state, 2)
+        known_Y, *_ = kept_parts(state, 4)
         (Y,) = extend_products(state.operator, (Omega, known_Y))
         value, standard_error, freedom = independent_samples(
             weights * column_dots(Omega, Y), column_norms(Y), gram(Omega, Y)[None]
@@ -204,7 +218,7 @@ class XTraceEstimator(TraceEstimator):
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
             "largest_product": largest_entry(Y),
-            "kept": [Y, None],
+            "kept": [Y, None, None, None],
         }
         return value, standard_error, stats, (Omega, Omega * (weights / k)[None, :])
 
@@ -212,7 +226,7 @@ class XTraceEstimator(TraceEstimator):
 def _projection_exceeds(state, k: int) -> bool:
     # From the up to three products of a run without projection, a few more may not
     # allow for it: those with Q are all still to be taken.
-    known_Y, known_AQ = kept_parts(state, 2)
+    known_Y, known_AQ, *_ = kept_parts(state, 4)
     if known_Y is None or known_AQ is not None:
         return False
     return max(k // 2 - known_Y.shape[1], 0) + k // 2 > k - state.kept.budget

@@ -1,0 +1,305 @@
+"""Estimates to a tolerance that go on from earlier ones, and others that go on from them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import (
+    OPERATORS,
+    PSD,
+    as_operator,
+    assert_close,
+    is_x64,
+    matrix,
+    parameters,
+)
+from test_resume import saved_and_loaded
+
+import traceax as tx
+from traceax._tolerance import phases
+
+N, MOST = 100, 90
+ESTIMATORS = {
+    "hutchinson": tx.HutchinsonEstimator(),
+    "hutchinson-chunks": tx.HutchinsonEstimator(chunk_size=8),
+    "xtrace": tx.XTraceEstimator(),
+    "xtrace-plain": tx.XTraceEstimator(tx.RademacherSampler(), resphere=False),
+    "xnystrace": tx.XNysTraceEstimator(),
+    "xnystrace-plain": tx.XNysTraceEstimator(tx.RademacherSampler(), resphere=False),
+}
+ONE_OF_EACH = ["hutchinson", "xtrace", "xnystrace"]
+NAMES = pytest.mark.parametrize("name", ESTIMATORS if is_x64() else ONE_OF_EACH)
+RTOL = 1e-9 if is_x64() else 1e-3
+
+
+def _loose_and_tight(name):
+    return (0.7, 0.3) if name.startswith("hutchinson") else (0.3, 0.03)
+
+
+def _begun(name, operator, key):
+    """An estimate to a loose tolerance: its estimator and state, and how many it took."""
+    estimator, rtol = ESTIMATORS[name], _loose_and_tight(name)[0]
+    state = estimator.init(key, operator)
+    begun = estimator.estimate(state, MOST, rtol=rtol)
+    taken = int(begun.stats["num_matvecs"])
+    assert taken < MOST / 2
+    return estimator, state, begun, taken
+
+
+def _operator(name, complex=False):
+    a = matrix("poly", N, complex=complex)
+    return as_operator(a, psd=name.startswith("xnystrace"))
+
+
+def _assert_one_run(on, whole):
+    assert_close(on.value, whole.value, rtol=RTOL)
+    # Rounding of its squares, of an error bar that can be small.
+    assert_close(on.standard_error, whole.standard_error, rtol=1e5 * RTOL)
+    assert on.stats["num_matvecs"] == whole.stats["num_matvecs"]
+
+
+@NAMES
+def test_more_products_are_those_of_one_run(key, name):
+    estimator, state, begun, taken = _begun(name, _operator(name), key)
+    on = estimator.estimate(begun.state, 13)
+    whole = estimator.estimate(state, taken + 13)
+    assert_close(on.value, whole.value, rtol=RTOL)
+    if name != "hutchinson-chunks":  # which tests chunks of its own for skewness
+        _assert_one_run(on, whole)
+    further = estimator.estimate(on.state, 12)
+    whole = estimator.estimate(state, taken + 25)
+    assert_close(further.value, whole.value, rtol=RTOL)
+    assert further.stats["num_matvecs"] == whole.stats["num_matvecs"]
+
+
+@NAMES
+def test_a_smaller_tolerance_is_met_as_by_one_run(key, name):
+    estimator, state, begun, taken = _begun(name, _operator(name), key)
+    rtol = _loose_and_tight(name)[1]
+    on = estimator.estimate(begun.state, MOST - taken, rtol=rtol)
+    assert taken < on.stats["num_matvecs"] < MOST
+    _assert_one_run(on, estimator.estimate(state, MOST, rtol=rtol))
+    # And on, by a number of products.
+    further = estimator.estimate(on.state, 7)
+    whole = estimator.estimate(state, int(on.stats["num_matvecs"]) + 7)
+    assert_close(further.value, whole.value, rtol=RTOL)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize(("first", "complex"), [(5, False), (13, True), (61, False)])
+def test_a_tolerance_after_a_number_of_products(key, name, first, complex):
+    # First looks after another number agree with one run where they are at the same.
+    operator = _operator(name, complex)
+    estimator = ESTIMATORS[name]
+    state = estimator.init(key, operator)
+    begun = estimator.estimate(state, first)
+    rtol = _loose_and_tight(name)[1]
+    on = estimator.estimate(begun.state, MOST - first, rtol=rtol, throw=False)
+    spent = int(on.stats["num_matvecs"])
+    assert first <= spent + 1
+    whole = estimator.estimate(state, spent)
+    assert_close(on.value, whole.value, rtol=RTOL)
+    assert on.standard_error > whole.standard_error  # widened
+    met = on.confidence_interval()[1] - on.confidence_interval()[0]
+    assert bool(on.result == tx.RESULTS.successful) == (
+        spent < MOST - 1 or bool(met.real / 2 <= rtol * abs(on.value))
+    )
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace", "xnystrace"])
+def test_no_product_is_taken_twice(name):
+    a, taken = jnp.asarray(matrix("poly", N)), []
+
+    def product(vector):
+        jax.debug.callback(lambda _: taken.append(1), vector[0])
+        return a @ vector
+
+    operator = lx.FunctionLinearOperator(product, jax.eval_shape(lambda: a[0]), PSD)
+    estimator = ESTIMATORS[name]
+    state, spent = estimator.init(jr.key(0), operator), 0
+    for arguments in (
+        {"k": 60, "rtol": 0.5},
+        {"k": 3},
+        {"k": 60, "rtol": 0.2},
+        {"k": 10, "rtol": 1e-9},
+        {"k": 10, "rtol": 0.5},
+        {"k": 1},
+    ):
+        taken.clear()
+        estimate = estimator.estimate(state, **arguments, throw=False)
+        jax.block_until_ready(estimate.value)
+        jax.effects_barrier()
+        assert len(taken) <= arguments["k"]
+        spent += len(taken)
+        assert estimate.stats["num_matvecs"] == spent
+        state = estimate.state
+    assert len(taken) <= 1
+    assert spent >= 18
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_tolerance_that_is_met_takes_nothing(key, name):
+    estimator, _, begun, taken = _begun(name, _operator(name), key)
+    again = estimator.estimate(begun.state, 30, rtol=0.8)
+    assert again.stats["num_matvecs"] == taken
+    _assert_one_run(again, begun)
+    assert again.state.kept.budget == taken
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_what_was_missed_is_met_by_more(key, name):
+    estimator = ESTIMATORS[name]
+    state = estimator.init(key, _operator(name))
+    rtol = _loose_and_tight(name)[1]
+    missed = estimator.estimate(state, 10, rtol=rtol, throw=False)
+    assert missed.result == tx.RESULTS.tolerance_not_met
+    assert missed.state.kept.budget == 10
+    met = estimator.estimate(missed.state, 80, rtol=rtol)
+    assert 10 < met.stats["num_matvecs"] <= 90
+    low, high = met.confidence_interval()
+    assert (high - low) / 2 <= rtol * met.value
+
+
+def test_states_are_saved_and_loaded(key):
+    estimator, _, begun, _ = _begun("xtrace", _operator("xtrace"), key)
+    loaded = saved_and_loaded(begun.state)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        estimator.estimate(loaded, 8).value,
+        estimator.estimate(begun.state, 8).value,
+    )
+
+
+@pytest.mark.x64
+def test_probes_that_become_too_many_not_to_be_orthonormalised(key):
+    # XNysTrace takes products of the probes themselves where n >= 8 k.
+    operator = as_operator(matrix("poly", 400), psd=True)
+    estimator = tx.XNysTraceEstimator()
+    state = estimator.init(key, operator)
+    begun = estimator.estimate(state, 48, rtol=0.1)
+    taken = int(begun.stats["num_matvecs"])
+    assert taken < 48
+    for more in (2, 40):
+        on = estimator.estimate(begun.state, more)
+        _assert_one_run(on, estimator.estimate(state, taken + more))
+        on = estimator.estimate(begun.state, more, rtol=1e-9, throw=False)
+        assert on.stats["num_matvecs"] == taken + more
+        whole = estimator.estimate(state, taken + more)
+        assert_close(on.value, whole.value, rtol=RTOL)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("rank", [0, 1, 6])
+@pytest.mark.parametrize("name", ["xtrace", "xnystrace", "xnystrace-plain"])
+def test_low_rank_stays_exact(key, name, rank):
+    u = np.linalg.qr(np.random.default_rng(0).standard_normal((N, N)))[0][:, :rank]
+    a = (u * np.arange(1.0, rank + 1)) @ u.T
+    estimator = ESTIMATORS[name]
+    state = estimator.init(key, as_operator((a + a.T) / 2, psd=True))
+    truth = rank * (rank + 1) / 2
+    begun = estimator.estimate(state, 40, rtol=1e-3)
+    assert_close(begun.value, truth, rtol=1e-10, atol=1e-10)
+    for arguments in ({}, {"rtol": 0.0}):
+        on = estimator.estimate(begun.state, 23, **arguments, throw=False)
+        assert_close(on.value, truth, rtol=1e-10, atol=1e-10)
+        assert on.standard_error < 1e-9
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("name", ["hutchinson-chunks", *ONE_OF_EACH])
+def test_derivatives_are_those_of_one_run(key, name):
+    operator = _operator(name)
+    estimator, state, begun, taken = _begun(name, operator, key)
+    rtol = _loose_and_tight(name)[1]
+
+    def with_matrix(state, a):
+        return eqx.tree_at(lambda s: s.operator.matrix, state, a)
+
+    def gradient(state, k, **arguments):
+        def value(a):
+            return estimator.estimate(with_matrix(state, a), k, **arguments).value
+
+        return jax.jit(jax.grad(value))(operator.matrix)
+
+    on = gradient(begun.state, MOST - taken, rtol=rtol)
+    assert_close(on, gradient(state, MOST, rtol=rtol), rtol=1e-8, atol=1e-9)
+    on = gradient(begun.state, 11)
+    assert_close(on, gradient(state, taken + 11), rtol=1e-8, atol=1e-9)
+
+
+def test_operators_over_pytrees(key):
+    p = parameters(20)
+    operator = OPERATORS["jacobian over a PyTree"](p)
+    estimator = tx.XTraceEstimator()
+    state = estimator.init(key, operator)
+    begun = estimator.estimate(state, 14, rtol=1e-3, throw=False)
+    on = estimator.estimate(begun.state, 4)
+    assert_close(on.value, estimator.estimate(state, 18).value, rtol=RTOL)
+
+
+def test_what_was_taken_helps_a_changed_operator(key):
+    estimator, _, begun, taken = _begun("xtrace", _operator("xtrace"), key)
+    changed = as_operator(1.01 * matrix("poly", N))
+    refreshed = estimator.refresh(begun.state, jr.key(1), changed)
+    assert refreshed.basis.shape == (N, taken // 2)
+    anew = estimator.init(jr.key(1), changed)
+    errors = [estimator.estimate(x, taken).standard_error for x in (refreshed, anew)]
+    assert errors[0] < errors[1]
+    # Products with a basis say nothing of probes.
+    on = estimator.estimate(estimator.estimate(refreshed, 20).state, 30, rtol=0.5)
+    assert on.stats["num_matvecs"] <= 30
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_number_that_is_not_known_is_refused(key, name):
+    operator, estimator = _operator(name), ESTIMATORS[name]
+
+    def to_tolerance(key):
+        return estimator.estimate(estimator.init(key, operator), MOST, rtol=0.7)
+
+    def at_once(key):
+        return estimator.estimate(to_tolerance(key).state, 8).value
+
+    with pytest.raises(TypeError, match=r"made in the same program.*Return one"):
+        jax.jit(at_once)(key)
+    lanes = jax.vmap(to_tolerance)(jr.split(key, 2))
+    with pytest.raises(TypeError, match=r"lanes of a vmap.*begin anew"):
+        jax.vmap(lambda state: estimator.estimate(state, 8).value)(lanes.state)
+    # One lane has one number.
+    lane = jax.tree.map(lambda x: x[1] if eqx.is_array(x) else x, lanes)
+    alone = to_tolerance(jr.split(key, 2)[1])
+    assert lane.state.kept.budget == alone.state.kept.budget
+    on, expected = (estimator.estimate(x.state, 8) for x in (lane, alone))
+    assert_close(on.value, expected.value, rtol=RTOL)
+    # Returned from its program, it is known.
+    alone = eqx.filter_jit(to_tolerance)(key)
+    assert jax.jit(lambda s: estimator.estimate(s, 8).value)(alone.state) > 0
+
+
+@pytest.mark.x64
+def test_loops_that_go_on_look_where_others_do():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        most, first = int(rng.integers(8, 300)), int(rng.choice([4, 8]))
+        wide = bool(rng.integers(2))
+        widest = None if rng.integers(2) else int(rng.integers(4, 40))
+        done = int(rng.integers(1, most + 1))
+        anew = phases(most, widest, first, wide=wide)
+        after = phases(most, widest, first, wide=wide, done=done)
+        looks, count = set(), 0
+        for phase in anew:
+            looks |= set(range(count + phase.width, phase.end + 1, phase.width))
+            count = phase.end
+        count = done
+        for phase in after:
+            assert (phase.end - count) % phase.width == 0
+            steps = range(count + phase.width, phase.end + 1, phase.width)
+            assert looks.issuperset(steps)
+            count = phase.end
+            assert widest is None or phase.width <= widest
+        assert count == most
