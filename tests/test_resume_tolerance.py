@@ -232,6 +232,25 @@ def test_derivatives_are_those_of_one_run(key, name):
     assert_close(on, gradient(state, taken + 11), rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.x64
+@pytest.mark.parametrize("chunk_size", [3, 5, 7, 8, 30])
+@pytest.mark.parametrize("done", [0, 1, 14])
+def test_the_first_products_are_those_of_the_first_probes(key, chunk_size, done):
+    a, most = matrix("poly", N), 40
+    estimator = tx.HutchinsonEstimator(tx.NormalSampler(), chunk_size=chunk_size)
+    state = estimator.init(key, as_operator(a))
+    if done:
+        state = estimator.estimate(state, done).state
+    arguments = {"rtol": 1e-9, "throw": False}
+    ended = estimator.estimate(state, most - done, **arguments).state
+    *_, products, head = ended.kept.parts
+    first = tx.NormalSampler().sample(key, N, len(products), np.dtype("float64"))
+    assert_close(products, first.T @ a @ first, rtol=1e-10)
+    if head.any():  # else they are of a chunk of the estimate before
+        assert_close(head, a @ first, rtol=1e-10)
+    assert len(products) == (min(chunk_size, 16) if done >= chunk_size else 16)
+
+
 def test_operators_over_pytrees(key):
     p = parameters(20)
     operator = OPERATORS["jacobian over a PyTree"](p)
@@ -265,7 +284,7 @@ def test_a_number_that_is_not_known_is_refused(key, name):
     def at_once(key):
         return estimator.estimate(to_tolerance(key).state, 8).value
 
-    with pytest.raises(TypeError, match=r"made in the same program.*Return one"):
+    with pytest.raises(TypeError, match=r"made in the same program.*Return the"):
         jax.jit(at_once)(key)
     lanes = jax.vmap(to_tolerance)(jr.split(key, 2))
     with pytest.raises(TypeError, match=r"lanes of a vmap.*begin anew"):

@@ -183,16 +183,24 @@ class HutchinsonEstimator(TraceEstimator):
         samples, norms, head, products = self._known(state, stream)
         done, few = len(samples), len(products)
         schedule = phases(k, widest, wide=wide, done=done)
+        growing = [
+            phase
+            for phase in schedule
+            if done < few and (phase.width < GRAM_PROBES or phase is schedule[0])
+        ]
+        # The step that takes the last of the first probes may take more.
+        room = max((phase.width for phase in growing), default=0)
+        head = jnp.pad(head, ((0, room), (0, 0)))
 
         def step(carry, count, phase):
             samples, norms, head, products = carry
             block = draw(count, phase.width)
             Y = apply_block(state.operator, block)
-            if done < few and (phase.width < GRAM_PROBES or phase is schedule[0]):
+            if phase in growing:
 
                 def grown():
                     (longer,) = put([head], [Y.T], count)
-                    return longer, gram(draw(0, few), longer.T)
+                    return longer, gram(draw(0, few), longer[:few].T)
 
                 # Where steps widen early, before they do all phases see the first probes.
                 head, products = jax.lax.cond(
@@ -234,7 +242,7 @@ class HutchinsonEstimator(TraceEstimator):
             Counted(samples),
             Counted(norms),
             products,
-            Counted(head, as_columns=True),
+            Counted(head[:few], as_columns=True),
         ]
         stats = {
             "num_matvecs": reached.taken,
