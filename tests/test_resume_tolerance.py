@@ -293,11 +293,15 @@ def test_a_number_that_is_not_known_is_refused(key, name):
     lane = jax.tree.map(lambda x: x[1] if eqx.is_array(x) else x, lanes)
     alone = to_tolerance(jr.split(key, 2)[1])
     assert lane.state.kept.budget == alone.state.kept.budget
-    on, expected = (estimator.estimate(x.state, 8) for x in (lane, alone))
-    assert_close(on.value, expected.value, rtol=RTOL)
+    state = jax.tree.map(lambda x: x[1] if eqx.is_array(x) else x, lanes.state)
+    for x in (lane.state, state):
+        on, expected = (estimator.estimate(s, 8) for s in (x, alone.state))
+        assert_close(on.value, expected.value, rtol=RTOL)
     # Returned from its program, it is known.
     alone = eqx.filter_jit(to_tolerance)(key)
-    assert jax.jit(lambda s: estimator.estimate(s, 8).value)(alone.state) > 0
+    on = jax.jit(lambda state: estimator.estimate(state, 8).value)(alone.state)
+    state = eqx.filter_jit(lambda key: to_tolerance(key).state)(key)
+    assert_close(estimator.estimate(state, 8).value, on, rtol=RTOL)
 
 
 @pytest.mark.x64

@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from ._estimate import RESULTS, Estimate, raise_failure
-from ._kept import Kept, with_kept
+from ._kept import Kept, settled, with_kept
 from ._operator import Space, apply_block, has_real_trace, space_of
 from ._orthogonal import largest_entry
 from ._primitive import Outcome, estimate_trace
@@ -108,8 +108,8 @@ class TraceEstimator(eqx.Module):
         - `rtol`, `atol`, `level`, `progress_meter`: as for [`traceax.trace`][], of
             estimators that take a tolerance: at most `k` more products are taken than the
             state keeps. The state keeps those that were taken. Their number is known
-            outside of programs only: go on from the state of an estimate that is
-            returned from its program.
+            outside of programs only: return the estimate, or its state, and go on from
+            that.
         - `throw`: whether a failure raises an error, at run time. If `False` it is
             only reported in `result`, and there is no host callback in the program.
 
@@ -127,6 +127,7 @@ class TraceEstimator(eqx.Module):
         """
         where = f"{type(self).__name__}.estimate"
         check_state(state, self, where)
+        state = settled(state)
         check_settled(state, self, where)
         k = check_budget(k, where)
         space = space_of(state.operator)
@@ -178,6 +179,7 @@ class TraceEstimator(eqx.Module):
                     f"{where}: the operator must have the structure of the state's, "
                     f"{old.structure}, got {new.structure}; begin anew with init."
                 )
+        state = settled(state)
         if getattr(getattr(state, "kept", None), "count", None) is not None:
             state = with_kept(state, None)
         carry_over = getattr(self, "carry_over", None)

@@ -105,7 +105,7 @@ def check_settled(state: Any, estimator: Any, where: str) -> None:
             f"{where}: state is that of an estimate to a tolerance, and how many "
             "products it keeps is not known here: the estimate was made in the same "
             "program, or is of several lanes of a vmap. Return the estimate from its "
-            "program, take one lane of it, and go on from its .state; ask for the smaller tolerance at once, "
+            "program and go on from its .state, of one lane at a time; ask for the smaller tolerance at once, "
             f"or begin anew with {type(estimator).__name__}.init."
         )
 

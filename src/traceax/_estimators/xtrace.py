@@ -177,7 +177,7 @@ class XTraceEstimator(TraceEstimator):
         _, loo, _ = left_out(reached.carry, reached.taken, m)
         rows, R = reached.carry
         Omega, Y, Q, _ = (x.T for x in rows)
-        kept = [*(Counted(x, as_columns=True) for x in (rows[1], rows[3], rows[2]))]
+        kept = [Counted(rows[i], as_columns=True) for i in (1, 3, 2)]
         stats = {
             "num_matvecs": 2 * reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
