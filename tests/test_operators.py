@@ -466,6 +466,7 @@ def test_cheap_operators_are_multiplied_a_few_columns_at_a_time(monkeypatch):
     assert "[2,20]" not in text
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("k", [5, 40, 70])
 def test_large_matrices_are_multiplied_by_columns(monkeypatch, k):
     p = parameters(20)

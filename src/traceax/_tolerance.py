@@ -182,8 +182,11 @@ def phases(
         steps = 2 if found or wide else 4
         if widest is not None and 2 * width > widest:
             steps = most  # no wider ones follow
-        steps = min(steps, (most - count) // width)
-        rest = most - count - steps * width
+        left = most - count
+        if found and not wide and width < left <= 2 * width and left % 2 == 0:
+            width = left // 2  # rather than in a step and a phase of the rest
+        steps = min(steps, left // width)
+        rest = left - steps * width
         last = steps == 0
         if wide and 0 < rest <= min(32, widest or most) - width:
             # All but the first step, which is one to look at.
@@ -222,6 +225,7 @@ class Progress(NamedTuple):
     taken: Int[Array, ""]
     looked: Int[Array, ""]  # how many were taken at the last look
     bar: ErrorBar
+    far: Bool[Array, ""]  # whether it would take many more
     stop: Bool[Array, ""]
     meter: Any
 
@@ -256,34 +260,31 @@ def until(
     taken, looked = jnp.asarray(done, jnp.int32), jnp.zeros((), jnp.int32)
     dtypes = [x.dtype for x in bar]
 
+    no = jnp.asarray(False)
+
     def looked_at(carry, found, count, phase):
         bar, found = look(carry, found, count, phase)
         bar = widened(bar, count if samples is None else jnp.asarray(samples))
         parts = zip(bar, dtypes, strict=True)
-        return ErrorBar(*(x.astype(dtype) for x, dtype in parts)), found
-
-    def may_stop(bar, count):
+        bar = ErrorBar(*(x.astype(dtype) for x, dtype in parts))
         met = tolerance.met(bar).all() & (count >= fewest)
-        return met | ~jnp.isfinite(bar.mean).all()
+        stop = met | ~jnp.isfinite(bar.mean).all()
+        return bar, found, tolerance.is_far(bar) if samples is None else no, stop
 
-    progress = Progress(
-        carry, found, taken, looked, bar, jnp.asarray(False), meter.init()
-    )
+    progress = Progress(carry, found, taken, looked, bar, no, no, meter.init())
     if done >= fewest:
-        bar, found = looked_at(carry, found, taken, Phase(done, done))
-        stop = may_stop(bar, taken)
-        progress = progress._replace(found=found, looked=taken, bar=bar, stop=stop)
+        bar, found, far, stop = looked_at(carry, found, taken, Phase(done, done))
+        progress = progress._replace(
+            found=found, looked=taken, bar=bar, far=far, stop=stop
+        )
     for phase, following in itertools.zip_longest(schedule, schedule[1:]):
 
         def body(progress: Progress, phase=phase) -> Progress:
             carry = step(progress.carry, progress.taken, phase)
             count = progress.taken + phase.width
-            skip = count < fewest
-            if samples is None:
-                far = tolerance.is_far(progress.bar)
-                skip = skip | (far & (count < 2 * progress.looked))
-            skip = skip & (count < most)
-            last = progress.bar, progress.found
+            skip = progress.far & (count < 2 * progress.looked)
+            skip = (skip | (count < fewest)) & (count < most)
+            last = progress.bar, progress.found, progress.far, no
 
             # Of all lanes: a condition that differs between them would be no condition.
             new = jax.lax.cond(
@@ -291,13 +292,14 @@ def until(
                 lambda: last,
                 lambda: looked_at(carry, progress.found, count, phase),
             )
-            bar, found = jtu.tree_map(lambda x, y: jnp.where(skip, x, y), last, new)
+            bar, found, far, stop = jtu.tree_map(
+                lambda x, y: jnp.where(skip, x, y), last, new
+            )
             looked = jnp.where(skip, progress.looked, count)
-            stop = ~skip & may_stop(bar, count)
             fraction = count.astype(bar.standard_error.dtype) / most
             fraction = jnp.where(stop, 1, fraction)
             shown = meter.step(progress.meter, fraction)
-            return Progress(carry, found, count, looked, bar, stop, shown)
+            return Progress(carry, found, count, looked, bar, far, stop, shown)
 
         def proceed(
             progress: Progress, phase=phase, following=following
@@ -308,7 +310,7 @@ def until(
             if not following.may_follow_early(phase):
                 return more
             wider = following.leads_to_its_end(progress.taken) & (progress.looked > 0)
-            return more & ~(wider & tolerance.is_far(progress.bar))
+            return more & ~(wider & progress.far)
 
         progress = jax.lax.while_loop(proceed, body, progress)
     meter.close(progress.meter)
