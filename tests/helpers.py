@@ -79,6 +79,25 @@ def as_operator(a, psd=False):
     return lx.MatrixLinearOperator(jnp.asarray(a, dtype), PSD if psd else ())
 
 
+def counting(a):
+    """A semidefinite operator, and how many products an estimate, asked about at once, took."""
+    a, taken = jnp.asarray(a), []
+
+    def product(vector):
+        jax.debug.callback(lambda _: taken.append(1), vector[0])
+        return a @ vector
+
+    def number(estimate):
+        jax.block_until_ready(estimate.value)
+        jax.effects_barrier()
+        found = len(taken)
+        taken.clear()
+        return found
+
+    structure = jax.eval_shape(lambda: a[0])
+    return lx.FunctionLinearOperator(product, structure, PSD), number
+
+
 def z_score(samples, truth, rounding=1e-9):
     """How many standard errors the mean of samples is off, the worse of re and im.
 

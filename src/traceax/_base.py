@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from ._estimate import RESULTS, Estimate, raise_failure
-from ._kept import Kept, settled, with_kept
+from ._kept import Kept, is_settled, settled, with_kept
 from ._operator import Space, apply_block, has_real_trace, space_of
 from ._orthogonal import largest_entry
 from ._primitive import Outcome, estimate_trace
@@ -134,7 +134,7 @@ class TraceEstimator(eqx.Module):
         tolerance = make_tolerance(rtol, atol, level, space, where)
         check_meter(progress_meter, where)
         if tolerance is None:
-            return _estimate(self, state, k, throw=throw)
+            return _go_on(self, self, state, k, throw=throw)
         return estimate_until(self, state, k, tolerance, progress_meter, throw=throw)
 
     def refresh(
@@ -180,7 +180,7 @@ class TraceEstimator(eqx.Module):
                     f"{old.structure}, got {new.structure}; begin anew with init."
                 )
         state = settled(state)
-        if getattr(getattr(state, "kept", None), "count", None) is not None:
+        if not is_settled(state):
             state = with_kept(state, None)
         carry_over = getattr(self, "carry_over", None)
         return fresh if carry_over is None else carry_over(state, fresh)
@@ -190,12 +190,6 @@ class TraceEstimator(eqx.Module):
         if k < space_of(state.operator).size:
             return (compute or self.compute)(state, k)
         return _exact(state.operator)
-
-
-def _estimate(
-    estimator: TraceEstimator, state: Any, k: int, *, throw: bool
-) -> Estimate:
-    return _go_on(estimator, estimator, state, k, throw=throw)
 
 
 def _go_on(

@@ -49,12 +49,18 @@ class Counted(eqx.Module):
         return x.T if self.as_columns else x
 
 
+def is_settled(state: Any) -> bool:
+    """Whether it is known how many products a state keeps."""
+    kept = getattr(state, "kept", None)
+    return not isinstance(kept, Kept) or kept.count is None
+
+
 def settled(state: Any) -> Any:
     """The same state, of which parts are of as many probes as there are, if their number
     is known outside of programs."""
-    kept = getattr(state, "kept", None)
-    if not isinstance(kept, Kept) or kept.count is None:
+    if is_settled(state):
         return state
+    kept = state.kept
     if isinstance(kept.count, jax.core.Tracer) or jnp.ndim(kept.count) > 0:
         return state
     count = int(kept.count)

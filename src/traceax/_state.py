@@ -12,7 +12,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Key, UInt32
 
-from ._kept import Kept
+from ._kept import Kept, is_settled
 from ._operator import check_operator
 
 
@@ -100,12 +100,13 @@ def check_state(state: Any, estimator: Any, where: str) -> None:
 
 def check_settled(state: Any, estimator: Any, where: str) -> None:
     """Refuses a state of which it is not known how many products it keeps."""
-    if getattr(getattr(state, "kept", None), "count", None) is not None:
+    if not is_settled(state):
         raise TypeError(
             f"{where}: state is that of an estimate to a tolerance, and how many "
             "products it keeps is not known here: the estimate was made in the same "
             "program, or is of several lanes of a vmap. Return the estimate from its "
-            "program and go on from its .state, of one lane at a time; ask for the smaller tolerance at once, "
+            "program and go on from its .state, of one lane at a time; ask for the "
+            "smaller tolerance at once, "
             f"or begin anew with {type(estimator).__name__}.init."
         )
 

@@ -104,10 +104,6 @@ class Blocks(eqx.Module):
         """V and Z from a column on, as a function of it. Call it outside of a loop."""
 
     @abc.abstractmethod
-    def needed(self) -> Int[Array, ""]:
-        """How many chunks hold columns that are not 0."""
-
-    @abc.abstractmethod
     def sum(
         self,
         fn: Callable[[Inexact[Array, "n c"], Inexact[Array, "n c"]], PyTree[Array]],
@@ -136,9 +132,6 @@ class GivenBlocks(Blocks):
     def chunks(self):
         return lambda start: (self.V, self.Z)
 
-    def needed(self):
-        return jnp.ones((), jnp.int32)
-
     def sum(self, fn):
         return fn(self.V, self.Z)
 
@@ -148,7 +141,8 @@ class CountedBlocks(Blocks):
 
     count: eqx.AbstractVar[Int[Array, ""]]
 
-    def needed(self):
+    def needed(self) -> Int[Array, ""]:
+        """How many chunks hold columns that are not 0."""
         return -(-jnp.max(self.count) // self.size)
 
     def sum(self, fn):

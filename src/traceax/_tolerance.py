@@ -259,7 +259,6 @@ def until(
     most = schedule[-1].end if schedule else done
     taken, looked = jnp.asarray(done, jnp.int32), jnp.zeros((), jnp.int32)
     dtypes = [x.dtype for x in bar]
-
     no = jnp.asarray(False)
 
     def looked_at(carry, found, count, phase):

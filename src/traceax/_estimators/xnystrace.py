@@ -139,9 +139,8 @@ class XNysTraceEstimator(TraceEstimator):
         if self._by_products(n, k):
             W = orthonormalising(U)
         else:
-            U, T = orthonormalise(U)
-            inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
-            U, T, AU = jax.lax.optimization_barrier((U.T, T, combine(AU, inverse).T))
+            U, T, AU = _orthonormalised(U, AU)
+            U, T, AU = jax.lax.optimization_barrier((U.T, T, AU.T))
             U, T, AU = U.T, T * length, AU.T
         bar, result = self._error_bar(state, U, T, AU, W, k)
 
@@ -285,6 +284,13 @@ def _of_probes(state, length):
     return AU if T is None else combine(AU, T) / length
 
 
+def _orthonormalised(probes, Y):
+    """U and T with `probes = U T`, and `A U` from `Y = A probes`."""
+    U, T = orthonormalise(probes)
+    inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
+    return U, T, combine(Y, inverse)
+
+
 def _begun(state, Omega, *, by_products: bool):
     """The blocks that a loop begins with, of the probes of which a state keeps products,
     and the factor of these."""
@@ -293,9 +299,8 @@ def _begun(state, Omega, *, by_products: bool):
     if by_products:
         return [Omega / length, _of_probes(state, length)], None
     if U is None:
-        U, T = orthonormalise(Omega)
-        inverse = inverse_conjugate_transpose(floor_diagonal(T)).conj().T
-        AU = combine(AU, inverse) * length
+        U, T, AU = _orthonormalised(Omega / length, AU)
+        T = T * length
     return [Omega, U, AU], T
 
 
