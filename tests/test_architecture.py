@@ -17,6 +17,7 @@ SOURCE = pathlib.Path(tx.__file__).parent
 LAYERS = [
     "_staging",
     "_kept",
+    "_student_t",
     "_estimate",
     "_progress",
     "_sharding",

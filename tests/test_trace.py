@@ -194,15 +194,15 @@ def test_an_estimator_may_wrap_another(key):
 def test_student_t_quantiles():
     from scipy import stats  # noqa: PLC0415
 
-    from traceax._estimate import student_t_quantile  # noqa: PLC0415
+    from traceax._student_t import probability, student_t_quantile  # noqa: PLC0415
 
     for level in (0.5, 0.8, 0.95, 0.99, 0.999):
         for freedom in (1, 2, 3, 4, 5, 7, 10, 19, 50, 300, np.inf):
-            got = student_t_quantile(
-                jnp.asarray((1 + level) / 2), jnp.asarray(float(freedom))
-            )
-            expected = stats.t.ppf((1 + level) / 2, freedom)
-            assert_close(got, expected, rtol=3e-3 if freedom < 10 else 3e-4)
+            p, nu = (1 + level) / 2, jnp.asarray(float(freedom))
+            for given in (p, jnp.asarray(p)):
+                got = student_t_quantile(probability(given), nu)
+                expected = stats.t.ppf(p, freedom)
+                assert_close(got, expected, rtol=3e-3 if freedom < 10 else 3e-4)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -276,7 +276,8 @@ class _Adaptive(eqx.Module):
         bars = zip(*map(jtu.tree_leaves, (value, error, freedom)), strict=True)
         # What is not finite has a cause of its own.
         met = [
-            self.tolerance.met(ErrorBar(*bar)) | ~jnp.isfinite(bar[0]) for bar in bars
+            self.tolerance.judge(ErrorBar(*bar))[0] | ~jnp.isfinite(bar[0])
+            for bar in bars
         ]
         met = jnp.stack(met).all()
         result = stats.get("result", RESULTS.successful)

@@ -1,7 +1,6 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
 import functools as ft
-import math
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from ._kept import settled
+from ._student_t import Probability, probability, student_t_quantile
 
 # Stands for a standard error that cannot be known. NaN inside a program would be taken
 # for a failure by `jax_debug_nans`.
@@ -190,8 +190,9 @@ class Estimate(eqx.Module):
         errors = treedef.flatten_up_to(self._standard_error)
         infinite = treedef.unflatten([jnp.asarray(jnp.inf)] * len(values))
         freedoms = self.stats.get("degrees_of_freedom", infinite)
+        given = probability((1 + level) / 2) if isinstance(level, float) else level
         intervals = [
-            _interval(*parts, level)
+            _interval(*parts, given)
             for parts in zip(
                 values, errors, treedef.flatten_up_to(freedoms), strict=True
             )
@@ -205,9 +206,11 @@ def _interval(value, error, freedom, level):
     # At least single precision; a level next to 1 would round to 1.
     if jnp.finfo(error.dtype).bits < 32:
         error = error.astype(jnp.float32)
-    level = jnp.minimum(level, 1 - 2 * jnp.finfo(error.dtype).eps).astype(error.dtype)
+    if not isinstance(level, Probability):
+        level = jnp.minimum(level, 1 - 2 * jnp.finfo(error.dtype).eps)
+        level = probability((1 + level.astype(error.dtype)) / 2)
     freedom = jnp.asarray(freedom).astype(error.dtype)
-    quantile = student_t_quantile((1 + level) / 2, freedom)
+    quantile = student_t_quantile(level, freedom)
     half = jnp.where(error == 0, jnp.zeros_like(error), quantile * error)
     half = jnp.where(error < 0, jnp.full_like(error, jnp.inf), half)
     if jnp.iscomplexobj(value):
@@ -239,55 +242,3 @@ def raise_failure(estimate: Estimate) -> Estimate:
         estimate,
         replace_fn=lambda x: x * one.astype(x.dtype),
     )
-
-
-def student_t_quantile(
-    probability: Float[Array, ""], freedom: Float[Array, ""]
-) -> Float[Array, ""]:
-    """The quantile of Student's t distribution, for probabilities of 1/2 and above.
-
-    Hill (1970), "Algorithm 396: Student's t-quantiles", doi:10.1145/355598.355600.
-    Its expansion is poor below three degrees of freedom: there the logarithm is
-    interpolated in `1 / freedom` from the closed forms at one and two and from three
-    and four. Relative error below 1 % (below 1e-3 from three degrees on). At least
-    one degree of freedom is taken.
-    """
-    one = jnp.tan(jnp.pi * (probability - 0.5))
-    two = (2 * probability - 1) * jnp.sqrt(2 / (4 * probability * (1 - probability)))
-    three, four = _hill(probability, 3.0), _hill(probability, 4.0)
-    nodes = (1.0, 1 / 2, 1 / 3, 1 / 4)
-    values = [jnp.log(jnp.maximum(x, 1e-30)) for x in (one, two, three, four)]
-    inverse = 1 / jnp.maximum(freedom, 1)
-    log_quantile = jnp.zeros_like(inverse)
-    for i, value in enumerate(values):
-        others = [x for j, x in enumerate(nodes) if j != i]
-        weight = math.prod((inverse - x) / (nodes[i] - x) for x in others)
-        log_quantile = log_quantile + weight * value
-    return jnp.where(freedom < 3, jnp.exp(log_quantile), _hill(probability, freedom))
-
-
-def _hill(probability: Float[Array, ""], freedom: ArrayLike) -> Float[Array, ""]:
-    tail = 2 * (1 - probability)  # of both sides
-    nu = jnp.clip(freedom, 3, 1e6)
-    a = 1 / (nu - 0.5)
-    b = 48 / a**2
-    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
-    d = ((94.5 / (b + c) - 3) / b + 1) * jnp.sqrt(a * jnp.pi / 2) * nu
-    y = (d * tail) ** (2 / nu)
-
-    x = jax.scipy.special.ndtri(probability)
-    y1 = x**2
-    c1 = jnp.where(nu < 5, c + 0.3 * (nu - 4.5) * (x + 0.6), c)
-    c1 = (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b + c1
-    y1 = (((((0.4 * y1 + 6.3) * y1 + 36) * y1 + 94.5) / c1 - y1 - 3) / b + 1) * x
-    central = jnp.expm1(a * y1**2)
-
-    outer = (
-        (
-            1 / (((nu + 6) / (nu * y) - 0.089 * d - 0.822) * (nu + 2) * 3)
-            + 0.5 / (nu + 4)
-        )
-        * y
-        - 1
-    ) * (nu + 1) / (nu + 2) + 1 / y
-    return jnp.sqrt(nu * jnp.where(y > 0.05 + a, central, outer))

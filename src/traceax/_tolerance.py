@@ -24,12 +24,12 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
-from ._estimate import student_t_quantile
 from ._operator import Space, apply_block, space_of
 from ._progress import ProgressMeter
 from ._sharding import explicit_sharding, laid_out_like, lay_out
 from ._staging import inlined
 from ._standard_error import ErrorBar
+from ._student_t import probability, student_t_quantile
 
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
 # their level for every tolerance, simulated.
@@ -57,16 +57,23 @@ class Tolerance(eqx.Module):
     factor: Inexact[Array, ""]
     offset: Inexact[Array, ""]
 
-    def half_width(self, bar: ErrorBar) -> Float[Array, ""]:
-        """Of the interval of the whole value."""
+    @jax.jit  # traced once for all the looks of a program
+    @inlined
+    def judge(self, bar: ErrorBar) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
+        """Whether the interval of the whole value is good enough, and whether that would
+        take many more probes. Neither for an unknown error."""
+        half_width, allowed = self._half_width(bar), self._allowed(bar)
+        far = (half_width > _FAR * allowed) & jnp.isfinite(half_width)
+        return (half_width <= allowed).all(), far.all()
+
+    def _half_width(self, bar: ErrorBar) -> Float[Array, "..."]:
         error = bar.standard_error
-        probability = jnp.asarray((1 + self.level) / 2, error.dtype)
-        quantile = student_t_quantile(probability, bar.degrees_of_freedom)
+        level = probability((1 + self.level) / 2)
+        quantile = student_t_quantile(level, bar.degrees_of_freedom)
         scaled = jnp.abs(self.factor).astype(error.dtype) * error
         return jnp.where(error == 0, 0, quantile * scaled)
 
-    def allowed(self, bar: ErrorBar) -> Float[Array, ""]:
-        """The largest half width that is good enough."""
+    def _allowed(self, bar: ErrorBar) -> Float[Array, "..."]:
         dtype = bar.standard_error.dtype
         # The loop's may be known to be real where the whole is not.
         dtype_of_all = np.result_type(bar.mean.dtype, self.factor.dtype)
@@ -75,20 +82,6 @@ class Tolerance(eqx.Module):
         )
         value = jnp.abs(factor * mean + offset)
         return self.atol.astype(dtype) + self.rtol.astype(dtype) * value.astype(dtype)
-
-    @jax.jit  # traced once for all the looks of a program
-    @inlined
-    def met(self, bar: ErrorBar) -> Bool[Array, ""]:
-        """Whether the interval is good enough. False for an unknown error."""
-        return self.half_width(bar) <= self.allowed(bar)
-
-    @jax.jit
-    @inlined
-    def is_far(self, bar: ErrorBar) -> Bool[Array, ""]:
-        """Whether it would take many more probes. False for an unknown error."""
-        half_width = self.half_width(bar)
-        far = half_width > _FAR * self.allowed(bar)
-        return (far & jnp.isfinite(half_width)).all()
 
     def of_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
@@ -266,9 +259,9 @@ def until(
         bar = widened(bar, count if samples is None else jnp.asarray(samples))
         parts = zip(bar, dtypes, strict=True)
         bar = ErrorBar(*(x.astype(dtype) for x, dtype in parts))
-        met = tolerance.met(bar).all() & (count >= fewest)
-        stop = met | ~jnp.isfinite(bar.mean).all()
-        return bar, found, tolerance.is_far(bar) if samples is None else no, stop
+        met, far = tolerance.judge(bar)
+        stop = (met & (count >= fewest)) | ~jnp.isfinite(bar.mean).all()
+        return bar, found, far if samples is None else no, stop
 
     progress = Progress(carry, found, taken, looked, bar, no, no, meter.init())
     if done >= fewest:

@@ -213,11 +213,7 @@ class HutchinsonEstimator(TraceEstimator):
         def look(carry, found, count, phase):
             samples, norms, _, products = carry
             bar = independent_samples(
-                samples[: phase.end],
-                norms[: phase.end],
-                products[None],
-                dimension=n,
-                active=there(count, phase.end),
+                samples, norms, products[None], dimension=n, active=there(count, k)
             )
             if not self.sampler.independent:
                 left = 1 - count.astype(space.real_dtype) / n
