@@ -116,7 +116,7 @@ def ritz_pairs(
     For a count that is traced `p = k`: eigenvalues beyond are copies of the last, so
     that functions are finite there, with vectors of 0.
     """
-    k = T.shape[0]
+    k, T = T.shape[0], (T + T.conj().T) / 2
     if isinstance(count, int):
         values, vectors = eigh(T[:count, :count])
         return values, jnp.zeros((k, count), T.dtype).at[:count].set(vectors)

@@ -89,8 +89,8 @@ def householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
 
 @_in_turn
 def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
-    """`L` and its inverse, with `gram = L L^*`."""
-    lower = jnp.linalg.cholesky(gram)
+    """`L` and its inverse, with `gram = L L^*`, from the lower triangle of that."""
+    lower = jax.lax.linalg.cholesky(gram, symmetrize_input=False)
     eye = identity(gram.shape[0], gram.dtype)
     return lower, jax.scipy.linalg.solve_triangular(lower, eye, lower=True)
 
@@ -99,8 +99,9 @@ def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
 def eigh(
     matrix: Inexact[Array, "k k"],
 ) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
-    """Eigenvalues, ascending, and eigenvectors of a Hermitian matrix."""
-    values, vectors = jnp.linalg.eigh(matrix)
+    """Eigenvalues, ascending, and eigenvectors of a Hermitian matrix, from its lower
+    triangle."""
+    vectors, values = jax.lax.linalg.eigh(matrix, symmetrize_input=False)
     return values, vectors
 
 
