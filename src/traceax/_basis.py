@@ -22,7 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from ._orthogonal import FEW_ROWS, combine, factorise, inner, noise, power_of_two, there
+from ._orthogonal import (
+    FEW_ROWS,
+    combine,
+    factorise,
+    inner,
+    largest_entries,
+    noise,
+    power_of_two,
+    there,
+)
 from ._sharding import on_one_cpu, replicate, whole_columns, zeros_beside
 from ._small_matrices import cholesky, diagonal, divisor, householder, identity, matmul
 from ._staging import inlined
@@ -67,7 +76,7 @@ def growing_basis(
         return block, jnp.zeros((0, 0), block.dtype)
     # Given vectors, each tile of which the basis replaces.
     rows = whole_columns(block).T
-    largest = _largest(rows)
+    largest = largest_entries(rows.T)
     few = n <= FEW_ROWS or on_one_cpu()
     ends = [min(n, end) for end in _STEPS if few and n * end <= _REFLECTED]
     if ends:
@@ -225,7 +234,7 @@ def extend_at_once(
         return X - combine(basis.T, inside).T, inside
 
     present = jnp.ones(len(given), bool)
-    largest = _largest(given)
+    largest = largest_entries(given.T)
     X, C, M = _orthonormalise(given, largest, project, present, start, _by_block)
     return X, jax.lax.dynamic_update_slice_in_dim(C, M, start, 0)
 
@@ -254,11 +263,6 @@ def counted_basis(
     carry = jnp.zeros_like(rows), zeros_beside(rows, (len(rows), len(rows)))
     basis, R = jax.lax.fori_loop(0, number, tile, carry)
     return basis[:k].T, R[:k, :k]
-
-
-@inlined
-def _largest(rows: Inexact[Array, "c n"]) -> Float[Array, " c"]:
-    return jnp.max(jnp.abs(rows), axis=1)
 
 
 def _orthonormalise(

@@ -326,6 +326,12 @@ def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
     return jnp.max(jnp.abs(block.T), initial=0)
 
 
+@inlined
+def largest_entries(block: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+    """The largest modulus of an entry of each column."""
+    return jnp.max(jnp.abs(block.T), axis=1, initial=0)
+
+
 def power_of_two_scale(block: Inexact[Array, "n k"]) -> Float[Array, ""]:
     """A power of two within a factor 4 below the largest entry; 1 for a zero block.
 

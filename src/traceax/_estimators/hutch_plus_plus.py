@@ -12,7 +12,7 @@ from .._orthogonal import (
     column_dots,
     combine,
     inner,
-    largest_entry,
+    largest_entries,
     power_of_two_scale,
     sum_over_rows,
 )
@@ -97,7 +97,8 @@ class HutchPlusPlusEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            "largest_product": largest_entry(Y if sketch_size else APsi),
+            # Of columns first, as the basis needs them.
+            "largest_product": jnp.max(largest_entries(Y if sketch_size else APsi)),
             "kept": [Y, AQ, APsi],
         }
         G = Psi - combine(Q, inside)

@@ -17,7 +17,13 @@ from .._leave_one_out import (
     stand_in,
 )
 from .._operator import apply_block, extend_products, is_hermitian, space_of
-from .._orthogonal import column_dots, column_norms, largest_entry, there
+from .._orthogonal import (
+    column_dots,
+    column_norms,
+    largest_entries,
+    largest_entry,
+    there,
+)
 from .._product_cost import reads_large_matrix
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
 from .._standard_error import gram, independent_samples, leave_one_out_samples
@@ -100,7 +106,8 @@ class XTraceEstimator(TraceEstimator):
         Omega = self._probes(state, m)
         known_Y, known_AQ, *basis = kept_parts(state, 4)
         (Y,) = extend_products(operator, (Omega, known_Y))
-        tested, largest = probe_dots(Omega, Y), largest_entry(Y)
+        # Of columns first, as the basis needs them.
+        tested, largest = probe_dots(Omega, Y), jnp.max(largest_entries(Y))
         Q, R = continued_basis(Y, *basis)
         (AQ,) = extend_products(operator, (Q, known_AQ))
         of, loo = self._left_out(operator, Omega, Q, AQ, R, tested)
