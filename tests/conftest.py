@@ -5,7 +5,6 @@
 
 import gc
 import os
-import tempfile
 
 # One thread a LAPACK call: with more, OpenBLAS and XLA spin against each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -28,11 +27,6 @@ jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # Programs are many small objects, of which few are garbage.
 gc.set_threshold(50_000, 50, 1_000)
-# What was compiled for one module is read by the next. Each process keeps its own.
-_compiled = tempfile.TemporaryDirectory(prefix="traceax-tests-")
-jax.config.update("jax_compilation_cache_dir", _compiled.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
