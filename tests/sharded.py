@@ -109,6 +109,54 @@ def probes_on_devices(estimator, mesh):
     )
 
 
+def probes_of_any_layout_and_number(estimator, mesh):
+    matrix = jnp.asarray(FACTOR @ FACTOR.T + np.diag(DIAGONAL))[:96, :96]
+    operator = lx.MatrixLinearOperator(matrix, PSD)
+    for spec in (P("x", None), P(None, "x")):
+        layout = NamedSharding(mesh, spec)
+        sharded = type(estimator)(tx.ShardedSampler(estimator.sampler, sharding=layout))
+        # 22 = 7 + 7 + 8 = 11 + 11 probes, and the matrix on one device.
+        alone = tx.trace(KEY, operator, 22, estimator)
+        with within(mesh):
+            found = tx.trace(KEY, operator, 22, sharded)
+            agree(found.value, alone.value)
+            agree(found.standard_error, alone.standard_error, 1e-6)
+        if hasattr(estimator, "compute_until"):
+            arguments = {"rtol": 1e-9, "throw": False}
+            alone = tx.trace(KEY, operator, 22, estimator, **arguments)
+            with within(mesh):
+                found = tx.trace(KEY, operator, 22, sharded, **arguments)
+                agree(found.value, alone.value)
+
+
+def lanes_on_devices(estimator, mesh):
+    matrix = jnp.asarray(FACTOR @ FACTOR.T + np.diag(DIAGONAL))[:96, :96]
+    matrices = matrix * jnp.arange(1.0, 9.0)[:, None, None]
+
+    @jax.vmap
+    def gradients(key, matrix):
+        def value(matrix):
+            operator = lx.MatrixLinearOperator(matrix, PSD)
+            return tx.trace(key, operator, K, estimator, throw=False).value
+
+        return jax.value_and_grad(value)(matrix)
+
+    given = jax.random.split(KEY, 8), matrices
+    alone = gradients(*given)
+    lanes = NamedSharding(mesh, P("x"))
+    spread = [jax.device_put(x, lanes) for x in given]
+    with within(mesh):
+        if AxisType.Auto in mesh.axis_types:
+            agree(jax.jit(gradients)(*spread), alone)
+        else:
+            found = jax.sharding.auto_axes(gradients, out_sharding=P("x"))(*spread)
+            agree(found, alone)
+        each = jax.shard_map(
+            gradients, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
+        )
+        agree(jax.jit(each)(*spread), alone)
+
+
 def a_matrix_by_rows(estimator, mesh):
     matrix = FACTOR @ FACTOR.T + np.diag(DIAGONAL)
 
@@ -183,6 +231,10 @@ def cases():
     for case in (probes_on_devices, a_matrix_by_rows):
         yield case, "auto", "hutchinson"
         yield case, "explicit", "xtrace"
+    for estimator in ("hutch++", "xtrace"):
+        yield probes_of_any_layout_and_number, "explicit", estimator
+    yield lanes_on_devices, "auto", "hutchinson"
+    yield lanes_on_devices, "explicit", "xtrace"
     yield parameters_on_devices, "auto", "xtrace"
     yield rows_to_a_tolerance, "auto", "xtrace"
     for estimator in ("hutchinson", "xnystrace"):

@@ -233,6 +233,7 @@ def extend_at_once(
         inside = jnp.where(active[None, :], inner(basis.T, X.T), 0)
         return X - combine(basis.T, inside).T, inside
 
+    given = whole_columns(given.T).T
     present = jnp.ones(len(given), bool)
     largest = largest_entries(given.T)
     X, C, M = _orthonormalise(given, largest, project, present, start, _by_block)

@@ -311,7 +311,9 @@ class ShardedSampler(Sampler):
     ```
 
     gives each of four devices a quarter of the probes, and with the layout `P("rows",
-    None)` a quarter of every probe. The numbers are those of `sampler`.
+    None)` a quarter of every probe. The numbers are those of `sampler`. Outside of
+    `jax.jit` a mesh of explicit axes, which `jax.make_mesh` makes unless told otherwise,
+    asks for `jax.set_mesh(mesh)`.
 
     **Arguments:**
 
@@ -347,9 +349,7 @@ class ShardedSampler(Sampler):
         return place(self.sampler.sample(key, n, k, dtype), self.sharding)
 
 
-def ranges_of(
-    sampler: Sampler,
-) -> Callable[..., Inexact[Array, "n k"]] | None:
+def ranges_of(sampler: Sampler) -> Callable[..., Inexact[Array, "n k"]] | None:
     """`IndexedSampler.probes` of a sampler that has it, itself or below."""
     if isinstance(sampler, ShardedSampler):
         inner = ranges_of(sampler.sampler)

@@ -5,6 +5,8 @@ Under one of `Explicit` axes an array's type says how it is laid out, and operat
 whose result could be laid out in several ways must say in which.
 """
 
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -18,8 +20,21 @@ def place(
 ) -> Inexact[Array, "n k"]:
     """The block laid out as asked, under a mesh of either kind."""
     if AxisType.Explicit in sharding.mesh.axis_types:
+        # Types can't tell of uneven parts: an axis of such is whole on every device.
+        spec = [
+            axes if size % _number_of_parts(sharding.mesh, axes) == 0 else None
+            for size, axes in itertools.zip_longest(block.shape, sharding.spec)
+        ]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
         return jax.sharding.reshard(block, sharding)
     return jax.lax.with_sharding_constraint(block, sharding)
+
+
+def _number_of_parts(mesh: Any, axes: Any) -> int:
+    if axes is None:
+        return 1
+    names = axes if isinstance(axes, tuple) else (axes,)
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def on_one_cpu() -> bool:
@@ -99,8 +114,11 @@ def columns(
 
 
 def side_by_side(*blocks: Inexact[Array, "n _"]) -> Inexact[Array, "n k"]:
-    """The columns of all blocks. Several must not be spread over devices."""
-    return jnp.concatenate([whole_columns(block).T for block in blocks], axis=0).T
+    """The columns of all blocks, laid out as the first ones. Several must not be spread
+    over devices."""
+    first, *others = (whole_columns(block).T for block in blocks)
+    rows = [first, *(laid_out_like(x, first) for x in others)]
+    return jnp.concatenate(rows, axis=0).T
 
 
 def whole_columns(block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
