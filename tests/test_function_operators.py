@@ -187,7 +187,9 @@ def test_first_derivatives(steps, complex):
         rtol=1e-6,
     )
     with pytest.raises(NotImplementedError, match="f\\(A\\) as an operator"):
-        jax.hessian(lambda t: jnp.sum(product(t, as_array(0.7), x)))(as_array(0.1))
+        jax.jit(jax.hessian(lambda t: jnp.sum(product(t, as_array(0.7), x))))(
+            as_array(0.1)
+        )
 
 
 def test_any_order_with_respect_to_the_vector():

@@ -73,7 +73,7 @@ def test_derivatives_of_every_order_and_mode(key, dtype, count, chunk_size):
         lambda f: jax.jacrev(jax.jacfwd(f, argnums=1), argnums=(0, 1)),
         lambda f: jax.grad(squared_hessian(f)),
     ):
-        found, expected = (fn(f)(theta, tangent) for f in (jax.jit(ours), reference))
+        found, expected = (jax.jit(fn(f))(theta, tangent) for f in (ours, reference))
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert_close(x, y, rtol=1e-9)
 
