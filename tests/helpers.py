@@ -1,6 +1,7 @@
 """Matrices of known trace, operators of every class, and statistics of estimates."""
 
 import contextlib
+import functools as ft
 import os
 import subprocess
 import sys
@@ -28,6 +29,12 @@ ESTIMATORS = {
     "xnystrace-plain": tx.XNysTraceEstimator(tx.RademacherSampler(), resphere=False),
 }
 FAMILIES = ("hutchinson", "hutch++", "xtrace", "xnystrace")
+
+
+@ft.partial(jax.jit, static_argnums=(0, 2, 3, 4))
+def draw(sampler, key, n, k, dtype):
+    """`sampler.sample`, in one program instead of one for each of its operations."""
+    return sampler.sample(key, n, k, dtype)
 
 
 def is_x64():

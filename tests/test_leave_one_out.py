@@ -6,7 +6,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import as_operator, assert_close, matrix, rounding
+from helpers import as_operator, assert_close, draw, matrix, rounding
 
 import traceax as tx
 from traceax._leave_one_out import (
@@ -25,7 +25,7 @@ N, M = 20, 5
 
 
 def _probes(key, a, m=M):
-    return np.asarray(tx.NormalSampler().sample(key, N, m, as_operator(a).matrix.dtype))
+    return np.asarray(draw(tx.NormalSampler(), key, N, m, as_operator(a).matrix.dtype))
 
 
 def _projector(y):
@@ -170,12 +170,12 @@ def test_the_standard_error_is_its_formula(key):
 def test_the_skewness_of_a_gram_matrix_is_that_of_the_samples():
     # Of many probes, for a spectrum whose samples are skewed.
     spectrum = jnp.asarray(np.arange(1, 31.0) ** -1.5)
-    probes = tx.NormalSampler().sample(jr.key(0), 30, 2000, jnp.float64)
+    probes = draw(tx.NormalSampler(), jr.key(0), 30, 2000, jnp.float64)
     gram = probes.T @ (spectrum[:, None] * probes)
     exact = 8 * jnp.sum(spectrum**3) ** 2 / jnp.sum(spectrum**2) ** 3
     assert_close(_gram_squared_skewness(gram[None]), exact, rtol=0.1)
     # And of many small sets, as they come in chunks.
-    probes = tx.NormalSampler().sample(jr.key(0), 30, 40000, jnp.float64)
+    probes = draw(tx.NormalSampler(), jr.key(0), 30, 40000, jnp.float64)
     sets = probes.reshape(30, 10000, 4).transpose(1, 0, 2)
     grams = jnp.einsum("sni,n,snj->sij", sets, spectrum, sets)
     assert_close(_gram_squared_skewness(grams), exact, rtol=0.1)

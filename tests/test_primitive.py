@@ -12,6 +12,7 @@ from helpers import (
     PSD,
     as_operator,
     assert_close,
+    draw,
     matrix,
     printed_by,
 )
@@ -170,6 +171,6 @@ def test_the_same_number_each_time_and_more_probes_extend(key, estimator):
     assert first == tx.trace(key, operator, 8, est).value
     assert_close(tx.trace(jr.PRNGKey(20), operator, 8, est).value, first)
     for sampler in (tx.RademacherSampler(), tx.NormalSampler(), tx.SphereSampler()):
-        few = sampler.sample(key, 37, 5, operator.matrix.dtype)
-        more = sampler.sample(key, 37, 11, operator.matrix.dtype)
+        few = draw(sampler, key, 37, 5, operator.matrix.dtype)
+        more = draw(sampler, key, 37, 11, operator.matrix.dtype)
         assert jnp.array_equal(more[:, :5], few)

@@ -10,6 +10,7 @@ from helpers import (
     as_operator,
     assert_close,
     counting,
+    draw,
     is_x64,
     matrix,
     parameters,
@@ -246,7 +247,7 @@ def test_the_first_products_are_those_of_the_first_probes(key, chunk_size, done)
     arguments = {"rtol": 1e-9, "throw": False}
     ended = estimator.estimate(state, most - done, **arguments).state
     *_, products, head = ended.kept.parts
-    first = tx.NormalSampler().sample(key, N, len(products), np.dtype("float64"))
+    first = draw(tx.NormalSampler(), key, N, len(products), np.dtype("float64"))
     assert_close(products, first.T @ a @ first, rtol=1e-10)
     if head.any():  # else they are of a chunk of the estimate before
         assert_close(head, a @ first, rtol=1e-10)

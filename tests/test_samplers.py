@@ -8,7 +8,15 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import assert_close, complex_dtype, float_dtype, many, matrix, z_score
+from helpers import (
+    assert_close,
+    complex_dtype,
+    draw,
+    float_dtype,
+    many,
+    matrix,
+    z_score,
+)
 
 import traceax as tx
 from traceax._hash import normals, probe_streams, signs, words, words_at
@@ -30,12 +38,12 @@ ids = [f"{type(s).__name__}-{getattr(s, 'generator', '')}" for s in SAMPLERS]
 def test_isotropic(sampler, complex, n):
     dtype = complex_dtype() if complex else float_dtype()
     if sampler.independent:
-        probes = np.asarray(sampler.sample(jr.key(1), n, 4000, dtype))
+        probes = np.asarray(draw(sampler, jr.key(1), n, 4000, dtype))
     else:
         # The last of a few, which depends on all of them.
         k = min(n, 3)
-        draw = jax.jit(jax.vmap(lambda key: sampler.sample(key, n, k, dtype)[:, -1]))
-        probes = np.asarray(draw(jr.split(jr.key(1), 4000))).T
+        last = jax.jit(jax.vmap(lambda key: sampler.sample(key, n, k, dtype)[:, -1]))
+        probes = np.asarray(last(jr.split(jr.key(1), 4000))).T
     assert probes.dtype == dtype
     assert probes.shape == (n, 4000)
     outer = probes.T[:, :, None] * probes.T[:, None, :].conj()
@@ -49,11 +57,11 @@ def test_isotropic(sampler, complex, n):
 @pytest.mark.parametrize("complex", [False, True])
 def test_lengths(complex):
     dtype = complex_dtype() if complex else float_dtype()
-    signs = tx.RademacherSampler().sample(jr.key(0), 70, 9, dtype)
+    signs = draw(tx.RademacherSampler(), jr.key(0), 70, 9, dtype)
     np.testing.assert_allclose(np.abs(signs), 1.0, rtol=1e-6)
-    sphere = tx.SphereSampler().sample(jr.key(0), 70, 9, dtype)
+    sphere = draw(tx.SphereSampler(), jr.key(0), 70, 9, dtype)
     np.testing.assert_allclose(np.sum(np.abs(sphere) ** 2, axis=0), 70, rtol=1e-5)
-    orthogonal = np.asarray(tx.OrthogonalSampler().sample(jr.key(0), 300, 9, dtype))
+    orthogonal = np.asarray(draw(tx.OrthogonalSampler(), jr.key(0), 300, 9, dtype))
     np.testing.assert_allclose(
         orthogonal.conj().T @ orthogonal / 300, np.eye(9), atol=1e-5
     )
@@ -62,7 +70,7 @@ def test_lengths(complex):
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=ids)
 def test_more_probes_extend_the_sequence(sampler):
     few = sampler.sample(jr.key(2), 300, 5, float_dtype())
-    more = sampler.sample(jr.key(2), 300, 12, float_dtype())
+    more = draw(sampler, jr.key(2), 300, 12, float_dtype())
     assert_close(more[:, :5], few, rtol=1e-4, atol=1e-5)
     if isinstance(sampler, tx.IndexedSampler):
         part = jax.jit(lambda i: sampler.probes(jr.key(2), i, 300, 3, more.dtype))(4)
@@ -73,8 +81,8 @@ def test_long_probes_are_the_same_whichever_way_they_are_drawn():
     # From this length on one after the other.
     n = 2**16
     for sampler in SAMPLERS[:3]:
-        long = sampler.sample(jr.key(2), n, 2, jnp.float32)
-        batched = jax.vmap(lambda key, s=sampler: s.sample(key, n, 1, jnp.float32))(
+        long = draw(sampler, jr.key(2), n, 2, jnp.float32)
+        batched = jax.vmap(lambda key, s=sampler: draw(s, key, n, 1, jnp.float32))(
             jnp.stack([jr.key(2), jr.key(3)])
         )
         assert_close(batched[0, :, 0], long[:, 0], rtol=1e-6)
