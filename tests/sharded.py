@@ -121,6 +121,9 @@ def probes_of_any_layout_and_number(estimator, mesh):
             found = tx.trace(KEY, operator, 22, sharded)
             agree(found.value, alone.value)
             agree(found.standard_error, alone.standard_error, 1e-6)
+            begun = sharded.estimate(sharded.init(KEY, operator), 7)
+            on = sharded.estimate(begun.state, 9)  # 3 + 5 probes of XTrace
+            agree(on.value, tx.trace(KEY, operator, 16, estimator).value)
         if hasattr(estimator, "compute_until"):
             arguments = {"rtol": 1e-9, "throw": False}
             alone = tx.trace(KEY, operator, 22, estimator, **arguments)
@@ -165,9 +168,12 @@ def a_matrix_by_rows(estimator, mesh):
 
     alone = jax.value_and_grad(value)(jnp.asarray(matrix))
     rows = jax.device_put(matrix, NamedSharding(mesh, P("x")))
-    # Eager calls, too.
+    # Eager calls, too, and exact answers.
     with within(mesh):
         agree(jax.value_and_grad(value)(rows), alone)
+        part = jax.device_put(matrix[:96, :96], NamedSharding(mesh, P("x")))
+        exact = tx.trace(KEY, lx.MatrixLinearOperator(part, PSD), 96)
+        agree(exact.value, np.trace(matrix[:96, :96]))
 
 
 def rows_to_a_tolerance(estimator, mesh):

@@ -1,5 +1,7 @@
 """What is wrong, what was got, what to do."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -179,6 +181,11 @@ def test_a_wrong_tag():
 
 def test_confidence_levels():
     estimate = tx.trace(jr.key(0), _operator(), 5)
-    for level in (0, 1, 95, -0.5):
-        with pytest.raises(ValueError, match="strictly between"):
+    for level in (0, 1, 95, -0.5, np.float32(95), jnp.asarray(-0.5), math.nan):
+        with pytest.raises(ValueError, match=r"strictly between .*write 0\.95"):
             estimate.confidence_interval(level)
+    for level in ("0.95", None, [0.95], jnp.asarray([0.9, 0.95]), 0.95 + 0j):
+        with pytest.raises(TypeError, match=r"real number, got .*write 0\.95"):
+            estimate.confidence_interval(level)
+    for level in (np.float32(0.5), jnp.asarray(0.5)):
+        assert estimate.confidence_interval(level) == estimate.confidence_interval(0.5)

@@ -1,5 +1,7 @@
 """The front door: what is summed, what is estimated, and by whom."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -194,15 +196,19 @@ def test_an_estimator_may_wrap_another(key):
 def test_student_t_quantiles():
     from scipy import stats  # noqa: PLC0415
 
-    from traceax._student_t import probability, student_t_quantile  # noqa: PLC0415
+    from traceax._student_t import student_t_quantile, two_sided  # noqa: PLC0415
 
     for level in (0.5, 0.8, 0.95, 0.99, 0.999):
         for freedom in (1, 2, 3, 4, 5, 7, 10, 19, 50, 300, np.inf):
-            p, nu = (1 + level) / 2, jnp.asarray(float(freedom))
-            for given in (p, jnp.asarray(p)):
-                got = student_t_quantile(probability(given), nu)
-                expected = stats.t.ppf(p, freedom)
+            nu = jnp.asarray(float(freedom))
+            for given in (level, jnp.asarray(level)):
+                got = student_t_quantile(two_sided(given), nu)
+                expected = stats.t.isf((1 - level) / 2, freedom)
                 assert_close(got, expected, rtol=3e-3 if freedom < 10 else 3e-4)
+    for nu in (1.0, 1.7, 2.0, 9.0, 40.0):
+        for level in (1e-9, 1 - 1e-9, math.nextafter(1, 0)):
+            got = student_t_quantile(two_sided(level), jnp.asarray(nu))
+            assert_close(got, stats.t.isf((1 - level) / 2, nu), rtol=1e-2)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -16,6 +16,7 @@ from ._operator import Space, apply_block, has_real_trace, space_of
 from ._orthogonal import largest_entry
 from ._primitive import Outcome, estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from ._sharding import replicate
 from ._standard_error import ErrorBar
 from ._state import check_budget, check_settled, check_state, described
 from ._stream import ProbeStream
@@ -299,6 +300,6 @@ def identity_block(space: Space) -> Inexact[Array, "n n"]:
 def exact_answer(space: Space, products: Inexact[Array, "n n"]):
     """What `evaluate` returns, from the products with the coordinate vectors."""
     identity = identity_block(space)
-    value = jnp.trace(products)
+    value = jnp.trace(replicate(products))
     stats = {"num_matvecs": space.size, "largest_product": largest_entry(products)}
     return value, jnp.zeros((), space.real_dtype), stats, (identity, identity)

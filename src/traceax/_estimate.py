@@ -8,10 +8,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from ._kept import settled
-from ._student_t import Probability, probability, student_t_quantile
+from ._student_t import Level, student_t_quantile, two_sided
 
 # Stands for a standard error that cannot be known. NaN inside a program would be taken
 # for a failure by `jax_debug_nans`.
@@ -179,20 +180,17 @@ class Estimate(eqx.Module):
 
         **Raises:**
 
-        - `ValueError` if `level` is a Python number that is not between 0 and 1.
+        - `TypeError` if `level` isn't a real number, `ValueError` if it is known not to
+            lie between 0 and 1.
         """
-        if isinstance(level, int | float) and not 0 < level < 1:
-            raise ValueError(
-                "traceax.Estimate.confidence_interval: level must lie strictly between "
-                f"0 and 1, got {level}; write 0.95 for an interval of 95 %."
-            )
+        level = _checked(level)
         values, treedef = jtu.tree_flatten(self.value)
         errors = treedef.flatten_up_to(self._standard_error)
         infinite = treedef.unflatten([jnp.asarray(jnp.inf)] * len(values))
         freedoms = self.stats.get("degrees_of_freedom", infinite)
-        given = probability((1 + level) / 2) if isinstance(level, float) else level
+        of = two_sided(level) if isinstance(level, float) else level
         intervals = [
-            _interval(*parts, given)
+            _interval(*parts, of)
             for parts in zip(
                 values, errors, treedef.flatten_up_to(freedoms), strict=True
             )
@@ -201,14 +199,28 @@ class Estimate(eqx.Module):
         return treedef.unflatten(low), treedef.unflatten(high)
 
 
+def _checked(level: Any) -> Any:
+    """A level as a Python number, or traced."""
+    where = "traceax.Estimate.confidence_interval: level must"
+    mend = "write 0.95 for an interval of 95 %."
+    is_number = isinstance(level, int | float | np.number | np.ndarray | jax.Array)
+    if not is_number or np.ndim(level) != 0 or np.iscomplexobj(level):
+        raise TypeError(f"{where} be a real number, got {level!r}; {mend}")
+    if isinstance(level, jax.core.Tracer):
+        return level
+    if not 0 < float(level) < 1:
+        raise ValueError(f"{where} lie strictly between 0 and 1, got {level}; {mend}")
+    return float(level)
+
+
 @jax.jit
 def _interval(value, error, freedom, level):
     # At least single precision; a level next to 1 would round to 1.
     if jnp.finfo(error.dtype).bits < 32:
         error = error.astype(jnp.float32)
-    if not isinstance(level, Probability):
+    if not isinstance(level, Level):
         level = jnp.minimum(level, 1 - 2 * jnp.finfo(error.dtype).eps)
-        level = probability((1 + level.astype(error.dtype)) / 2)
+        level = two_sided(level.astype(error.dtype))
     freedom = jnp.asarray(freedom).astype(error.dtype)
     quantile = student_t_quantile(level, freedom)
     half = jnp.where(error == 0, jnp.zeros_like(error), quantile * error)

@@ -5,7 +5,6 @@ Under one of `Explicit` axes an array's type says how it is laid out, and operat
 whose result could be laid out in several ways must say in which.
 """
 
-import itertools
 import math
 from typing import Any
 
@@ -22,19 +21,20 @@ def place(
     if AxisType.Explicit in sharding.mesh.axis_types:
         # Types can't tell of uneven parts: an axis of such is whole on every device.
         spec = [
-            axes if size % _number_of_parts(sharding.mesh, axes) == 0 else None
-            for size, axes in itertools.zip_longest(block.shape, sharding.spec)
+            part if _divides(sharding, axis, block.shape[axis]) else None
+            for axis, part in enumerate(sharding.spec)
         ]
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
         return jax.sharding.reshard(block, sharding)
     return jax.lax.with_sharding_constraint(block, sharding)
 
 
-def _number_of_parts(mesh: Any, axes: Any) -> int:
-    if axes is None:
-        return 1
-    names = axes if isinstance(axes, tuple) else (axes,)
-    return math.prod(mesh.shape[name] for name in names)
+def _divides(sharding: NamedSharding, axis: int, size: int) -> bool:
+    """Whether so many entries along an axis are in parts of equal size."""
+    part = sharding.spec[axis]
+    names = part if isinstance(part, tuple) else (part,)
+    parts = math.prod(sharding.mesh.shape[x] for x in names if x is not None)
+    return size % parts == 0
 
 
 def on_one_cpu() -> bool:
@@ -110,6 +110,9 @@ def columns(
 ) -> Inexact[Array, "n _"]:
     """The columns from one to before another. Sliced as they are in memory: the compiler
     would else copy the block."""
+    sharding = explicit_sharding(block)
+    if sharding is not None and not _divides(sharding, 1, end - start):
+        block = whole_columns(block)
     return block.T[start:end].T
 
 

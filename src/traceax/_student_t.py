@@ -17,36 +17,34 @@ _NODES = (1.0, 1 / 2, 1 / 3, 1 / 4)
 _Number = float | Float[Array, ""]
 
 
-class Probability(NamedTuple):
-    """What quantiles for a probability are made of: Python numbers where that is one.
-
-    So nothing of it is traced then.
+class Level(NamedTuple):
+    """What quantiles of a two-sided interval are made of: Python numbers where its level
+    is one, so that nothing of it is traced.
     """
 
-    tails: _Number  # of both sides
-    normal: _Number  # quantile of the normal distribution
+    tails: _Number  # what the level lacks of 1
+    normal: _Number  # the quantile of the normal distribution
     logarithms: tuple[_Number, ...]  # of the quantiles at the nodes
 
 
-def probability(p: float | Float[Array, ""]) -> Probability:
-    """For p of 1/2 and above."""
-    if isinstance(p, float):
-        p = min(p, math.nextafter(1, 0))
-        found = _probability(p, NormalDist().inv_cdf(p), np)
-        return jax.tree.map(float, found)
-    return _probability(p, jax.scipy.special.ndtri(p), jnp)
+def two_sided(level: float | Float[Array, ""]) -> Level:
+    """Of an interval that holds the truth with probability `level`."""
+    if isinstance(level, float):
+        normal = -NormalDist().inv_cdf((1 - level) / 2)
+        return jax.tree.map(float, _two_sided(level, normal, np))
+    return _two_sided(level, -jax.scipy.special.ndtri((1 - level) / 2), jnp)
 
 
-def _probability(p, normal, numbers) -> Probability:
-    tails = 2 * (1 - p)
-    one = numbers.tan(np.pi * (p - 0.5))
-    two = (2 * p - 1) / numbers.sqrt(2 * p * (1 - p))
+def _two_sided(level, normal, numbers) -> Level:
+    tails = 1 - level
+    one = 1 / numbers.tan(np.pi / 2 * tails)
+    two = level / numbers.sqrt((1 + level) * tails / 2)
     three, four = (_hill(tails, normal, nu, numbers) for nu in (3.0, 4.0))
     quantiles = (numbers.maximum(x, 1e-30) for x in (one, two, three, four))
-    return Probability(tails, normal, tuple(numbers.log(x) for x in quantiles))
+    return Level(tails, normal, tuple(numbers.log(x) for x in quantiles))
 
 
-def student_t_quantile(of: Probability, freedom: Float[Array, "*s"]) -> Any:
+def student_t_quantile(of: Level, freedom: Float[Array, "*s"]) -> Any:
     """The quantile of Student's t distribution.
 
     Hill (1970), "Algorithm 396: Student's t-quantiles", doi:10.1145/355598.355600.

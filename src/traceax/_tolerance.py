@@ -29,7 +29,7 @@ from ._progress import ProgressMeter
 from ._sharding import explicit_sharding, laid_out_like, lay_out
 from ._staging import inlined
 from ._standard_error import ErrorBar
-from ._student_t import probability, student_t_quantile
+from ._student_t import student_t_quantile, two_sided
 
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
 # their level for every tolerance, simulated.
@@ -68,8 +68,7 @@ class Tolerance(eqx.Module):
 
     def _half_width(self, bar: ErrorBar) -> Float[Array, "..."]:
         error = bar.standard_error
-        level = probability((1 + self.level) / 2)
-        quantile = student_t_quantile(level, bar.degrees_of_freedom)
+        quantile = student_t_quantile(two_sided(self.level), bar.degrees_of_freedom)
         scaled = jnp.abs(self.factor).astype(error.dtype) * error
         return jnp.where(error == 0, 0, quantile * scaled)
 
