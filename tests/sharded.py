@@ -201,6 +201,32 @@ def rows_to_a_tolerance(estimator, mesh):
             agree(differentiate(*(jax.device_put(x, rows) for x in given)), alone)
 
 
+def spectral_functions_by_rows(estimator, mesh):
+    del estimator
+    diagonal = jnp.asarray(DIAGONAL[:64])
+
+    def of_diagonal(diagonal):
+        structure = jax.eval_shape(lambda: diagonal)
+        return lx.FunctionLinearOperator(lambda v: diagonal * v, structure, PSD)
+
+    def logdet(diagonal):
+        return tx.logdet(KEY, of_diagonal(diagonal), 12).value
+
+    def along(diagonal):
+        gradient, change = jax.jvp(jax.grad(logdet), (diagonal,), (diagonal,))
+        result = tx.logdet(KEY, of_diagonal(diagonal), 16, rtol=0.1, throw=False)
+        quadrature = tx.LanczosQuadratureEstimator()
+        roots = tx.trace_function(
+            KEY, jnp.sqrt, of_diagonal(diagonal), 12, quadrature
+        ).value
+        return gradient, change, result.value, result.standard_error, roots
+
+    alone = jax.jit(along)(diagonal)
+    with within(mesh):
+        spread = jax.device_put(diagonal, NamedSharding(mesh, P("x")))
+        agree(jax.jit(along)(spread), alone, 1e-7)
+
+
 def parameters_on_devices(estimator, mesh):
     layers = {"w": rng.normal(size=(24, 16)) / 5, "v": rng.normal(size=16)}
     inputs = rng.normal(size=(40, 24))
@@ -239,6 +265,7 @@ def cases():
         yield case, "explicit", "xtrace"
     for estimator in ("hutch++", "xtrace"):
         yield probes_of_any_layout_and_number, "explicit", estimator
+    yield spectral_functions_by_rows, "explicit", "xtrace"
     yield lanes_on_devices, "auto", "hutchinson"
     yield lanes_on_devices, "explicit", "xtrace"
     yield parameters_on_devices, "auto", "xtrace"

@@ -42,6 +42,7 @@ from jaxtyping import Array, Float, Inexact, Int, PyTree
 from ._krylov import KrylovSpaces, arnoldi
 from ._operator import apply_block, most_columns
 from ._orthogonal import column_dots, combine, inner, largest_entry, orthonormalise
+from ._sharding import laid_out_like, replicate
 from ._small_matrices import eigh, matmul
 from ._spectral_function import SpectralFunction, derivative, divided_differences
 from ._stream import sum_of_needed
@@ -201,8 +202,10 @@ def _second_order_jvp(primals, tangents):
         def slopes(points):
             return derivative(outer, points)
 
-        found = frechet(inside, slopes, part, W)
-        return [jnp.pad(x, ((0, 0), (0, p - size))) for x in found]
+        found = frechet(inside, slopes, part, replicate(W))
+        found = [jnp.pad(x, ((0, 0), (0, p - size))) for x in found]
+        both = zip(found, zeros, strict=True)
+        return [laid_out_like(x.T, zero.T).T for x, zero in both]
 
     if blocks.count is None:
         return zeros, of(p)
@@ -294,6 +297,10 @@ def _space(
     n, p = W.shape
     m = blocks.width
     steps = p // m
+
+    def products(block):
+        return replicate(apply_block(operator, block))
+
     if (2 * steps + 1) * m >= n:
         basis = jnp.eye(n, dtype=W.dtype)
     else:
@@ -307,13 +314,13 @@ def _space(
 
         def product(block):
             x, y = block[:n], block[n:]
-            return jnp.concatenate([apply_block(operator, x) + combine(W, y), T @ y])
+            return jnp.concatenate([products(x) + combine(W, y), T @ y])
 
         start = jnp.concatenate(
             [jnp.zeros((n, m), W.dtype), jnp.eye(p, m, dtype=W.dtype)]
         )
         whole, _, _ = arnoldi(product, start, 2 * steps + 1)
         basis, _ = orthonormalise(whole[:n, m:])
-    projected = inner(basis, apply_block(operator, basis))
+    projected = inner(basis, products(basis))
     values, vectors = eigh((projected + projected.conj().T) / 2)
     return values, combine(basis, vectors)

@@ -31,6 +31,8 @@ from ._orthogonal import (
     noise,
     orthonormalise,
 )
+from ._sharding import columns as columns_of
+from ._sharding import laid_out_like, replicate, whole_columns, zeros_beside
 
 Product = Callable[[Inexact[Array, "n m"]], Inexact[Array, "n m"]]
 
@@ -69,10 +71,11 @@ def arnoldi_start(start: Inexact[Array, "n m"], most: int) -> Arnoldi:
     """Before the first of at most so many steps."""
     n, m = start.shape
     k = m * most
+    pending = whole_columns(start).T
     return Arnoldi(
-        jnp.zeros((k, n), start.dtype),
-        jnp.zeros((k, k), start.dtype),
-        start.T,
+        laid_out_like(zeros_beside(start, (k, n)), pending),
+        zeros_beside(start, (k, k)),
+        pending,
         jnp.zeros((), jnp.finfo(start.dtype).dtype),
     )
 
@@ -88,8 +91,8 @@ def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
     coupling = jnp.where(j == 0, 0, inner(Q.T, pending.T))
     columns = jax.lax.dynamic_update_slice(columns, coupling, (j * m, (j - 1) * m))
     rows = jax.lax.dynamic_update_slice_in_dim(rows, Q, j * m, 0)
-    W = product(Q.T)
-    return Arnoldi(rows, columns, W.T, jnp.maximum(largest, largest_entry(W)))
+    W = laid_out_like(product(Q.T).T, pending)
+    return Arnoldi(rows, columns, W, jnp.maximum(largest, largest_entry(W.T)))
 
 
 def arnoldi_columns(run: Arnoldi, steps: int | Int[Array, ""]) -> Inexact[Array, "k k"]:
@@ -129,7 +132,8 @@ def _orthogonalise(
         largest = largest_entry(rest)
         rounding = jnp.where(largest == 0, 1, eps * largest).astype(block.dtype)
         Q, _ = orthonormalise((rest + rounding * fill).T)
-        return Q.T, jnp.where(i == 0, inside, first), largest_entry(inside), i + 1
+        Q = laid_out_like(Q.T, block)
+        return Q, jnp.where(i == 0, inside, first), largest_entry(inside), i + 1
 
     # A residual that was rounding points anywhere, and twice is not enough for it.
     real = jnp.finfo(block.dtype).dtype
@@ -140,7 +144,7 @@ def _orthogonalise(
     Q, first, _, _ = jax.lax.while_loop(
         lambda state: (state[3] < 2) | ((state[2] > limit) & (state[3] < 3)),
         another_pass,
-        (block, jnp.zeros((k, m), block.dtype), jnp.zeros((), real), 0),
+        (block, zeros_beside(block, (k, m)), jnp.zeros((), real), 0),
     )
     return Q, first
 
@@ -174,8 +178,8 @@ def krylov_space(
     unit = jnp.where(unit == 0, 1, unit)
     norms = [jnp.linalg.norm(x / unit.astype(x.dtype)) for x in (foreign, projected)]
     asymmetry = norms[0] / jnp.where(norms[1] == 0, 1, norms[1])
-    coordinates = jnp.zeros((k, m), start.dtype)
-    coordinates = coordinates.at[:m].set(inner(basis[:, :m], start))
+    coordinates = inner(columns_of(basis, 0, m), start)
+    coordinates = jnp.pad(coordinates, ((0, k - m), (0, 0)))
     return KrylovSpace(basis, projected, coordinates, asymmetry, largest)
 
 
@@ -207,6 +211,7 @@ def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> Krylo
     dtype = start.dtype
     real = jnp.finfo(dtype).dtype
     eps = jnp.finfo(dtype).eps
+    start = replicate(start)
     norms = column_norms(start)
     unit = start.T / jnp.where(norms == 0, 1, norms)[:, None].astype(dtype)
 
@@ -222,7 +227,7 @@ def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> Krylo
     def step(j, carry):
         basis, alphas, betas, scale, foreign, largest = carry
         vectors = basis[j]
-        W = product(vectors.T)
+        W = replicate(product(vectors.T))
         largest = jnp.maximum(largest, largest_entry(W))
         W = W.T
         parts = inside(basis, W)

@@ -18,6 +18,7 @@ from ._operator import apply_block, is_positive_semidefinite, space_of
 from ._orthogonal import largest_entry
 from ._primitive import estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from ._sharding import replicate
 from ._small_matrices import eigh
 from ._spectral_function import SpectralFunction, spectral_function, tree_of
 from ._state import StoredKey, check_budget, init_state
@@ -209,7 +210,7 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     operator = state.operator
     space = space_of(operator)
     identity = identity_block(space)
-    A = apply_block(operator, identity)
+    A = replicate(apply_block(operator, identity))
     hermitian = (A + A.conj().T) / 2
     norm = jnp.linalg.norm(hermitian)
     asymmetry = jnp.linalg.norm(A - hermitian) / jnp.where(norm == 0, 1, norm)

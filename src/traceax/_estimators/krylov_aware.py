@@ -267,14 +267,13 @@ def _looks(most: int) -> tuple[list[int], Int[Array, " most+1"]]:
 
 def _leading_combination(basis, vectors, blocks, m):
     """`combine`, of so many blocks of m columns alone."""
-    n, k = basis.shape
 
     def column_block(j, rows):
         block = jax.lax.dynamic_slice_in_dim(vectors, j * m, m, 1)
         found = combine(basis, block)
         return jax.lax.dynamic_update_slice_in_dim(rows, found.T, j * m, 0)
 
-    rows = jnp.zeros((k, n), basis.dtype)
+    rows = jnp.zeros_like(basis.T)
     return jax.lax.fori_loop(0, blocks, column_block, rows).T
 
 
