@@ -32,6 +32,7 @@ ESTIMATORS = {
 }
 rng = np.random.default_rng(0)
 DIAGONAL, FACTOR = rng.uniform(1, 2, N), rng.normal(size=(N, RANK)) / 3
+MATRIX = FACTOR @ FACTOR.T + np.diag(DIAGONAL)
 KEY = jax.random.key(0)
 
 
@@ -94,10 +95,14 @@ def rows_on_devices(estimator, mesh):
         assert all(size <= K for size in sizes), shape
 
 
+def with_probes_spread(estimator, mesh, spec):
+    layout = NamedSharding(mesh, spec)
+    return type(estimator)(tx.ShardedSampler(estimator.sampler, sharding=layout))
+
+
 def probes_on_devices(estimator, mesh):
-    matrix = jnp.asarray(FACTOR @ FACTOR.T + np.diag(DIAGONAL))
-    layout = NamedSharding(mesh, P(None, "x"))
-    sharded = type(estimator)(tx.ShardedSampler(estimator.sampler, sharding=layout))
+    matrix = jnp.asarray(MATRIX)
+    sharded = with_probes_spread(estimator, mesh, P(None, "x"))
 
     def value(matrix, estimator):
         return estimate(estimator, lx.MatrixLinearOperator(matrix, PSD)).value
@@ -110,11 +115,10 @@ def probes_on_devices(estimator, mesh):
 
 
 def probes_of_any_layout_and_number(estimator, mesh):
-    matrix = jnp.asarray(FACTOR @ FACTOR.T + np.diag(DIAGONAL))[:96, :96]
+    matrix = jnp.asarray(MATRIX[:96, :96])
     operator = lx.MatrixLinearOperator(matrix, PSD)
     for spec in (P("x", None), P(None, "x")):
-        layout = NamedSharding(mesh, spec)
-        sharded = type(estimator)(tx.ShardedSampler(estimator.sampler, sharding=layout))
+        sharded = with_probes_spread(estimator, mesh, spec)
         # 22 = 7 + 7 + 8 = 11 + 11 probes, and the matrix on one device.
         alone = tx.trace(KEY, operator, 22, estimator)
         with within(mesh):
@@ -133,7 +137,7 @@ def probes_of_any_layout_and_number(estimator, mesh):
 
 
 def lanes_on_devices(estimator, mesh):
-    matrix = jnp.asarray(FACTOR @ FACTOR.T + np.diag(DIAGONAL))[:96, :96]
+    matrix = jnp.asarray(MATRIX[:96, :96])
     matrices = matrix * jnp.arange(1.0, 9.0)[:, None, None]
 
     @jax.vmap
@@ -161,24 +165,20 @@ def lanes_on_devices(estimator, mesh):
 
 
 def a_matrix_by_rows(estimator, mesh):
-    matrix = FACTOR @ FACTOR.T + np.diag(DIAGONAL)
-
     def value(matrix):
         return estimate(estimator, lx.MatrixLinearOperator(matrix, PSD)).value
 
-    alone = jax.value_and_grad(value)(jnp.asarray(matrix))
-    rows = jax.device_put(matrix, NamedSharding(mesh, P("x")))
+    alone = jax.value_and_grad(value)(jnp.asarray(MATRIX))
+    rows = jax.device_put(MATRIX, NamedSharding(mesh, P("x")))
     # Eager calls, too, and exact answers.
     with within(mesh):
         agree(jax.value_and_grad(value)(rows), alone)
-        part = jax.device_put(matrix[:96, :96], NamedSharding(mesh, P("x")))
+        part = jax.device_put(MATRIX[:96, :96], NamedSharding(mesh, P("x")))
         exact = tx.trace(KEY, lx.MatrixLinearOperator(part, PSD), 96)
-        agree(exact.value, np.trace(matrix[:96, :96]))
+        agree(exact.value, np.trace(MATRIX[:96, :96]))
 
 
 def rows_to_a_tolerance(estimator, mesh):
-    matrix = FACTOR @ FACTOR.T + np.diag(DIAGONAL)
-
     def of_matrix(matrix, diagonal, factor):
         del diagonal, factor
         return lx.MatrixLinearOperator(matrix, PSD)
@@ -194,7 +194,7 @@ def rows_to_a_tolerance(estimator, mesh):
             return result.value, result.standard_error
 
         differentiate = jax.jit(jax.value_and_grad(value, (0, 1, 2), has_aux=True))
-        given = matrix, DIAGONAL, FACTOR
+        given = MATRIX, DIAGONAL, FACTOR
         alone = differentiate(*map(jnp.asarray, given))
         rows = NamedSharding(mesh, P("x"))
         with within(mesh):

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from ._kept import settled
-from ._student_t import Level, student_t_quantile, two_sided
+from ._student_t import Level, check_level, student_t_quantile, two_sided
 
 # Stands for a standard error that cannot be known. NaN inside a program would be taken
 # for a failure by `jax_debug_nans`.
@@ -201,15 +201,16 @@ class Estimate(eqx.Module):
 
 def _checked(level: Any) -> Any:
     """A level as a Python number, or traced."""
-    where = "traceax.Estimate.confidence_interval: level must"
-    mend = "write 0.95 for an interval of 95 %."
+    where = "traceax.Estimate.confidence_interval"
     is_number = isinstance(level, int | float | np.number | np.ndarray | jax.Array)
     if not is_number or np.ndim(level) != 0 or np.iscomplexobj(level):
-        raise TypeError(f"{where} be a real number, got {level!r}; {mend}")
+        raise TypeError(
+            f"{where}: level must be a real number, got {level!r}; write 0.95 for an "
+            "interval of 95 %."
+        )
     if isinstance(level, jax.core.Tracer):
         return level
-    if not 0 < float(level) < 1:
-        raise ValueError(f"{where} lie strictly between 0 and 1, got {level}; {mend}")
+    check_level(float(level), where)
     return float(level)
 
 

@@ -31,7 +31,6 @@ from ._orthogonal import (
     noise,
     orthonormalise,
 )
-from ._sharding import columns as columns_of
 from ._sharding import laid_out_like, replicate, whole_columns, zeros_beside
 
 Product = Callable[[Inexact[Array, "n m"]], Inexact[Array, "n m"]]
@@ -178,7 +177,7 @@ def krylov_space(
     unit = jnp.where(unit == 0, 1, unit)
     norms = [jnp.linalg.norm(x / unit.astype(x.dtype)) for x in (foreign, projected)]
     asymmetry = norms[0] / jnp.where(norms[1] == 0, 1, norms[1])
-    coordinates = inner(columns_of(basis, 0, m), start)
+    coordinates = inner(basis[:, :m], start)
     coordinates = jnp.pad(coordinates, ((0, k - m), (0, 0)))
     return KrylovSpace(basis, projected, coordinates, asymmetry, largest)
 

@@ -17,6 +17,15 @@ _NODES = (1.0, 1 / 2, 1 / 3, 1 / 4)
 _Number = float | Float[Array, ""]
 
 
+def check_level(level: float, where: str) -> None:
+    """Refuses what is no level of an interval."""
+    if not 0 < level < 1:
+        raise ValueError(
+            f"{where}: level must lie strictly between 0 and 1, got {level}; write "
+            "0.95 for an interval of 95 %."
+        )
+
+
 class Level(NamedTuple):
     """What quantiles of a two-sided interval are made of: Python numbers where its level
     is one, so that nothing of it is traced.

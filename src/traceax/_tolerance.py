@@ -29,7 +29,7 @@ from ._progress import ProgressMeter
 from ._sharding import explicit_sharding, laid_out_like, lay_out
 from ._staging import inlined
 from ._standard_error import ErrorBar
-from ._student_t import student_t_quantile, two_sided
+from ._student_t import check_level, student_t_quantile, two_sided
 
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
 # their level for every tolerance, simulated.
@@ -108,11 +108,7 @@ def make_tolerance(
             f"{where}: level must be a Python number, got {level!r} of type "
             f"{type(level).__name__}; write 0.95 for an interval of 95 %."
         )
-    if not 0 < level < 1:
-        raise ValueError(
-            f"{where}: level must lie strictly between 0 and 1, got {level}; write "
-            "0.95 for an interval of 95 %."
-        )
+    check_level(level, where)
     if rtol is None and atol is None:
         return None
     given = []
