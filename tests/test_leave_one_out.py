@@ -77,24 +77,20 @@ def test_nystrom_formulas_against_a_loop(key, complex, resphere):
     omega = _probes(key, a)
     u, t = np.linalg.qr(omega)
     columns = u if resphere else omega
-    samples, pairs, mu, *_ = nystrom_traces(
-        jnp.asarray(u),
-        jnp.asarray(t),
-        jnp.asarray(3 * a @ u),
-        jnp.asarray(1 / 3, u.dtype),
-        resphere=resphere,
-    )
+
+    def traces(block, t, products, **kwargs):
+        given = [x if x is None else jnp.asarray(x) for x in (block, t, products)]
+        *found, _, _, scale = nystrom_traces(*given, sign=-1, **kwargs)
+        return [x * scale for x in found]
+
+    samples, pairs, mu = traces(u, t, -a @ u, resphere=resphere)
     if resphere:
         # Of probes of any length, with what makes them orthonormal.
         lengths = 10.0 ** np.arange(M)
         W = np.linalg.inv(t * lengths)
-        others = nystrom_traces(
-            jnp.asarray(omega * lengths),
-            None,
-            jnp.asarray(3 * a @ omega * lengths),
-            jnp.asarray(1 / 3, u.dtype),
-            W=jnp.asarray(W),
-            resphere=True,
+        products = -a @ omega * lengths
+        others = traces(
+            omega * lengths, None, products, W=jnp.asarray(W), resphere=True
         )
         assert_close(others[0], samples)
         off_diagonal = ~np.eye(M, dtype=bool)

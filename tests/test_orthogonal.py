@@ -23,7 +23,7 @@ from traceax._orthogonal import (
     orthonormalise,
     sum_over_rows,
 )
-from traceax._small_matrices import inverse_root
+from traceax._small_matrices import in_one_loop, inverse_root
 
 ROWS = 400
 
@@ -128,7 +128,7 @@ def test_the_root_of_an_inverse(complex):
         H = jnp.asarray((u * values) @ u.conj().T, dtype)
         root, least = jax.jit(inverse_root)(H, floor)
         expected = (u / np.maximum(values, 1e-3)) @ u.conj().T
-        assert_close(root @ root.conj().T, expected, rtol=0, atol=2e4 * eps * 1e3)
+        assert_close(root.conj().T @ root, expected, rtol=0, atol=2e4 * eps * 1e3)
         assert_close(least, min(lowest, 0), rtol=0, atol=50 * eps)
     # As a batch, of which some lanes are regular.
     several = jnp.stack([H, jnp.eye(6, dtype=dtype)])
@@ -206,3 +206,25 @@ def test_lanes_of_short_columns_take_the_memory_of_their_entries():
     assert_close(norms, np.full((10_000, 1), 8**0.5))
     memory = test.lower(x, x).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 10 * TILE * x.nbytes
+
+
+@pytest.mark.parametrize("shape", [(3, 100), (37, 41), (61, 61), (2, 1500), (0, 40)])
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_reductions_in_one_loop(shape, axis):
+    rng = np.random.default_rng(4)
+    x, y = (rng.normal(size=shape) + 1j * rng.normal(size=shape) for _ in range(2))
+    given = [jnp.asarray(z, complex_dtype()) for z in (x, y)]
+
+    def dots(x, y):
+        return x.conj() * y
+
+    def largest(*given, axis):
+        return jnp.max(*given, axis=axis, initial=0)
+
+    eps = float(jnp.finfo(float_dtype()).eps)
+    summed = in_one_loop(jnp.sum, dots, *given, axis=axis)
+    assert_close(
+        summed, np.sum(x.conj() * y, axis=axis), rtol=0, atol=eps * np.sum(abs(x * y))
+    )
+    found = in_one_loop(largest, jnp.abs, given[0], axis=axis)
+    assert_close(found, np.max(abs(x), axis=axis, initial=0), rtol=10 * eps)

@@ -218,15 +218,17 @@ def leave_one_out_traces(
     L = R - matmul(H, X)  # column i is Q^* A g_i
     K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
     quadratics = of.tested - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
+    # Not from the product below: the samples alone need none of that.
+    on_s = column_dots(S, HS)
+    on_range = jnp.sum(diagonal(H)) - on_s
+    tested = a.astype(H.dtype) * quadratics
+    samples = on_range + tested
     SHS = inner(S, HS)
     # One product instead of many, and with these indices nothing is transposed later:
     # [i, j] of each is x_i^* s_j.
     stacked = inner(jnp.concatenate([S, HS, X, L, K], axis=1), S).reshape(5, m, m)
     c, *projections = stacked[0], *stacked[1:].conj()
-    on_s, *on_own = (diagonal(x) for x in projections)
-    on_range = jnp.sum(diagonal(H)) - on_s
-    tested = a.astype(H.dtype) * quadratics
-    samples = on_range + tested
+    on_own = [diagonal(x) for x in projections[1:]]
     magnitude = jnp.sum(jnp.abs(diagonal(H)) + jnp.abs(tested) / count)
 
     eps = jnp.finfo(left.dtype).eps

@@ -10,6 +10,7 @@ Pure kernels on arrays. Shapes and names:
 | `Y` | n x k | `A U` |
 | `H` | k x k | `U^* Y`, or `W^* U^* Y W` |
 | `mu` | | the multiple of the identity that is added to A |
+| `C` | k x k | `C^* C = H^-1` |
 | `F` | n x k | the Nystrom approximation of `A + mu I` is `F F^*` |
 """
 
@@ -20,14 +21,18 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact
 
 from ._leave_one_out import left_out_of_dependent
-from ._orthogonal import combine, inner
+from ._orthogonal import column_dots, combine, inner, power_of_two
 from ._small_matrices import (
+    cholesky,
     diagonal,
     divisor,
     frobenius,
     identity,
+    in_one_loop,
     inverse_root,
     matmul,
+    squares,
+    summed,
 )
 from ._staging import inlined
 
@@ -41,14 +46,11 @@ def orthonormalising(
     `active` says which columns there are, all by default; the others are 0.
     """
     gram = inner(block, block)
-    lengths = divisor(jnp.sqrt(jnp.real(diagonal(gram)))).astype(gram.dtype)
-    correlations = gram / (lengths[:, None] * lengths[None, :])
     if active is not None:
         there = active[:, None] | active[None, :]
-        correlations = jnp.where(there, correlations, identity(len(gram), gram.dtype))
-    real = jnp.finfo(gram.dtype)
-    W, _ = inverse_root(correlations, jnp.asarray(real.eps, real.dtype))
-    return W / lengths[:, None]
+        gram = jnp.where(there, gram, identity(len(gram), gram.dtype))
+    _, inverse = cholesky(gram)
+    return inverse.conj().T
 
 
 @inlined
@@ -56,7 +58,7 @@ def nystrom_traces(
     U: Inexact[Array, "n k"],
     T: Inexact[Array, "k k"] | None,
     Y: Inexact[Array, "n k"],
-    unit: Inexact[Array, ""],
+    sign: int,
     *,
     W: Inexact[Array, "k k"] | None = None,
     resphere: bool,
@@ -67,11 +69,13 @@ def nystrom_traces(
     Float[Array, ""],
     Float[Array, ""],
     Bool[Array, ""],
+    Float[Array, ""],
 ]:
     r"""Leave-one-out traces `t_i`, `t_ij` of `A + mu I`, from `Y = A U`, and `mu`.
 
-    Also, after `mu`, the magnitude of what is added up to a sample. All of `unit A`,
-    which is of order 1, and positive; at last, whether it is not.
+    Also, after `mu`, the magnitude of what is added up to a sample. All of
+    `sign A / scale`, which is of order 1, and positive; then, whether it is not, and, at
+    last, the scale, a power of two.
 
     With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
     approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
@@ -87,7 +91,7 @@ def nystrom_traces(
 
     *Leaving out j as well*, for `t_ij`: the pair `q_i`, `q_j` spans what is lost, with
     `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
-    All of this holds for any `B` with `B B^* = H^-1`, and `B^* e_i` for `H^{-1/2} e_i`.
+    All of this holds for any `C` with `C^* C = H^-1`, and `C e_i` for `H^{-1/2} e_i`.
 
     U is orthonormal, or `U W` is. Where U isn't, `U W` and `Y W` are never needed.
 
@@ -114,18 +118,20 @@ def nystrom_traces(
         assert T is not None
         left_out, basis = left_out_of_dependent(T + outside)
         U, Y, dimension = combine(U, basis), combine(Y, basis), 1
-    weights = jnp.ones(k, Y.dtype)
+    H = inner(U, Y)
+    # That of a semidefinite A, and easier to find than the largest entry of Y.
+    scale = power_of_two(in_one_loop(jnp.max, jnp.abs, diagonal(H)))
+    unit = (sign / scale).astype(Y.dtype)
+    H = H * unit
+    lengths = in_one_loop(jnp.sum, lambda rows: squares(rows * unit), Y.T, axis=1)
     if W is not None:
-        # At least the norm of Y W, about.
-        rows = W.conj().T
-        weights = jnp.sqrt(jnp.real(diagonal(inner(rows, rows)))).astype(Y.dtype)
-    norm = jnp.linalg.norm(Y.T * (unit * weights)[:, None])
+        H = matmul(W.conj().T, matmul(H, W))
+        # About that of Y W.
+        lengths = lengths * squares(diagonal(W))
+    norm = jnp.sqrt(summed(lengths))
     nonzero = norm != 0
     norm = divisor(norm)
     eps = jnp.finfo(Y.dtype).eps
-    H = inner(U, Y) * unit
-    if W is not None:
-        H = matmul(W.conj().T, matmul(H, W))
     noise = frobenius(H - H.conj().T)
     mu = eps * norm
     mu = jnp.where(noise > count**0.5 * mu, noise, mu)
@@ -134,22 +140,24 @@ def nystrom_traces(
     if active is not None:
         # Columns that there are not take no part: eigenvalues of order 1 of their own.
         H_mu = H_mu + outside * norm.astype(Y.dtype)
-    root, least = inverse_root(H_mu, mu / 2)
+    C, least = inverse_root(H_mu, mu / 2)
     # A tag can be wrong: neither noise nor rounding does this.
     limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
     wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
-    F = combine(Y_mu, root if W is None else matmul(W, root))
-    halves = root.conj().T if resphere else matmul(root.conj().T, left_out)
-    squared, products = inner(F, F), inner(halves, halves)
-    squares = jnp.real(diagonal(products))
+    rows = C if W is None else matmul(C, W.conj().T)
+    F = combine(Y_mu, rows.conj().T)
+    halves = C if resphere else matmul(C, left_out)
+    squared = inner(F, F)
+    lengths = jnp.real(column_dots(halves, halves))
     # A probe that the others span has nothing left to test.
-    remainders = jnp.where(squares == 0, 0, 1 / divisor(squares))
-    all_columns = jnp.sum(jnp.real(diagonal(squared)))
-    # Those of q_i and q_j, once divided by the lengths of both.
-    lost = matmul(halves.conj().T, matmul(squared, halves))
-    lost_by_one = jnp.real(diagonal(lost)) * remainders
+    remainders = jnp.where(lengths == 0, 0, 1 / divisor(lengths))
+    all_columns = summed(jnp.real(diagonal(squared)))
+    weighted = matmul(squared, halves)
+    lost_by_one = jnp.real(column_dots(halves, weighted)) * remainders
     samples = all_columns - lost_by_one + dimension * remainders
 
+    # Those of q_i and q_j, once divided by the lengths of both.
+    products, lost = inner(halves, halves), inner(halves, weighted)
     of_two = remainders[:, None] * remainders[None, :]
     sine_squared = jnp.maximum(1 - jnp.abs(products) ** 2 * of_two, eps)
     lost_by_two = lost_by_one[:, None] + lost_by_one[None, :]
@@ -160,4 +168,4 @@ def nystrom_traces(
     # eigenvalues that should equal mu: at most a few times `mu sqrt(n)`, measured.
     magnitude = all_columns + mu * math.sqrt(n) / eps
     parts = jtu.tree_map(lambda x: jnp.where(nonzero, x, 0), (samples, pairs, mu))
-    return *parts, jnp.where(nonzero, magnitude, 0), wrong
+    return *parts, jnp.where(nonzero, magnitude, 0), wrong, scale

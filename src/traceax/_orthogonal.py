@@ -7,6 +7,7 @@ transpose, a probe after the other: products with an operator are batched over t
 axis, and threads and vector units work along entries of a probe.
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,7 +24,15 @@ from ._sharding import (
     replicated_like,
     whole_columns,
 )
-from ._small_matrices import cholesky, divisor, householder, identity, matmul
+from ._small_matrices import (
+    cholesky,
+    divisor,
+    frobenius,
+    householder,
+    identity,
+    in_one_loop,
+    matmul,
+)
 from ._staging import inlined, outlined
 
 # Up to this many rows Householder reflections are as fast as products. Up to so many on a
@@ -41,6 +50,8 @@ _SUMMED_OTHERWISE = 4096
 # Entries of a block that fit into a processor's cache, and rows that are worth a product.
 _CACHED = 2**19
 _FEWEST_ROWS = 256
+
+_largest = ft.partial(jnp.max, initial=0)
 
 
 def orthonormalise(
@@ -146,7 +157,7 @@ def factorise(gram: Inexact[Array, "k k"], n: int) -> _Factor:
 def _bound(hermitian: Inexact[Array, "k k"]) -> Float[Array, ""]:
     # Of the largest eigenvalue, and equal to it for multiples of the identity.
     rows = jnp.max(jnp.sum(jnp.abs(hermitian), axis=1), initial=0)
-    return jnp.minimum(rows, jnp.linalg.norm(hermitian))
+    return jnp.minimum(rows, frobenius(hermitian))
 
 
 def inner(
@@ -236,7 +247,8 @@ def column_dots(
     x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]
 ) -> Inexact[Array, " k"]:
     """`x_i^* y_i` for every column i."""
-    return replicate(jnp.sum(x.T.conj() * y.T, axis=1))
+    dots = in_one_loop(jnp.sum, lambda x, y: x.conj() * y, x.T, y.T, axis=1)
+    return replicate(dots)
 
 
 def dots_and_norms(
@@ -323,13 +335,13 @@ def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
 @inlined
 def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
     """The largest modulus of an entry; NaN if one is NaN, 0 for an empty block."""
-    return jnp.max(jnp.abs(block.T), initial=0)
+    return in_one_loop(_largest, jnp.abs, block.T)
 
 
 @inlined
 def largest_entries(block: Inexact[Array, "n k"]) -> Float[Array, " k"]:
     """The largest modulus of an entry of each column."""
-    return jnp.max(jnp.abs(block.T), axis=1, initial=0)
+    return in_one_loop(_largest, jnp.abs, block.T, axis=1)
 
 
 def power_of_two_scale(block: Inexact[Array, "n k"]) -> Float[Array, ""]:

@@ -6,6 +6,8 @@ products around them stay batched.
 """
 
 import functools as ft
+import itertools
+import math
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -17,11 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact
 
-from ._sharding import explicit_sharding
+from ._sharding import explicit_sharding, on_one_cpu
 from ._staging import inlined, outlined
 
-# XLA sums more numbers than that in several steps on a CPU.
-_SUMMED_AT_ONCE = 32
+# On a CPU XLA reduces a longer axis in several loops, each a kernel of its own, and
+# arrays of so many entries in another way.
+_SHORT_AXIS = 32
+_REDUCED_OTHERWISE = 4096
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,12 +76,64 @@ def diagonal(matrix: Inexact[Array, "*s k k"]) -> Inexact[Array, "*s k"]:
     return matrix.reshape(*matrix.shape[:-2], k * k)[..., :: k + 1]
 
 
+def in_one_loop(
+    reduce: Callable[..., Array],
+    of: Callable[..., Array],
+    *arrays: Inexact[Array, "*s"],
+    axis: int | None = None,
+) -> Array:
+    """`reduce(of(*arrays), axis=axis)`, for sums and maxima in which zeros don't count.
+
+    Axes that are reduced are split into short ones, where that makes a difference.
+    """
+    shape = arrays[0].shape
+    split = range(len(shape)) if axis is None else (axis,)
+    short = [_short_axes(n) if i in split else [n] for i, n in enumerate(shape)]
+    if (
+        not all(short)
+        or max(map(len, short)) == 1
+        or math.prod(shape) >= _REDUCED_OTHERWISE
+        or not on_one_cpu()
+        or any(explicit_sharding(x) is not None for x in arrays)
+    ):
+        return reduce(of(*arrays), axis=axis)
+    more = [(0, math.prod(axes) - n) for axes, n in zip(short, shape, strict=True)]
+    if max(more) > (0, 0):
+        arrays = tuple(jnp.pad(x, more) for x in arrays)
+    ends = list(itertools.accumulate(map(len, short), initial=0))
+    # The barrier, or they would be put together again.
+    parts = jax.lax.optimization_barrier(
+        [x.reshape(list(itertools.chain(*short))) for x in arrays]
+    )
+    axes = [j for i in split for j in range(ends[i], ends[i + 1])]
+    return reduce(of(*parts), axis=tuple(axes))
+
+
+def _short_axes(size: int) -> list[int]:
+    """One or two short axes of at least so many entries; none if there are too many."""
+    if size <= _SHORT_AXIS:
+        return [size]
+    for padded in range(size, _SHORT_AXIS**2 + 1):
+        for factor in range(_SHORT_AXIS, 1, -1):
+            if padded % factor == 0 and padded // factor <= _SHORT_AXIS:
+                return [padded // factor, factor]
+    return []
+
+
+def squares(x: Inexact[Array, "*s"]) -> Float[Array, "*s"]:
+    """`|x|^2`."""
+    return jnp.real(x * x.conj())
+
+
+def summed(x: Inexact[Array, "*s"]) -> Inexact[Array, ""]:
+    """The sum of a small array's entries."""
+    return in_one_loop(jnp.sum, lambda x: x, x)
+
+
 @inlined
 def frobenius(small: Inexact[Array, "k m"]) -> Float[Array, ""]:
-    """`|X|_F`. By a product if large: less to compile than sums of many squares."""
-    if max(small.shape) <= _SUMMED_AT_ONCE:
-        return jnp.linalg.norm(small)
-    return jnp.sqrt(jnp.sum(jnp.real(diagonal(matmul(small.conj().T, small)))))
+    """`|X|_F`."""
+    return jnp.sqrt(in_one_loop(jnp.sum, squares, small))
 
 
 @_in_turn
@@ -125,9 +181,9 @@ def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, 
 def inverse_root(
     hermitian: Inexact[Array, "k k"], floor: Float[Array, ""]
 ) -> tuple[Inexact[Array, "k k"], Float[Array, ""]]:
-    """`B` with `B B^* = H^-1`, and the least eigenvalue of H, or 0 if it is positive.
+    """`C` with `C^* C = H^-1`, and the least eigenvalue of H, or 0 if it is positive.
 
-    `B = L^-*` of a Cholesky factorisation, several times faster, where H is far from
+    `C = L^-1` of a Cholesky factorisation, several times faster, where H is far from
     singular; else from eigenvalues, none of which is taken for less than the floor.
     """
     _, inverse = cholesky(hermitian)
@@ -140,10 +196,10 @@ def inverse_root(
         values, vectors = eigh(hermitian)
         scales = 1 / jnp.sqrt(jnp.maximum(values, floor))
         least = jnp.minimum(jnp.min(values), 0)
-        return vectors * scales[None, :].astype(hermitian.dtype), least
+        return scales[:, None].astype(hermitian.dtype) * vectors.conj().T, least
 
     def from_cholesky():
-        return inverse.conj().T, jnp.zeros_like(floor)
+        return inverse, jnp.zeros_like(floor)
 
     with outlined():
         return jax.lax.cond(norm * lowest < 1, from_cholesky, from_eigenvalues)

@@ -12,7 +12,14 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
 from ._orthogonal import inner
-from ._small_matrices import diagonal, divisor, identity, matmul
+from ._small_matrices import (
+    diagonal,
+    divisor,
+    identity,
+    in_one_loop,
+    matmul,
+    summed,
+)
 from ._staging import inlined
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
@@ -63,12 +70,12 @@ def independent_samples(
     `M_ij M_jl M_li`, of three probes, is an unbiased estimate of `tr A^3`.
     """
     samples, norms, m = _counted(active, samples, norms)
-    mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
+    mean = summed(samples) / jnp.asarray(m).astype(samples.dtype)
     if samples.shape[0] == 1:
         return _unknown(mean)
-    magnitude = jnp.sum(jnp.abs(samples) + norms) / m
+    magnitude = in_one_loop(jnp.sum, lambda x, y: jnp.abs(x) + y, samples, norms) / m
     # Divided by it, squares neither over- nor underflow.
-    unit = divisor(magnitude)
+    unit = _positive(magnitude)
     (deviations,) = _there(active, (samples - mean) / unit.astype(samples.dtype))
     lengths, sizes = norms / unit, jnp.abs(samples) / unit
     seconds, thirds, (squares, along), _ = _moments(deviations, [lengths, sizes])
@@ -83,7 +90,7 @@ def independent_samples(
     )
     inverse = 1 / (m - 1) + _skewed(skewness, m)
     if exact is not None:
-        magnitude = magnitude + jnp.sum(jnp.abs(exact))
+        magnitude = magnitude + in_one_loop(jnp.sum, jnp.abs, exact)
     return _error_bar(mean, unit, variance, inverse, magnitude)
 
 
@@ -168,7 +175,7 @@ def leave_one_out_samples(
     counts as for independent samples.
     """
     samples, _, m = _counted(active, samples, samples)
-    mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
+    mean = summed(samples) / jnp.asarray(m).astype(samples.dtype)
     (most,) = samples.shape
     if most == 1:
         return _unknown(mean)
@@ -177,7 +184,7 @@ def leave_one_out_samples(
         off_diagonal = off_diagonal & active[:, None] & active[None, :]
     (deviations,) = _there(active, samples - mean)
     differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
-    unit = divisor(magnitude)
+    unit = _positive(magnitude)
     deviations = deviations / unit.astype(samples.dtype)
     differences = differences / unit.astype(samples.dtype)
     alone = jnp.abs(deviations) ** 2
@@ -228,6 +235,11 @@ def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
     return ErrorBar(
         mean, jnp.maximum(error, _ROUNDING * eps * magnitude), 1 / inverse_freedom
     )
+
+
+def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
+    # What may be 0, to divide by. With one operand XLA fuses it with a sum.
+    return jnp.maximum(x, jnp.finfo(x.dtype).tiny)
 
 
 def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:

@@ -32,7 +32,6 @@ from .._orthogonal import (
     inner,
     largest_entry,
     orthonormalise,
-    power_of_two_scale,
     there,
 )
 from .._product_cost import reads_large_matrix
@@ -44,9 +43,9 @@ from .._state import StoredKey, described, init_state
 from .._stream import ProbeStream, counted_chunk
 from .._tolerance import empty_rows, phases, put, unknown_error, until
 
-# So many entries a probe for each probe: uniform directions then have a condition below 3,
+# So many entries a probe for each probe: uniform directions then have a condition below 4,
 # and products find an orthonormal basis of them at once.
-_WELL_CONDITIONED = 8
+_WELL_CONDITIONED = 3
 
 
 class XNysTraceState(eqx.Module):
@@ -173,15 +172,9 @@ class XNysTraceEstimator(TraceEstimator):
 
     def _error_bar(self, state, U, T, AU, W, count, active=None):
         """And whether the operator is what its tag says."""
-        n, sign, scale = len(U), _sign(state), power_of_two_scale(AU)
-        samples, pairs, shift, magnitude, wrong = nystrom_traces(
-            U,
-            T,
-            AU,
-            (sign / scale).astype(AU.dtype),
-            W=W,
-            resphere=self.resphere,
-            active=active,
+        n, sign = len(U), _sign(state)
+        samples, pairs, shift, magnitude, wrong, scale = nystrom_traces(
+            U, T, AU, sign, W=W, resphere=self.resphere, active=active
         )
         if active is not None:
             count = count.astype(scale.dtype)
