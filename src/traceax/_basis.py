@@ -36,9 +36,8 @@ from ._sharding import on_one_cpu, replicate, whole_columns, zeros_beside
 from ._small_matrices import cholesky, diagonal, divisor, householder, identity, matmul
 from ._staging import inlined
 
-# Numbers of columns, the first of which come from reflections. For blocks of so many
-# entries these are as fast as products on a CPU, and compile several times faster.
-_STEPS = (16, 32, 64)
+# The first columns come from reflections. For blocks of so many entries these are as fast
+# as products on a CPU, and compile several times faster.
 _REFLECTED = 2**15
 # Passes over a tile. One for random vectors, two or three where rank is lost.
 _MOST_PASSES = 10
@@ -62,6 +61,15 @@ class _Tile(NamedTuple):
     passes: Int[Array, ""]
 
 
+def _steps(n: int) -> list[int]:
+    """Numbers of columns that come from reflections, one step after the other."""
+    most = _REFLECTED // n
+    # A step more takes longer to compile than a few columns more, where others follow
+    # that are as few.
+    first = 24 if 24 <= most < 64 else 16
+    return [min(n, end) for end in (first, 32, 64) if end <= most]
+
+
 def growing_basis(
     block: Inexact[Array, "n k"],
 ) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"]]:
@@ -78,7 +86,7 @@ def growing_basis(
     rows = whole_columns(block).T
     largest = largest_entries(rows.T)
     few = n <= FEW_ROWS or on_one_cpu()
-    ends = [min(n, end) for end in _STEPS if few and n * end <= _REFLECTED]
+    ends = _steps(n) if few else []
     if ends:
         first = rows[: ends[-1]]
         basis, R = _by_reflections(replicate(first), largest[: len(first)], ends)

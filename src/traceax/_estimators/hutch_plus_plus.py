@@ -1,5 +1,6 @@
 """Hutch++: a randomised low-rank part, and Hutchinson on what it leaves."""
 
+import jax
 import jax.numpy as jnp
 
 from .._base import TraceEstimator
@@ -13,7 +14,7 @@ from .._orthogonal import (
     combine,
     inner,
     largest_entries,
-    power_of_two_scale,
+    power_of_two,
     sum_over_rows,
 )
 from .._samplers import (
@@ -26,7 +27,7 @@ from .._samplers import (
 )
 from .._sharding import side_by_side
 from .._staging import inlined
-from .._standard_error import gram, independent_samples
+from .._standard_error import GRAM_PROBES, gram, independent_samples
 from .._state import init_state
 
 # No sketch is as large, and four words for each probe have different positions.
@@ -84,21 +85,30 @@ class HutchPlusPlusEstimator(TraceEstimator):
         known_Y, known_AQ, known_APsi = kept_parts(state, 3)
         sketch_size = _sketch_size(state, k)
         num_residual = k - 2 * sketch_size
-        Omega, Psi = self._probes(state, sketch_size, num_residual)
+        # Barriers, or XLA draws probes wherever they are used, and sums over all entries
+        # of a block once more.
+        probes = self._probes(state, sketch_size, num_residual)
+        rows = jax.lax.optimization_barrier([block.T for block in probes])
+        Omega, Psi = (block.T for block in rows)
         (Y,) = extend_products(operator, (Omega, known_Y))
         Q, _ = growing_basis(Y)
         # Of the probes themselves: what is left of them depends on all of the sketch,
         # and products with it could not be used again.
         AQ, APsi = extend_products(operator, (Q, known_AQ), (Psi, known_APsi))
-        inside = inner(Q, Psi)
-        tests = _residual_tests(Q, AQ, Psi, APsi, inside)
-        low_rank = column_dots(Q, AQ)
-        residual, standard_error, freedom = independent_samples(*tests, low_rank)
+        inside = inner(Psi, Q).conj().T
+        # Of columns first, as the basis needs them.
+        largest = jnp.max(largest_entries(Y if sketch_size else APsi))
+        tests = _residual_tests(Q, AQ, Psi, APsi, inside, power_of_two(largest))
+        dots, norms, products, low_rank = jax.lax.optimization_barrier(
+            (*tests, column_dots(Q, AQ))
+        )
+        residual, standard_error, freedom = independent_samples(
+            dots, norms, products, low_rank
+        )
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            # Of columns first, as the basis needs them.
-            "largest_product": jnp.max(largest_entries(Y if sketch_size else APsi)),
+            "largest_product": largest,
             "kept": [Y, AQ, APsi],
         }
         G = Psi - combine(Q, inside)
@@ -136,19 +146,21 @@ class HutchPlusPlusEstimator(TraceEstimator):
 
 
 @inlined
-def _residual_tests(Q, AQ, Psi, APsi, inside):
-    """`g_i^* A g_i`, `|A g_i|` and `g_i^* A g_j` of the first `g_i = (I - Q Q^*) psi_i`."""
-    scale = power_of_two_scale(APsi)
-    unit = scale.astype(APsi.dtype)
+def _residual_tests(Q, AQ, Psi, APsi, inside, scale):
+    """`g_i^* A g_i`, `|A g_i|` and `g_i^* A g_j` of the first `g_i = (I - Q Q^*) psi_i`,
+    for products of about that scale."""
 
     def sums(Q, AQ, Psi, APsi):
         # In rows, as blocks are in memory.
         G = (Psi.T - combine(Q, inside).T).T
-        AG = ((APsi.T - combine(AQ, inside).T) / unit).T
-        return column_dots(G, AG), column_dots(AG, AG), gram(G, AG)
+        AG = (APsi.T - combine(AQ, inside).T).T
+        scaled = (AG.T / scale.astype(AG.dtype)).T
+        products = gram(G, AG) if G.shape[1] > 2 * GRAM_PROBES else inner(G, AG)
+        return column_dots(G, AG), column_dots(scaled, scaled), products
 
     dots, squares, products = sum_over_rows(sums, Q, AQ, Psi, APsi)
-    return dots * unit, jnp.sqrt(jnp.real(squares)) * scale, (products * unit)[None]
+    products = products[None, :GRAM_PROBES, :GRAM_PROBES]
+    return dots, scale * jnp.sqrt(jnp.real(squares)), products
 
 
 def _size_of_new_sketch(k: int) -> int:
