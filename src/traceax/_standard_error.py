@@ -74,8 +74,9 @@ def independent_samples(
     if samples.shape[0] == 1:
         return _unknown(mean)
     magnitude = in_one_loop(jnp.sum, lambda x, y: jnp.abs(x) + y, samples, norms) / m
-    # Divided by it, squares neither over- nor underflow.
-    unit = _positive(magnitude)
+    # Divided by it, squares neither over- nor underflow. A maximum is compiled as part of
+    # the sum, a selection isn't.
+    unit = jnp.maximum(magnitude, jnp.finfo(magnitude.dtype).tiny)
     (deviations,) = _there(active, (samples - mean) / unit.astype(samples.dtype))
     lengths, sizes = norms / unit, jnp.abs(samples) / unit
     seconds, thirds, (squares, along), _ = _moments(deviations, [lengths, sizes])
@@ -184,7 +185,7 @@ def leave_one_out_samples(
         off_diagonal = off_diagonal & active[:, None] & active[None, :]
     (deviations,) = _there(active, samples - mean)
     differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
-    unit = _positive(magnitude)
+    unit = divisor(magnitude)
     deviations = deviations / unit.astype(samples.dtype)
     differences = differences / unit.astype(samples.dtype)
     alone = jnp.abs(deviations) ** 2
@@ -235,11 +236,6 @@ def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
     return ErrorBar(
         mean, jnp.maximum(error, _ROUNDING * eps * magnitude), 1 / inverse_freedom
     )
-
-
-def _positive(x: Float[Array, ""]) -> Float[Array, ""]:
-    # What may be 0, to divide by. With one operand XLA fuses it with a sum.
-    return jnp.maximum(x, jnp.finfo(x.dtype).tiny)
 
 
 def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:
