@@ -102,9 +102,10 @@ def in_one_loop(
         arrays = tuple(jnp.pad(x, more) for x in arrays)
     ends = list(itertools.accumulate(map(len, short), initial=0))
     # The barrier, or they would be put together again.
-    parts = jax.lax.optimization_barrier(
-        [x.reshape(list(itertools.chain(*short))) for x in arrays]
-    )
+    parts = [
+        jax.lax.optimization_barrier(x.reshape(list(itertools.chain(*short))))
+        for x in arrays
+    ]
     axes = [j for i in split for j in range(ends[i], ends[i + 1])]
     return reduce(of(*parts), axis=tuple(axes))
 
