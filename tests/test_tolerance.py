@@ -338,16 +338,16 @@ def test_inside_loops(key, kind, name):
 
 
 def test_looks():
-    mosts, firsts = (1, 3, 4, 7, 16, 50, 60, 200, 1001), (4, 8, 16)
+    mosts, firsts = (1, 3, 4, 7, 32, 50, 75, 200, 1001), (4, 8, 32)
     for most, first in itertools.product(mosts, firsts):
-        wide = first == 16
+        wide = first == 32
         schedule = phases(most, first=first, wide=wide)
         ends = [phase.end for phase in schedule]
         assert ends[-1] == most
         start = 0
         for phase in schedule:
             assert (phase.end - start) % phase.width == 0
-            assert phase.width <= max(32 if wide else first, start // 2)
+            assert phase.width <= max(48 if wide else first, start // 2)
             assert phase.width <= first or start > 0
             start = phase.end
     assert all(phase.width <= 4 for phase in phases(50, widest=4))
@@ -357,9 +357,9 @@ def test_looks():
 @pytest.mark.x64
 def test_steps_that_widen_early_end_where_they_should():
     for most, first, widest in itertools.product(
-        range(1, 300), (4, 8, 16), (None, 20, 32, 64)
+        range(1, 300), (4, 8, 32), (None, 20, 32, 64)
     ):
-        schedule = phases(most, widest, first, wide=first == 16)
+        schedule = phases(most, widest, first, wide=first == 32)
         reached = {0}  # at which a phase may begin
         for phase, following in itertools.pairwise([*schedule, schedule[-1]]):
             counts = {

@@ -158,12 +158,12 @@ def phases(
     """Four steps of `first` probes, then of a half and a third of those before, in turn.
 
     None is wider than `widest`. `wide`: for operators whose products take the time of
-    reading a large matrix, almost the same for 16 columns as for one. Steps begin with
-    16 then, in two phases, as looks at more than there is are what takes time, and the
-    last one takes what would be left, up to 32. Of a loop that goes on from `done` probes
-    those that follow, the first of which leads to where a loop from the beginning looks.
+    reading a large matrix, for 16 columns more than half of that for 32. Steps begin with
+    32 then, in two phases, and the last one takes what would be left, up to 16 more. Of a
+    loop that goes on from `done` probes those that follow, the first of which leads to
+    where a loop from the beginning looks.
     """
-    first = 16 if wide else first
+    first = 32 if wide else first
     found: list[Phase] = []
     count, width = 0, min(first, widest or first)
     while count < most:
@@ -176,7 +176,7 @@ def phases(
         steps = min(steps, left // width)
         rest = left - steps * width
         last = steps == 0
-        if wide and 0 < rest <= min(32, widest or most) - width:
+        if wide and 0 < rest <= min(48, widest or most) - width:
             # All but the first step, which is one to look at.
             steps -= count + steps * width > width
             last = True
