@@ -13,6 +13,7 @@ from .._orthogonal import TILE, column_dots, column_norms, dots_and_norms, there
 from .._product_cost import reads_large_matrix
 from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
 from .._sharding import columns, side_by_side
+from .._small_matrices import in_one_loop
 from .._standard_error import GRAM_PROBES, gram, independent_samples
 from .._state import described, init_state
 from .._stream import (
@@ -131,7 +132,7 @@ class HutchinsonEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            "largest_product": jnp.max(norms),
+            "largest_product": in_one_loop(jnp.max, jnp.abs, norms),
             "kept": [samples, norms, grams, head],
         }
         blocks = stream if Omega is None else (Omega, Omega / k)
