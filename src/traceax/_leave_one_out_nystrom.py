@@ -74,8 +74,8 @@ def nystrom_traces(
     r"""Leave-one-out traces `t_i`, `t_ij` of `A + mu I`, from `Y = A U`, and `mu`.
 
     Also, after `mu`, the magnitude of what is added up to a sample. All of
-    `sign A / scale`, which is of order 1, and positive; then, whether it is not, and, at
-    last, the scale, a power of two.
+    `A / scale`, which is of order 1, and positive; then, whether it is not, and, at last,
+    the scale, a power of two with the given sign.
 
     With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
     approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
@@ -120,10 +120,10 @@ def nystrom_traces(
         U, Y, dimension = combine(U, basis), combine(Y, basis), 1
     H = inner(U, Y)
     # That of a semidefinite A, and easier to find than the largest entry of Y.
-    scale = power_of_two(in_one_loop(jnp.max, jnp.abs, diagonal(H)))
-    unit = (sign / scale).astype(Y.dtype)
-    H = H * unit
-    lengths = in_one_loop(jnp.sum, lambda rows: squares(rows * unit), Y.T, axis=1)
+    scale = sign * power_of_two(in_one_loop(jnp.max, jnp.abs, diagonal(H)))
+    unit = scale.astype(Y.dtype)
+    H = H / unit
+    lengths = in_one_loop(jnp.sum, lambda rows: squares(rows / unit), Y.T, axis=1)
     if W is not None:
         H = matmul(W.conj().T, matmul(H, W))
         # About that of Y W.
@@ -135,7 +135,7 @@ def nystrom_traces(
     noise = frobenius(H - H.conj().T)
     mu = eps * norm
     mu = jnp.where(noise > count**0.5 * mu, noise, mu)
-    Y_mu = (Y.T * unit + mu.astype(Y.dtype) * U.T).T
+    Y_mu = (Y.T / unit + mu.astype(Y.dtype) * U.T).T
     H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * one
     if active is not None:
         # Columns that there are not take no part: eigenvalues of order 1 of their own.

@@ -172,9 +172,9 @@ class XNysTraceEstimator(TraceEstimator):
 
     def _error_bar(self, state, U, T, AU, W, count, active=None):
         """And whether the operator is what its tag says."""
-        n, sign = len(U), _sign(state)
+        n = len(U)
         samples, pairs, shift, magnitude, wrong, scale = nystrom_traces(
-            U, T, AU, sign, W=W, resphere=self.resphere, active=active
+            U, T, AU, _sign(state), W=W, resphere=self.resphere, active=active
         )
         if active is not None:
             count = count.astype(scale.dtype)
@@ -185,9 +185,9 @@ class XNysTraceEstimator(TraceEstimator):
             n - count + 2 if self.resphere else None,
             active=active,
         )
-        value = sign * scale * (mean - n * shift)
+        value = scale * (mean - n * shift)
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, RESULTS.successful)
-        return ErrorBar(value, scale * standard_error, freedom), result
+        return ErrorBar(value, jnp.abs(scale) * standard_error, freedom), result
 
     def _by_products(self, n, k):
         """Whether probes need not be orthonormalised."""
