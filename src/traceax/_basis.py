@@ -64,8 +64,8 @@ class _Tile(NamedTuple):
 def _steps(n: int) -> list[int]:
     """Numbers of columns that come from reflections, one step after the other."""
     most = _REFLECTED // n
-    # A step more takes longer to compile than a few columns more, where others follow
-    # that are as few.
+    # A step takes long to compile. Where few columns can follow, the first one takes
+    # more, so that fewer blocks need another.
     first = 24 if 24 <= most < 64 else 16
     return [min(n, end) for end in (first, 32, 64) if end <= most]
 
