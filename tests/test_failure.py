@@ -91,6 +91,16 @@ def test_the_result_says_what_failed(estimator, fault, k):
         tx.trace(jr.key(0), operator, k, est).value.block_until_ready()
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("fault", ["NaN parameters", "NaN products"])
+def test_what_failed_of_large_operators(estimator, fault, monkeypatch):
+    # On a CPU a maximum of thousands of entries passes over NaN.
+    monkeypatch.setitem(globals(), "N", 150)
+    make, result, _ = FAULTS[fault]
+    found = tx.trace(jr.key(0), make(), 90, ESTIMATORS[estimator], throw=False).result
+    assert found == getattr(tx.RESULTS, result)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_front_door_says_what_failed(fault):
     make, result, _ = FAULTS[fault]

@@ -24,7 +24,7 @@ from ._orthogonal import (
     column_norms,
     combine,
     inner,
-    largest_entry,
+    largest_product,
     orthonormalise,
 )
 from ._samplers import Sampler, draw_probes
@@ -92,7 +92,7 @@ def leading_range(
     n = products.shape[0]
     block = side_by_side(products, tested / math.sqrt(n))
     # An operator that isn't finite is forgotten.
-    block = jnp.where(jnp.isfinite(largest_entry(block)), block, 0)
+    block = jnp.where(jnp.isfinite(largest_product(block)), block, 0)
     Q, R = orthonormalise(block)
     W, _, _ = svd(R)
     return combine(Q, W[:, :number])
@@ -124,7 +124,7 @@ def deflated_trace(state: TraceState, k: int, sampler: Sampler, *, resphere: boo
     stats = {
         "num_matvecs": k,
         "degrees_of_freedom": freedom,
-        "largest_product": largest_entry(AOmega),
+        "largest_product": largest_product(AOmega),
         "kept": [AB, AOmega],
     }
     G = deflated.G

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
 from ._estimate import RESULTS
+from ._orthogonal import unless_not_finite
 from ._product_cost import operations
 from ._staging import inlined
 from ._unavailable import UnavailableLinearOperator
@@ -63,7 +64,8 @@ def _seen(
 ) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
     """Whether parameters are finite, and whether products show an overflow."""
     # Not as blocks are in memory: a transpose of parameters would be a copy.
-    sizes = [jnp.max(jnp.abs(x), initial=0).astype(real) for x in leaves]
+    sizes = [unless_not_finite(jnp.max(jnp.abs(x), initial=0), x) for x in leaves]
+    sizes = [size.astype(real) for size in sizes]
     largest = functools.reduce(jnp.maximum, sizes, jnp.zeros((), real))
     number = sum(x.size for x in leaves)
     # Overflow inside an operator can come out as NaN, from infinity less infinity;

@@ -28,6 +28,7 @@ from ._orthogonal import (
     combine,
     inner,
     largest_entry,
+    largest_product,
     noise,
     orthonormalise,
 )
@@ -91,7 +92,7 @@ def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
     columns = jax.lax.dynamic_update_slice(columns, coupling, (j * m, (j - 1) * m))
     rows = jax.lax.dynamic_update_slice_in_dim(rows, Q, j * m, 0)
     W = laid_out_like(product(Q.T).T, pending)
-    return Arnoldi(rows, columns, W, jnp.maximum(largest, largest_entry(W.T)))
+    return Arnoldi(rows, columns, W, jnp.maximum(largest, largest_product(W.T)))
 
 
 def arnoldi_columns(run: Arnoldi, steps: int | Int[Array, ""]) -> Inexact[Array, "k k"]:
@@ -227,7 +228,7 @@ def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> Krylo
         basis, alphas, betas, scale, foreign, largest = carry
         vectors = basis[j]
         W = replicate(product(vectors.T))
-        largest = jnp.maximum(largest, largest_entry(W))
+        largest = jnp.maximum(largest, largest_product(W))
         W = W.T
         parts = inside(basis, W)
         alpha = jnp.real(parts[j])

@@ -119,13 +119,14 @@ def nystrom_traces(
         left_out, basis = left_out_of_dependent(T + outside)
         U, Y, dimension = combine(U, basis), combine(Y, basis), 1
     H = inner(U, Y)
+    if W is not None:
+        H = matmul(W.conj().T, matmul(H, W))
     # That of a semidefinite A, and easier to find than the largest entry of Y.
     scale = sign * power_of_two(in_one_loop(jnp.max, jnp.abs, diagonal(H)))
     unit = scale.astype(Y.dtype)
     H = H / unit
     lengths = in_one_loop(jnp.sum, lambda rows: squares(rows / unit), Y.T, axis=1)
     if W is not None:
-        H = matmul(W.conj().T, matmul(H, W))
         # About that of Y W.
         lengths = lengths * squares(diagonal(W))
     norm = jnp.sqrt(summed(lengths))

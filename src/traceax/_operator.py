@@ -203,8 +203,10 @@ def apply_block(
             size, apply = k + -k % _COLUMNS, _apply_by_columns
     if size == k:
         if resumable and k == 1 and isinstance(operator, lx.MatrixLinearOperator):
-            # A matrix and a single vector would be summed in another order.
-            return apply(operator, side_by_side(block, block))[:, :1]
+            # A matrix and a single vector would be summed in another order. The barrier,
+            # or what isn't used would not be computed.
+            products = apply(operator, side_by_side(block, block)).T
+            return jax.lax.optimization_barrier(products)[:1].T
         return apply(operator, block)
     if apply is _apply_by_columns:
         # With more of the same: a solver in the operator may not like vectors of zeros.

@@ -333,9 +333,25 @@ def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
 
 
 @inlined
+def unless_not_finite(
+    largest: Float[Array, ""], array: Inexact[Array, "..."]
+) -> Float[Array, ""]:
+    """The largest modulus of an entry, and NaN if one is not finite.
+
+    A maximum doesn't tell: XLA's of many entries on a CPU passes over NaN.
+    """
+    return largest + jnp.sum(jnp.abs(0 * array))
+
+
+@inlined
 def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
-    """The largest modulus of an entry; NaN if one is NaN, 0 for an empty block."""
+    """The largest modulus of an entry, 0 for an empty block. NaN may be passed over."""
     return in_one_loop(_largest, jnp.abs, block.T)
+
+
+def largest_product(products: Inexact[Array, "..."]) -> Float[Array, ""]:
+    """What `stats["largest_product"]` is, of products."""
+    return unless_not_finite(largest_entry(products), products.T)
 
 
 @inlined

@@ -16,6 +16,7 @@ from .._orthogonal import (
     largest_entries,
     power_of_two,
     sum_over_rows,
+    unless_not_finite,
 )
 from .._samplers import (
     RademacherSampler,
@@ -97,7 +98,8 @@ class HutchPlusPlusEstimator(TraceEstimator):
         AQ, APsi = extend_products(operator, (Q, known_AQ), (Psi, known_APsi))
         inside = inner(Psi, Q).conj().T
         # Of columns first, as the basis needs them.
-        largest = jnp.max(largest_entries(Y if sketch_size else APsi))
+        first = Y if sketch_size else APsi
+        largest = jnp.max(largest_entries(first))
         tests = _residual_tests(Q, AQ, Psi, APsi, inside, power_of_two(largest))
         dots, norms, products, low_rank = jax.lax.optimization_barrier(
             (*tests, column_dots(Q, AQ))
@@ -108,7 +110,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            "largest_product": largest,
+            "largest_product": unless_not_finite(largest, first.T),
             "kept": [Y, AQ, APsi],
         }
         G = Psi - combine(Q, inside)

@@ -30,7 +30,7 @@ from .._orthogonal import (
     column_dots,
     combine,
     inner,
-    largest_entry,
+    largest_product,
     orthonormalise,
     there,
 )
@@ -151,7 +151,7 @@ class XNysTraceEstimator(TraceEstimator):
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
             "result": result,
-            "largest_product": largest_entry(Y),
+            "largest_product": largest_product(Y),
             "kept": [Y, None, None],
         }
         return bar.mean, bar.standard_error, stats, stand_in(Omega, Q, loo)
@@ -264,7 +264,7 @@ class XNysTraceEstimator(TraceEstimator):
             "num_matvecs": reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
             "result": reached.found,
-            "largest_product": largest_entry(AU),
+            "largest_product": largest_product(AU),
             "kept": Kept(1, kept, described(self), reached.taken),
         }
         blocks = CountedStandIn(Omega, Q, loo, reached.taken, size)

@@ -21,8 +21,9 @@ from .._orthogonal import (
     column_dots,
     column_norms,
     largest_entries,
-    largest_entry,
+    largest_product,
     there,
+    unless_not_finite,
 )
 from .._product_cost import reads_large_matrix
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
@@ -116,7 +117,7 @@ class XTraceEstimator(TraceEstimator):
         stats = {
             "num_matvecs": 2 * m,
             "degrees_of_freedom": freedom,
-            "largest_product": largest,
+            "largest_product": unless_not_finite(largest, Y.T),
             "kept": [Y, AQ, *basis] if basis[0] is None else [Y, AQ, Q, R],
         }
         return value, standard_error, stats, stand_in(Omega, Q, loo)
@@ -188,7 +189,7 @@ class XTraceEstimator(TraceEstimator):
         stats = {
             "num_matvecs": 2 * reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
-            "largest_product": largest_entry(Y),
+            "largest_product": largest_product(Y),
             "kept": Kept(2, [*kept, Counted(R, 2)], described(self), reached.taken),
         }
         blocks = CountedStandIn(
@@ -224,7 +225,7 @@ class XTraceEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            "largest_product": largest_entry(Y),
+            "largest_product": largest_product(Y),
             "kept": [Y, None, None, None],
         }
         return value, standard_error, stats, (Omega, Omega * (weights / k)[None, :])
