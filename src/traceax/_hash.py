@@ -34,6 +34,8 @@ _PI = (
     *(0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822),
     *(0x299F31D0, 0x082EFA98, 0xEC4E6C89, 0x452821E6),
 )
+# So many words are hashed for each bit in less time than another kernel takes to compile.
+_FEW = 2**11
 # The longest axis whose indices a 32-bit word holds.
 _SEGMENT = 2**31
 
@@ -62,13 +64,19 @@ def split(key: Key[Array, ""], number: int) -> Key[Array, " {number}"]:
 
 
 def _roots(key_data: UInt32[Array, " w"]) -> UInt32[Array, "3 3"]:
-    roots = np.array(_PI, np.uint32).reshape(1, 3, 3)
+    roots = np.array(_PI, np.uint32).reshape(3, 3)
     for i in range(key_data.shape[0]):
         word = jax.lax.index_in_dim(key_data, i, keepdims=False)
         roots = _f(_add(_g(_xor(roots, word)), np.uint32(i)))
-    # A sum with zeros: the compiler would else hash the key again for each entry.
-    zeros = jax.lax.pad(roots, np.uint32(0), ((0, 1, 0), (0, 0, 0), (0, 0, 0)))
-    return jax.lax.reduce_xor(zeros, axes=(0,))
+    return _hashed_once(jnp.asarray(roots))
+
+
+def _hashed_once(words: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
+    """The same words, added to zeros: the compiler would else hash them again for each
+    entry that is made of them."""
+    zeros = ((0, 1, 0),) + ((0, 0, 0),) * words.ndim
+    padded = jax.lax.pad(jax.lax.expand_dims(words, (0,)), np.uint32(0), zeros)
+    return jax.lax.reduce_xor(padded, axes=(0,))
 
 
 def words(
@@ -131,7 +139,10 @@ def signs(key_words: UInt32[Array, "k 3"], n: int, dtype) -> Float[Array, "k n"]
     number = -(-n // 32)
     shifts = jax.lax.iota(jnp.uint32, 32)
     if on_one_cpu():
-        bits = words(key_words, number)[:, :, None] >> shifts[None, None, :]
+        drawn = words(key_words, number)
+        if drawn.size > _FEW:
+            drawn = _hashed_once(drawn)
+        bits = drawn[:, :, None] >> shifts[None, None, :]
         bits = bits.reshape(len(key_words), 32 * number)[:, :n]
     else:
         # The same, entry by entry: devices that hold some entries draw those alone.

@@ -115,9 +115,9 @@ def _block(
     draw: Callable[[_Probes], Inexact[Array, "k n"]], probes: _Probes, *, at_once: bool
 ) -> Inexact[Array, "n k"]:
     short, few = probes.n < _LONG, probes.k * probes.n <= _FEW or probes.k == 1
-    if few or not on_one_cpu() or (at_once and not short):
+    if few or not on_one_cpu():
         return jax.lax.optimization_barrier(draw(probes)).T
-    if short:
+    if short or at_once:
         return _once(draw(probes)).T
     # Long probes one after the other: intermediate results fit into the cache.
     rows = jax.lax.map(lambda j: draw(probes._replace(start=j, k=1)), probes.indices())
