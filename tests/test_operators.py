@@ -407,7 +407,7 @@ def test_a_solve_inside_the_operator(key):
 @pytest.mark.parametrize("k", [16, 17])
 def test_large_blocks_are_multiplied_some_columns_at_a_time(monkeypatch, k):
     # On one CPU: as if a block of 5 columns were large.
-    monkeypatch.setattr("traceax._operator._ENTRIES", 5 * 20)
+    monkeypatch.setattr("traceax._operator._CACHED", 5 * 20)
     assert columns_at_once(20, 16) == 4
     assert columns_at_once(20, 17) == 5
     p = parameters(20)
@@ -424,7 +424,7 @@ def test_large_blocks_are_multiplied_some_columns_at_a_time(monkeypatch, k):
     for kind in ("function", "jacobian over a PyTree"):
         (_, several), gradient = squares(kind)(p)
         with monkeypatch.context() as once:
-            once.setattr("traceax._operator._ENTRIES", 2**22)
+            once.setattr("traceax._operator._CACHED", 2**20)
             (_, whole), expected = squares(kind)(p)
         assert_close(several, whole, rtol=1e-3, atol=1e-5)
         for x, y in zip(
@@ -434,8 +434,7 @@ def test_large_blocks_are_multiplied_some_columns_at_a_time(monkeypatch, k):
 
 
 def test_cheap_operators_are_multiplied_a_few_columns_at_a_time(monkeypatch):
-    # On one CPU: as if blocks of more than 5 columns were large, and 2 fitted the cache.
-    monkeypatch.setattr("traceax._operator._ENTRIES", 5 * 20)
+    # On one CPU: as if 2 columns fitted the cache.
     p = parameters(20)
     rng = np.random.default_rng(0)
     block = jnp.asarray(rng.normal(size=(20, 14)), float_dtype())
@@ -461,9 +460,10 @@ def test_cheap_operators_are_multiplied_a_few_columns_at_a_time(monkeypatch):
     for x, y in zip(products, expected, strict=True):
         assert_close(x, y, rtol=1e-6)
     assert_close(of_columns["d"], gradient["d"], rtol=1e-5)
-    # What costs more than memory is shared by as many columns as before.
+    # What costs more than memory is shared by four columns at least.
     dense = OPERATORS["function"](p)
-    text = str(jax.make_jaxpr(lambda block: apply_block(dense, block))(block))
+    text = str(jax.make_jaxpr(lambda x: apply_block(dense, x))(block[:, :12]))
+    assert "[4,20]" in text
     assert "[2,20]" not in text
 
 

@@ -139,13 +139,17 @@ def _space(x64: bool, treedef: Any, *leaves: jax.ShapeDtypeStruct) -> Space:
 
 # Entries of a block that are multiplied at once: 16 MiB in 32-bit precision.
 _ENTRIES = 2**22
+# On a CPU 4 MiB, which stay in the cache with what a few operations make of them, and in
+# memory that a program is given again: larger pieces are handed out page by page each time.
+_CACHED = 2**20
 # So that a set of probes tells of its skewness.
 _FEWEST = 4
 
 
 def most_columns(n: int) -> int:
     """How many columns of length n are worth one pass over the operator at most."""
-    return max(_FEWEST, _ENTRIES // max(n, 1))
+    entries = _CACHED if on_one_cpu() else _ENTRIES
+    return max(_FEWEST, entries // max(n, 1))
 
 
 def columns_at_once(n: int, k: int, most: int | None = None) -> int:
@@ -158,9 +162,6 @@ def columns_at_once(n: int, k: int, most: int | None = None) -> int:
     return even[0] if even else most
 
 
-# Entries of a block that stay in the cache of a processor's core, with what a few
-# operations make of them.
-_CACHED = 2**20
 # Columns of a matrix product that a CPU's vector units take together, and up to how many
 # the matrix is read only once.
 _COLUMNS = 8
@@ -201,6 +202,9 @@ def apply_block(
             size, apply = _SAME_COLUMNS, _apply_by_columns
         elif k <= _MOST_COLUMNS:
             size, apply = k + -k % _COLUMNS, _apply_by_columns
+        else:
+            # A derivative with respect to the matrix is written again for each pass.
+            size = columns_at_once(n, k, max(_FEWEST, _ENTRIES // n))
     if size == k:
         if resumable and k == 1 and isinstance(operator, lx.MatrixLinearOperator):
             # A matrix and a single vector would be summed in another order. The barrier,
