@@ -38,6 +38,26 @@ def _given(dtype):
     return jnp.asarray(b, dtype), jnp.asarray(c, dtype)
 
 
+def _compare_all(ours, reference, theta, tangent):
+    """Compares a function of parameters and a tangent, and its derivatives."""
+
+    def squared_hessian(f):
+        return lambda theta, tangent: jnp.sum(jax.hessian(f)(theta, tangent) ** 2)
+
+    for fn in (
+        lambda f: f,
+        lambda f: jax.grad(f, argnums=(0, 1)),
+        lambda f: jax.jacfwd(f, argnums=(0, 1)),
+        lambda f: jax.jacfwd(jax.grad(f, argnums=(0, 1))),
+        lambda f: jax.jacrev(jax.grad(f, argnums=(0, 1)), argnums=(0, 1)),
+        lambda f: jax.jacrev(jax.jacfwd(f, argnums=1), argnums=(0, 1)),
+        lambda f: jax.grad(squared_hessian(f)),
+    ):
+        found, expected = (jax.jit(fn(f))(theta, tangent) for f in (ours, reference))
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert_close(x, y, rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("dtype", "count", "chunk_size"), [("float64", 9, 4), ("complex128", MOST, 5)]
 )
@@ -61,21 +81,51 @@ def test_derivatives_of_every_order_and_mode(key, dtype, count, chunk_size):
         paired = jnp.sum(V.conj() * (t @ (2 * V))) / count
         return jnp.real(paired) + 2 * jnp.imag(paired)
 
-    def squared_hessian(f):
-        return lambda theta, tangent: jnp.sum(jax.hessian(f)(theta, tangent) ** 2)
+    _compare_all(ours, reference, theta, tangent)
 
-    for fn in (
-        lambda f: f,
-        lambda f: jax.grad(f, argnums=(0, 1)),
-        lambda f: jax.jacfwd(f, argnums=(0, 1)),
-        lambda f: jax.jacfwd(jax.grad(f, argnums=(0, 1))),
-        lambda f: jax.jacrev(jax.grad(f, argnums=(0, 1)), argnums=(0, 1)),
-        lambda f: jax.jacrev(jax.jacfwd(f, argnums=1), argnums=(0, 1)),
-        lambda f: jax.grad(squared_hessian(f)),
-    ):
-        found, expected = (jax.jit(fn(f))(theta, tangent) for f in (ours, reference))
+
+@pytest.mark.parametrize("p", [3, 13])
+def test_large_blocks_are_taken_in_chunks(monkeypatch, key, p):
+    # As if 5 columns of an operator and its derivative were large.
+    monkeypatch.setattr("traceax._operator._CACHED", 5 * 2 * N)
+    b, c = _given(np.float64)
+    V, Z = jax.random.normal(key, (2, N, p), jnp.float64)
+    theta, tangent = jnp.asarray([0.7, -0.3]), jnp.asarray([1.3, 0.4])
+
+    def product(theta, vector):
+        return _matrix(theta, b, c) @ vector
+
+    def built(theta):
+        partial = jax.tree_util.Partial(product, theta)
+        return lx.FunctionLinearOperator(partial, jax.ShapeDtypeStruct((N,), V.dtype))
+
+    def ours(theta, tangent):
+        return pair(*eqx.filter_jvp(built, (theta,), (tangent,)), (V, Z))
+
+    def reference(theta, tangent):
+        _, t = jax.jvp(lambda theta: _matrix(theta, b, c), (theta,), (tangent,))
+        return jnp.sum(Z * (t @ V))
+
+    text = jax.jit(jax.grad(ours, argnums=1)).lower(theta, tangent).as_text()
+    assert ("<5x20xf64>" in text) == (p > 5)
+    _compare_all(ours, reference, theta, tangent)
+    lanes = [jnp.stack([x, 2 * x, -x]) for x in (theta, tangent)]
+    for fn in (lambda f: f, lambda f: jax.grad(f, argnums=(0, 1))):
+        found, expected = (jax.vmap(fn(f))(*lanes) for f in (ours, reference))
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert_close(x, y, rtol=1e-9)
+
+
+def test_the_derivative_of_a_matrix_is_written_once(monkeypatch, key):
+    monkeypatch.setattr("traceax._operator._CACHED", 5 * 2 * N)
+    b, _ = _given(np.float64)
+    V, Z = jax.random.normal(key, (2, N, 13), jnp.float64)
+
+    def ours(t):
+        return pair(lx.MatrixLinearOperator(b), lx.MatrixLinearOperator(t), (V, Z))
+
+    assert_close(jax.grad(ours)(b), Z @ V.T, rtol=1e-12)
+    assert "<5x20xf64>" not in jax.jit(jax.grad(ours)).lower(b).as_text()
 
 
 @pytest.mark.parametrize("chunk_size", [4, MOST])

@@ -31,8 +31,9 @@ import jax.tree_util as jtu
 from jax.interpreters import ad, batching
 from jaxtyping import Array, Inexact, PyTree
 
-from ._operator import apply_block
+from ._operator import apply_block, most_columns
 from ._orthogonal import column_dots
+from ._sharding import on_one_cpu
 from ._staging import Staged, make_primitive
 from ._stream import Blocks, GivenBlocks, ProbeStream
 
@@ -43,13 +44,28 @@ def pair(operator: PyTree, t_operator: PyTree, blocks) -> Inexact[Array, ""] | N
     `t_operator` is as the operator, with `None` for what has no tangent. Of V and Z
     themselves nothing is differentiated.
     """
-    if not jtu.tree_leaves(t_operator):
+    tangents = jtu.tree_leaves(t_operator)
+    if not tangents:
         return None
     if isinstance(blocks, ProbeStream):
         blocks = blocks.counted()
     elif not isinstance(blocks, Blocks):
-        blocks = GivenBlocks(*blocks)
+        V, Z = blocks
+        blocks = GivenBlocks(V, Z, _number_of_chunks(V, sum(x.size for x in tangents)))
     return eqxi.filter_primitive_bind(_pair_p, operator, t_operator, blocks, ())
+
+
+def _number_of_chunks(V: Inexact[Array, "n p"], gradient_size: int) -> int:
+    """In how many chunks to take given blocks.
+
+    Each half as large as what is multiplied at once, or a derivative keeps what all
+    products with them are made of. Not if it is itself larger than the blocks, as that of
+    a matrix is: it would be written again for each chunk.
+    """
+    n, p = V.shape
+    if gradient_size > V.size or not on_one_cpu():
+        return 1
+    return max(1, -(-p // most_columns(2 * n)))
 
 
 class _Level(NamedTuple):

@@ -98,6 +98,10 @@ class Blocks(eqx.Module):
     def dtype(self) -> np.dtype: ...
 
     @abc.abstractmethod
+    def needed(self) -> int | Int[Array, ""]:
+        """How many chunks hold columns that are not 0."""
+
+    @abc.abstractmethod
     def chunks(
         self,
     ) -> Callable[[Any], tuple[Inexact[Array, "n c"], Inexact[Array, "n c"]]]:
@@ -112,25 +116,39 @@ class Blocks(eqx.Module):
 
 
 class GivenBlocks(Blocks):
-    """Blocks as they are, in one chunk."""
+    """Blocks as they are, in so many equal chunks."""
 
     V: Inexact[Array, "n p"]
     Z: Inexact[Array, "n p"]
-
-    @property
-    def size(self) -> int:
-        return self.V.shape[1]
+    parts: int = eqx.field(static=True)
 
     @property
     def number(self) -> int:
-        return 1
+        return self.parts
+
+    @property
+    def size(self) -> int:
+        return -(-self.V.shape[-1] // self.parts)
+
+    def needed(self):
+        return self.parts
 
     @property
     def dtype(self) -> np.dtype:
         return np.result_type(self.V.dtype, self.Z.dtype)
 
     def chunks(self):
-        return lambda start: (self.V, self.Z)
+        if self.parts == 1:
+            return lambda start: (self.V, self.Z)
+        # More of the same, times 0: a solver in the operator may not like vectors of 0.
+        more = (0, self.parts * self.size - self.V.shape[1]), (0, 0)
+        rows = jnp.pad(self.V.T, more, mode="edge"), jnp.pad(self.Z.T, more)
+
+        def of(start):
+            V, Z = (jax.lax.dynamic_slice_in_dim(x, start, self.size) for x in rows)
+            return V.T, Z.T
+
+        return of
 
     def sum(self, fn):
         return fn(self.V, self.Z)
@@ -141,8 +159,7 @@ class CountedBlocks(Blocks):
 
     count: eqx.AbstractVar[Int[Array, ""]]
 
-    def needed(self) -> Int[Array, ""]:
-        """How many chunks hold columns that are not 0."""
+    def needed(self):
         return -(-jnp.max(self.count) // self.size)
 
     def sum(self, fn):
