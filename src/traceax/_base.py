@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._kept import Kept, is_settled, settled, with_kept
 from ._operator import Space, apply_block, has_real_trace, space_of
-from ._orthogonal import largest_product
+from ._orthogonal import products_to_check
 from ._primitive import Outcome, estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._sharding import replicate
@@ -301,5 +301,5 @@ def exact_answer(space: Space, products: Inexact[Array, "n n"]):
     """What `evaluate` returns, from the products with the coordinate vectors."""
     identity = identity_block(space)
     value = jnp.trace(replicate(products))
-    stats = {"num_matvecs": space.size, "largest_product": largest_product(products)}
+    stats = {"num_matvecs": space.size, "largest_product": products_to_check(products)}
     return value, jnp.zeros((), space.real_dtype), stats, (identity, identity)

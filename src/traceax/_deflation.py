@@ -24,8 +24,9 @@ from ._orthogonal import (
     column_norms,
     combine,
     inner,
-    largest_product,
+    nan_unless_finite,
     orthonormalise,
+    products_to_check,
 )
 from ._samplers import Sampler, draw_probes
 from ._sharding import side_by_side
@@ -92,7 +93,7 @@ def leading_range(
     n = products.shape[0]
     block = side_by_side(products, tested / math.sqrt(n))
     # An operator that isn't finite is forgotten.
-    block = jnp.where(jnp.isfinite(largest_product(block)), block, 0)
+    block = jnp.where(jnp.isfinite(nan_unless_finite(block.T)), block, 0)
     Q, R = orthonormalise(block)
     W, _, _ = svd(R)
     return combine(Q, W[:, :number])
@@ -124,7 +125,7 @@ def deflated_trace(state: TraceState, k: int, sampler: Sampler, *, resphere: boo
     stats = {
         "num_matvecs": k,
         "degrees_of_freedom": freedom,
-        "largest_product": largest_product(AOmega),
+        "largest_product": products_to_check(AOmega),
         "kept": [AB, AOmega],
     }
     G = deflated.G

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Bool, Float, Inexact, PyTree
+from jaxtyping import Array, Bool, Inexact, PyTree
 
 from ._estimate import RESULTS
-from ._orthogonal import unless_not_finite
+from ._orthogonal import nan_unless_finite
 from ._product_cost import operations
 from ._staging import inlined
 from ._unavailable import UnavailableLinearOperator
@@ -22,15 +22,15 @@ def explain(
     result: RESULTS,
     value: Inexact[Array, "..."],
     parameters: PyTree,
-    largest_product: Float[Array, ""],
+    largest_product: Inexact[Array, "..."],
     *,
     solves: bool,
 ) -> RESULTS:
     """`result` for finite values and for known failures, else what went wrong.
 
     - `parameters`: of the operator. Looked at only if the value isn't finite.
-    - `largest_product`: the largest modulus of an entry of the first products, NaN if
-        one is NaN (or if it isn't known).
+    - `largest_product`: the first products, or the largest modulus of their entries, NaN
+        if one is NaN (or if it isn't known). Looked at only if the value isn't finite.
     - `solves`: whether the operator solves linear systems.
     """
     leaves = [x for x in jtu.tree_leaves(parameters) if eqx.is_inexact_array(x)]
@@ -59,19 +59,20 @@ def _all_finite(value: Inexact[Array, "..."]) -> Bool[Array, ""]:
 @inlined
 def _seen(
     leaves: list[Inexact[Array, "..."]],
-    largest_product: Float[Array, ""],
+    largest_product: Inexact[Array, "..."],
     real: np.dtype,
 ) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
     """Whether parameters are finite, and whether products show an overflow."""
     # Not as blocks are in memory: a transpose of parameters would be a copy.
-    sizes = [unless_not_finite(jnp.max(jnp.abs(x), initial=0), x) for x in leaves]
+    sizes = [jnp.max(jnp.abs(x), initial=0) + nan_unless_finite(x) for x in leaves]
     sizes = [size.astype(real) for size in sizes]
     largest = functools.reduce(jnp.maximum, sizes, jnp.zeros((), real))
     number = sum(x.size for x in leaves)
     # Overflow inside an operator can come out as NaN, from infinity less infinity;
     # infinite products of small parameters are a division by zero or the like.
     wide = ~jnp.isfinite(largest * largest * math.sqrt(number))
-    return jnp.isfinite(largest), wide | jnp.isfinite(largest_product)
+    products = jnp.isfinite(nan_unless_finite(largest_product))
+    return jnp.isfinite(largest), wide | products
 
 
 def solves_systems(operator: lx.AbstractLinearOperator) -> bool:

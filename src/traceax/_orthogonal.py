@@ -333,14 +333,12 @@ def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
 
 
 @inlined
-def unless_not_finite(
-    largest: Float[Array, ""], array: Inexact[Array, "..."]
-) -> Float[Array, ""]:
-    """The largest modulus of an entry, and NaN if one is not finite.
+def nan_unless_finite(array: Inexact[Array, "..."]) -> Float[Array, ""]:
+    """0, but NaN if an entry is not finite.
 
     A maximum doesn't tell: XLA's of many entries on a CPU passes over NaN.
     """
-    return largest + jnp.sum(jnp.abs(0 * array))
+    return jnp.sum(jnp.abs(0 * array))
 
 
 @inlined
@@ -350,8 +348,18 @@ def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
 
 
 def largest_product(products: Inexact[Array, "..."]) -> Float[Array, ""]:
-    """What `stats["largest_product"]` is, of products."""
-    return unless_not_finite(largest_entry(products), products.T)
+    """The largest modulus of an entry, NaN if one is not finite."""
+    return largest_entry(products) + nan_unless_finite(products.T)
+
+
+def products_to_check(products: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+    """What `stats["largest_product"]` is, of products: finite if they are.
+
+    Few are given themselves, and looked at only if the value turns out not to be finite.
+    Many would have to be kept until then.
+    """
+    rows = products.T
+    return rows if rows.size <= _CACHED else nan_unless_finite(rows)
 
 
 @inlined

@@ -15,7 +15,7 @@ from ._base import adaptive_estimator, identity_block
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._frechet import SpectralBlocks
 from ._operator import apply_block, is_positive_semidefinite, space_of
-from ._orthogonal import largest_product
+from ._orthogonal import products_to_check
 from ._primitive import estimate_trace
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._sharding import replicate
@@ -221,7 +221,7 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     stats = {
         "num_matvecs": space.size,
         "result": result,
-        "largest_product": largest_product(A),
+        "largest_product": products_to_check(A),
     }
     blocks = SpectralBlocks(vectors, values, identity, identity, identity, space.size)
     infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]

@@ -22,7 +22,7 @@ from .._deflation import Deflated, deflate, leading_range
 from .._hash import split
 from .._kept import Kept
 from .._operator import apply_block, space_of
-from .._orthogonal import column_dots, largest_product, orthonormalise
+from .._orthogonal import column_dots, orthonormalise, products_to_check
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes
 from .._sharding import side_by_side
 from .._standard_error import ErrorBar, independent_samples, sum_of_independent
@@ -174,7 +174,7 @@ class DeltaShiftEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
-            "largest_product": largest_product(products),
+            "largest_product": products_to_check(products),
             "weight_of_past": nothing(one),
         }
         if k >= _FEWEST:
@@ -245,7 +245,7 @@ class DeltaShiftEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": total.degrees_of_freedom,
-            "largest_product": largest_product(products),
+            "largest_product": products_to_check(products),
             "weight_of_past": mix.weights[2],
             "kept": Kept(0, _finite(kept), described(self)),
         }

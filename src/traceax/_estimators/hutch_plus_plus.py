@@ -15,8 +15,8 @@ from .._orthogonal import (
     inner,
     largest_entries,
     power_of_two,
+    products_to_check,
     sum_over_rows,
-    unless_not_finite,
 )
 from .._samplers import (
     RademacherSampler,
@@ -110,7 +110,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            "largest_product": unless_not_finite(largest, first.T),
+            "largest_product": products_to_check(first),
             "kept": [Y, AQ, APsi],
         }
         G = Psi - combine(Q, inside)

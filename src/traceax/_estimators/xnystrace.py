@@ -30,8 +30,8 @@ from .._orthogonal import (
     column_dots,
     combine,
     inner,
-    largest_product,
     orthonormalise,
+    products_to_check,
     there,
 )
 from .._product_cost import reads_large_matrix
@@ -151,7 +151,7 @@ class XNysTraceEstimator(TraceEstimator):
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
             "result": result,
-            "largest_product": largest_product(Y),
+            "largest_product": products_to_check(Y),
             "kept": [Y, None, None],
         }
         return bar.mean, bar.standard_error, stats, stand_in(Omega, Q, loo)
@@ -264,7 +264,7 @@ class XNysTraceEstimator(TraceEstimator):
             "num_matvecs": reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
             "result": reached.found,
-            "largest_product": largest_product(AU),
+            "largest_product": products_to_check(AU),
             "kept": Kept(1, kept, described(self), reached.taken),
         }
         blocks = CountedStandIn(Omega, Q, loo, reached.taken, size)

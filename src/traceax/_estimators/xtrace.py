@@ -20,10 +20,8 @@ from .._operator import apply_block, extend_products, is_hermitian, space_of
 from .._orthogonal import (
     column_dots,
     column_norms,
-    largest_entries,
-    largest_product,
+    products_to_check,
     there,
-    unless_not_finite,
 )
 from .._product_cost import reads_large_matrix
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes, laid_out
@@ -107,8 +105,7 @@ class XTraceEstimator(TraceEstimator):
         Omega = self._probes(state, m)
         known_Y, known_AQ, *basis = kept_parts(state, 4)
         (Y,) = extend_products(operator, (Omega, known_Y))
-        # Of columns first, as the basis needs them.
-        tested, largest = probe_dots(Omega, Y), jnp.max(largest_entries(Y))
+        tested = probe_dots(Omega, Y)
         Q, R = continued_basis(Y, *basis)
         (AQ,) = extend_products(operator, (Q, known_AQ))
         of, loo = self._left_out(operator, Omega, Q, AQ, R, tested)
@@ -117,7 +114,7 @@ class XTraceEstimator(TraceEstimator):
         stats = {
             "num_matvecs": 2 * m,
             "degrees_of_freedom": freedom,
-            "largest_product": unless_not_finite(largest, Y.T),
+            "largest_product": products_to_check(Y),
             "kept": [Y, AQ, *basis] if basis[0] is None else [Y, AQ, Q, R],
         }
         return value, standard_error, stats, stand_in(Omega, Q, loo)
@@ -189,7 +186,7 @@ class XTraceEstimator(TraceEstimator):
         stats = {
             "num_matvecs": 2 * reached.taken,
             "degrees_of_freedom": reached.bar.degrees_of_freedom,
-            "largest_product": largest_product(Y),
+            "largest_product": products_to_check(Y),
             "kept": Kept(2, [*kept, Counted(R, 2)], described(self), reached.taken),
         }
         blocks = CountedStandIn(
@@ -225,7 +222,7 @@ class XTraceEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": freedom,
-            "largest_product": largest_product(Y),
+            "largest_product": products_to_check(Y),
             "kept": [Y, None, None, None],
         }
         return value, standard_error, stats, (Omega, Omega * (weights / k)[None, :])
