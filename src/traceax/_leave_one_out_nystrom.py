@@ -125,11 +125,11 @@ def nystrom_traces(
     scale = sign * power_of_two(in_one_loop(jnp.max, jnp.abs, diagonal(H)))
     unit = scale.astype(Y.dtype)
     H = H / unit
-    lengths = in_one_loop(jnp.sum, lambda rows: squares(rows / unit), Y.T, axis=1)
+    sizes = in_one_loop(jnp.sum, lambda rows: squares(rows / unit), Y.T, axis=1)
     if W is not None:
-        # About that of Y W.
-        lengths = lengths * squares(diagonal(W))
-    norm = jnp.sqrt(summed(lengths))
+        # About those of Y W.
+        sizes = sizes * squares(diagonal(W))
+    norm = jnp.sqrt(summed(sizes))
     nonzero = norm != 0
     norm = divisor(norm)
     eps = jnp.finfo(Y.dtype).eps
@@ -149,9 +149,9 @@ def nystrom_traces(
     F = combine(Y_mu, rows.conj().T)
     halves = C if resphere else matmul(C, left_out)
     squared = inner(F, F)
-    lengths = jnp.real(column_dots(halves, halves))
+    weights = jnp.real(column_dots(halves, halves))
     # A probe that the others span has nothing left to test.
-    remainders = jnp.where(lengths == 0, 0, 1 / divisor(lengths))
+    remainders = jnp.where(weights == 0, 0, 1 / divisor(weights))
     all_columns = summed(jnp.real(diagonal(squared)))
     weighted = matmul(squared, halves)
     lost_by_one = jnp.real(column_dots(halves, weighted)) * remainders

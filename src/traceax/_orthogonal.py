@@ -25,6 +25,7 @@ from ._sharding import (
     whole_columns,
 )
 from ._small_matrices import (
+    REDUCED_OTHERWISE,
     cholesky,
     divisor,
     frobenius,
@@ -44,9 +45,8 @@ _MOST_PASSES = 10
 # Columns that `dots_and_norms` sums at once, unless there are never as many.
 TILE = 8
 # Up to so many rows it sums all columns at once on a CPU. XLA's order there depends on
-# the number of entries alone: it is another for fewer than so many.
+# the number of entries alone, and is another from `REDUCED_OTHERWISE` on.
 _SHORT_COLUMNS = 4096
-_SUMMED_OTHERWISE = 4096
 # Entries of a block that fit into a processor's cache, and rows that are worth a product.
 _CACHED = 2**19
 _FEWEST_ROWS = 256
@@ -268,7 +268,7 @@ def dots_and_norms(
 
     @custom_vmap
     def at_once(x, y):
-        more = _SUMMED_OTHERWISE // n + 1 - k
+        more = REDUCED_OTHERWISE // n + 1 - k
         dots, norms = _alone(_longer(x, more), _longer(y, more))
         return (dots[:k], norms[:k]) if more > 0 else (dots, norms)
 

@@ -25,7 +25,7 @@ from ._staging import inlined, outlined
 # On a CPU XLA reduces a longer axis in several loops, each a kernel of its own, and
 # arrays of so many entries in another way.
 _SHORT_AXIS = 32
-_REDUCED_OTHERWISE = 4096
+REDUCED_OTHERWISE = 4096
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,7 +92,7 @@ def in_one_loop(
     if (
         not all(short)
         or max(map(len, short)) == 1
-        or math.prod(shape) >= _REDUCED_OTHERWISE
+        or math.prod(shape) >= REDUCED_OTHERWISE
         or not on_one_cpu()
         or any(explicit_sharding(x) is not None for x in arrays)
     ):
