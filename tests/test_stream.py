@@ -107,7 +107,7 @@ def test_memory_does_not_grow_with_the_number_of_probes(gradient):
 
 def test_chunks_by_default():
     signs, orthogonal = tx.RademacherSampler(), tx.OrthogonalSampler()
-    # On one CPU, of what fits the cache.
+    # Of what fits the cache of a CPU.
     assert chunk_size(None, signs, 1000) == 1048
     assert chunk_size(None, signs, 10**5) == 8
     assert chunk_size(None, signs, 10**6) == 4

@@ -137,19 +137,20 @@ def _space(x64: bool, treedef: Any, *leaves: jax.ShapeDtypeStruct) -> Space:
     return Space(size, dtype, compute_dtype, structure)
 
 
-# Entries of a block that are multiplied at once: 16 MiB in 32-bit precision.
-_ENTRIES = 2**22
-# On a CPU 4 MiB, which stay in the cache with what a few operations make of them, and in
-# memory that a program is given again: larger pieces are handed out page by page each time.
+# Entries of a block that are multiplied at once: 4 MiB in 32-bit precision. They stay in a
+# CPU's cache with what a few operations make of them, and in memory that a program is given
+# again: larger pieces are handed out page by page each time. The same for all devices, for
+# estimates go on from what they keep of each chunk.
 _CACHED = 2**20
+# Where they are multiplied by a matrix.
+_MULTIPLIED = 2**22
 # So that a set of probes tells of its skewness.
 _FEWEST = 4
 
 
 def most_columns(n: int) -> int:
     """How many columns of length n are worth one pass over the operator at most."""
-    entries = _CACHED if on_one_cpu() else _ENTRIES
-    return max(_FEWEST, entries // max(n, 1))
+    return max(_FEWEST, _CACHED // max(n, 1))
 
 
 def columns_at_once(n: int, k: int, most: int | None = None) -> int:
@@ -204,7 +205,7 @@ def apply_block(
             size, apply = k + -k % _COLUMNS, _apply_by_columns
         else:
             # A derivative with respect to the matrix is written again for each pass.
-            size = columns_at_once(n, k, max(_FEWEST, _ENTRIES // n))
+            size = columns_at_once(n, k, max(_FEWEST, _MULTIPLIED // n))
     if size == k:
         if resumable and k == 1 and isinstance(operator, lx.MatrixLinearOperator):
             # A matrix and a single vector would be summed in another order. The barrier,
@@ -224,7 +225,8 @@ def apply_block(
         return apply(operator, some_rows.T).T
 
     if whole == size:
-        products = some(0, size)
+        parts = [some(0, size)] + ([some(whole, rest)] if rest else [])
+        products = jnp.concatenate(parts)
     else:
 
         def turn(i, products):
@@ -234,9 +236,11 @@ def apply_block(
             new = jax.lax.cond(i < 0, jnp.negative, lambda x: x, new)
             return jax.lax.dynamic_update_slice_in_dim(products, new, i * size, 0)
 
-        products = jax.lax.fori_loop(0, whole // size, turn, rows[:whole])
-    if rest:
-        products = jnp.concatenate([products, some(whole, rest)])
+        products = jax.lax.fori_loop(0, whole // size, turn, rows)
+        if rest:
+            # In place, where a concatenation would be another block.
+            last = some(whole, rest)
+            products = jax.lax.dynamic_update_slice_in_dim(products, last, whole, 0)
     return products[:k].T
 
 

@@ -51,21 +51,23 @@ def pair(operator: PyTree, t_operator: PyTree, blocks) -> Inexact[Array, ""] | N
         blocks = blocks.counted()
     elif not isinstance(blocks, Blocks):
         V, Z = blocks
-        blocks = GivenBlocks(V, Z, _number_of_chunks(V, sum(x.size for x in tangents)))
+        size = _chunk_size(V, sum(x.size for x in tangents))
+        blocks = GivenBlocks(V, Z, V.shape[1], size)
     return eqxi.filter_primitive_bind(_pair_p, operator, t_operator, blocks, ())
 
 
-def _number_of_chunks(V: Inexact[Array, "n p"], gradient_size: int) -> int:
-    """In how many chunks to take given blocks.
+def _chunk_size(V: Inexact[Array, "n p"], gradient_size: int) -> int:
+    """How many columns of given blocks to take at once.
 
-    Each half as large as what is multiplied at once, or a derivative keeps what all
-    products with them are made of. Not if it is itself larger than the blocks, as that of
-    a matrix is: it would be written again for each chunk.
+    Of large blocks half as many as are multiplied at once, or a derivative keeps what
+    all products with them are made of. Not if it is itself larger than the blocks, as
+    that of a matrix is: it would be written again for each chunk.
     """
     n, p = V.shape
-    if gradient_size > V.size or not on_one_cpu():
-        return 1
-    return max(1, -(-p // most_columns(2 * n)))
+    if p <= most_columns(n) or gradient_size > V.size or not on_one_cpu():
+        return max(1, p)
+    # Of equal chunks.
+    return -(-p // -(-p // most_columns(2 * n)))
 
 
 class _Level(NamedTuple):

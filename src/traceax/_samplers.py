@@ -13,7 +13,7 @@ from jaxtyping import Array, Complex, Float, Inexact, Int, Key, UInt32
 
 from ._basis import growing_basis
 from ._hash import normals, normals64, probe_streams, signs, words
-from ._operator import Space
+from ._operator import Space, most_columns
 from ._orthogonal import TILE, dots_and_norms
 from ._sharding import on_one_cpu, place
 
@@ -115,7 +115,9 @@ def _block(
     draw: Callable[[_Probes], Inexact[Array, "k n"]], probes: _Probes, *, at_once: bool
 ) -> Inexact[Array, "n k"]:
     short, few = probes.n < _LONG, probes.k * probes.n <= _FEW or probes.k == 1
-    if few or not on_one_cpu():
+    # What is multiplied in pieces is in memory before.
+    in_pieces = at_once and not short and probes.k > most_columns(probes.n)
+    if few or in_pieces or not on_one_cpu():
         return jax.lax.optimization_barrier(draw(probes)).T
     if short or at_once:
         return _once(draw(probes)).T
@@ -125,11 +127,8 @@ def _block(
 
 
 def _once(rows: Inexact[Array, "k n"]) -> Inexact[Array, "k n"]:
-    """The same rows, divided by ones that the compiler doesn't see to be ones.
-
-    It would else draw them again wherever they are read, for each of an operator's data,
-    which a barrier doesn't keep it from; divisions it doesn't repeat.
-    """
+    """The same rows, divided by ones that the compiler doesn't see to be ones: in spite
+    of barriers it would draw them again wherever they are read; divisions it doesn't."""
     if jnp.iscomplexobj(rows):
         return jax.lax.complex(_once(rows.real), _once(rows.imag))
     one = jax.lax.full_like(rows, 1)

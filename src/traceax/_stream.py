@@ -116,37 +116,39 @@ class Blocks(eqx.Module):
 
 
 class GivenBlocks(Blocks):
-    """Blocks as they are, in so many equal chunks."""
+    """Blocks of p columns as they are, in chunks."""
 
     V: Inexact[Array, "n p"]
     Z: Inexact[Array, "n p"]
-    parts: int = eqx.field(static=True)
-
-    @property
-    def number(self) -> int:
-        return self.parts
+    p: int = eqx.field(static=True)
+    chunk_size: int = eqx.field(static=True)
 
     @property
     def size(self) -> int:
-        return -(-self.V.shape[-1] // self.parts)
+        return self.chunk_size
 
-    def needed(self):
-        return self.parts
+    @property
+    def number(self) -> int:
+        return max(1, -(-self.p // self.size))
 
     @property
     def dtype(self) -> np.dtype:
         return np.result_type(self.V.dtype, self.Z.dtype)
 
+    def needed(self):
+        return self.number
+
     def chunks(self):
-        if self.parts == 1:
+        if self.number == 1:
             return lambda start: (self.V, self.Z)
-        # More of the same, times 0: a solver in the operator may not like vectors of 0.
-        more = (0, self.parts * self.size - self.V.shape[1]), (0, 0)
-        rows = jnp.pad(self.V.T, more, mode="edge"), jnp.pad(self.Z.T, more)
+        rows = self.V.T, self.Z.T
 
         def of(start):
-            V, Z = (jax.lax.dynamic_slice_in_dim(x, start, self.size) for x in rows)
-            return V.T, Z.T
+            # The last chunk begins earlier, with columns that there were already.
+            first = jnp.minimum(start, self.p - self.size)
+            V, Z = (jax.lax.dynamic_slice_in_dim(x, first, self.size) for x in rows)
+            fresh = first + jnp.arange(self.size, dtype=first.dtype) >= start
+            return V.T, jnp.where(fresh[:, None], Z, 0).T
 
         return of
 

@@ -56,9 +56,9 @@ class HutchinsonEstimator(TraceEstimator):
         [`traceax.OrthogonalSampler`][] the variance is smaller by `1 - k / n`.
     - `chunk_size`: how many probes are alive at once. Probes of the next chunk take
         their memory, and derivatives draw them again, so that memory does not grow with
-        k. By default as many as have 2^20 entries together on a CPU, which stay in its
-        cache, and 2^22 on other devices; at least 4, in multiples of 8 where it is more.
-        The value does not depend on it, but for rounding.
+        k. By default as many as have 2^20 entries together, which stay in the cache of a
+        CPU, and at least 4, in multiples of 8 where it is more. Other devices may be
+        faster with more. The value does not depend on it, but for rounding.
 
     **Reference:** Girard, "A fast 'Monte-Carlo cross-validation' procedure for large
     least squares problems with noisy data", Numer. Math. 56 (1989),
