@@ -123,9 +123,10 @@ def nystrom_traces(
         H = matmul(W.conj().T, matmul(H, W))
     # That of a semidefinite A, and easier to find than the largest entry of Y.
     scale = sign * power_of_two(in_one_loop(jnp.max, jnp.abs, diagonal(H)))
-    unit = scale.astype(Y.dtype)
-    H = H / unit
-    sizes = in_one_loop(jnp.sum, lambda rows: squares(rows / unit), Y.T, axis=1)
+    # Not a division of each entry, which would be kept as another block.
+    inverse = (1 / scale).astype(Y.dtype)
+    H = H * inverse
+    sizes = in_one_loop(jnp.sum, lambda rows: squares(rows * inverse), Y.T, axis=1)
     if W is not None:
         # About those of Y W.
         sizes = sizes * squares(diagonal(W))
@@ -136,7 +137,7 @@ def nystrom_traces(
     noise = frobenius(H - H.conj().T)
     mu = eps * norm
     mu = jnp.where(noise > count**0.5 * mu, noise, mu)
-    Y_mu = (Y.T / unit + mu.astype(Y.dtype) * U.T).T
+    Y_mu = (Y.T * inverse + mu.astype(Y.dtype) * U.T).T
     H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * one
     if active is not None:
         # Columns that there are not take no part: eigenvalues of order 1 of their own.
