@@ -105,6 +105,36 @@ def test_memory_does_not_grow_with_the_number_of_probes(gradient):
     assert used[1] < 8 * 4 * n * 4
 
 
+@pytest.mark.parametrize(
+    ("estimator", "columns", "blocks"),
+    [
+        (tx.HutchPlusPlusEstimator(), 16, (4, 5.5)),
+        (tx.XTraceEstimator(), 12, (5, 7)),
+        (tx.XNysTraceEstimator(), 24, (3.2, 7)),
+    ],
+    ids=["hutch++", "xtrace", "xnystrace"],
+)
+def test_how_many_blocks_are_kept(estimator, columns, blocks):
+    # With what products take, of large blocks that are multiplied in pieces.
+    n = 100_000
+
+    def estimate(c):
+        def mv(v):
+            return c * v - (jnp.roll(v, 1) + jnp.roll(v, -1)) / 4
+
+        structure = jax.ShapeDtypeStruct((n,), jnp.float32)
+        tag = lx.positive_semidefinite_tag
+        operator = lx.FunctionLinearOperator(mv, structure, tag)
+        found = tx.trace(jr.key(0), operator, 24, estimator, throw=False)
+        return found.value, found.standard_error
+
+    gradient = jax.value_and_grad(estimate, has_aux=True)
+    for fn, most in zip((estimate, gradient), blocks, strict=True):
+        compiled = jax.jit(fn).lower(jnp.ones((), jnp.float32)).compile()
+        used = compiled.memory_analysis().temp_size_in_bytes
+        assert used < 1.05 * most * columns * n * 4
+
+
 def test_chunks_by_default():
     signs, orthogonal = tx.RademacherSampler(), tx.OrthogonalSampler()
     # Of what fits the cache of a CPU.
