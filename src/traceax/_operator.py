@@ -148,9 +148,9 @@ _MULTIPLIED = 2**22
 _FEWEST = 4
 
 
-def most_columns(n: int) -> int:
+def most_columns(n: int, entries: int | None = None) -> int:
     """How many columns of length n are worth one pass over the operator at most."""
-    return max(_FEWEST, _CACHED // max(n, 1))
+    return max(_FEWEST, (entries or _CACHED) // max(n, 1))
 
 
 def columns_at_once(n: int, k: int, most: int | None = None) -> int:
@@ -205,7 +205,7 @@ def apply_block(
             size, apply = k + -k % _COLUMNS, _apply_by_columns
         else:
             # A derivative with respect to the matrix is written again for each pass.
-            size = columns_at_once(n, k, max(_FEWEST, _MULTIPLIED // n))
+            size = columns_at_once(n, k, most_columns(n, _MULTIPLIED))
     if size == k:
         if resumable and k == 1 and isinstance(operator, lx.MatrixLinearOperator):
             # A matrix and a single vector would be summed in another order. The barrier,
@@ -225,8 +225,7 @@ def apply_block(
         return apply(operator, some_rows.T).T
 
     if whole == size:
-        parts = [some(0, size)] + ([some(whole, rest)] if rest else [])
-        products = jnp.concatenate(parts)
+        products = some(0, size)
     else:
 
         def turn(i, products):
@@ -236,11 +235,9 @@ def apply_block(
             new = jax.lax.cond(i < 0, jnp.negative, lambda x: x, new)
             return jax.lax.dynamic_update_slice_in_dim(products, new, i * size, 0)
 
-        products = jax.lax.fori_loop(0, whole // size, turn, rows)
-        if rest:
-            # In place, where a concatenation would be another block.
-            last = some(whole, rest)
-            products = jax.lax.dynamic_update_slice_in_dim(products, last, whole, 0)
+        products = jax.lax.fori_loop(0, whole // size, turn, rows[:whole])
+    if rest:
+        products = jnp.concatenate([products, some(whole, rest)])
     return products[:k].T
 
 
