@@ -911,6 +911,44 @@ def test_vmapped_gradients_and_control_flow(estimator):
     assert_close(jax.grad(value)(theta, keys[0]), single[0], rtol=rtol)
 
 
+@pytest.mark.x64
+@BOTH
+def test_derivatives_take_large_blocks_in_chunks(monkeypatch, key, estimator):
+    theta = as_array([0.1, 0.2])
+
+    def value(theta):
+        def mv(theta, v):
+            return _parametric(theta).mv(v)
+
+        mv = jax.tree_util.Partial(mv, theta)
+        structure = jax.ShapeDtypeStruct((N,), theta.dtype)
+        operator = lx.FunctionLinearOperator(mv, structure, PSD)
+        return tx.logdet(key, operator, 12, SPECTRAL[estimator], throw=False).value
+
+    # A chunk of the derivative, of an operator of which all columns are multiplied at
+    # once otherwise.
+    text, found = [], []
+    for entries in (None, 2 * N * 5):
+        if entries is not None:
+            monkeypatch.setattr("traceax._operator._CACHED", entries)
+
+        @jax.jit
+        def derivatives(theta):
+            return (
+                jax.grad(value)(theta),
+                jax.jvp(value, (theta,), (theta,)),
+                jax.hessian(value)(theta),
+                jax.vmap(jax.grad(value))(jnp.stack([theta, 2 * theta])),
+            )
+
+        text.append(derivatives.lower(theta).as_text())
+        found.append(derivatives(theta))
+    dtype = "f64" if is_x64() else "f32"
+    assert [f"tensor<4x{N}x{dtype}>" in x for x in text] == [False, True]
+    for x, y in zip(*map(jax.tree.leaves, found), strict=True):
+        assert_close(x, y, rtol=1e4 * eps())
+
+
 @BOTH
 def test_the_whole_estimate_passes_through_jit(estimator):
     @jax.jit

@@ -106,15 +106,17 @@ def test_memory_does_not_grow_with_the_number_of_probes(gradient):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "columns", "blocks"),
+    ("of", "estimator", "columns", "blocks"),
     [
-        (tx.HutchPlusPlusEstimator(), 16, (4, 5.5)),
-        (tx.XTraceEstimator(), 12, (5, 7)),
-        (tx.XNysTraceEstimator(), 24, (3.2, 7)),
+        (tx.trace, tx.HutchPlusPlusEstimator(), 16, (4, 5.5)),
+        (tx.trace, tx.XTraceEstimator(), 12, (5, 7)),
+        (tx.trace, tx.XNysTraceEstimator(), 24, (3.2, 7)),
+        (tx.logdet, tx.KrylovAwareEstimator(), 24, (2.3, 2.4)),
+        (tx.logdet, tx.LanczosQuadratureEstimator(6), 24, (3.1, 3.7)),
     ],
-    ids=["hutch++", "xtrace", "xnystrace"],
+    ids=["hutch++", "xtrace", "xnystrace", "krylov aware", "lanczos"],
 )
-def test_how_many_blocks_are_kept(estimator, columns, blocks):
+def test_how_many_blocks_are_kept(of, estimator, columns, blocks):
     # With what products take, of large blocks that are multiplied in pieces.
     n = 100_000
 
@@ -125,7 +127,7 @@ def test_how_many_blocks_are_kept(estimator, columns, blocks):
         structure = jax.ShapeDtypeStruct((n,), jnp.float32)
         tag = lx.positive_semidefinite_tag
         operator = lx.FunctionLinearOperator(mv, structure, tag)
-        found = tx.trace(jr.key(0), operator, 24, estimator, throw=False)
+        found = of(jr.key(0), operator, 24, estimator, throw=False)
         return found.value, found.standard_error
 
     gradient = jax.value_and_grad(estimate, has_aux=True)

@@ -45,7 +45,7 @@ from ._orthogonal import column_dots, combine, inner, largest_entry, orthonormal
 from ._sharding import laid_out_like, replicate
 from ._small_matrices import eigh, matmul
 from ._spectral_function import SpectralFunction, derivative, divided_differences
-from ._stream import sum_of_needed
+from ._stream import columns_derived_at_once, sum_of_needed
 
 
 class SpectralBlocks(eqx.Module):
@@ -117,7 +117,11 @@ class SpectralBlocks(eqx.Module):
         n, p = self.basis.shape
         differences = divided_differences(function, self.values, self.values)
         corrections = _second_order(operator, self, function)
-        size = p if self.count is None else min(most_columns(n), max(8, -(-p // 8)), p)
+        if self.count is None:
+            tangents = jtu.tree_leaves(t_operator)
+            size = columns_derived_at_once(self.basis, sum(x.size for x in tangents))
+        else:
+            size = min(most_columns(n), max(8, -(-p // 8)), p)
 
         def columns(x, start):
             # All of them, if there is one chunk.
@@ -141,7 +145,7 @@ class SpectralBlocks(eqx.Module):
                 totals.append(total if jnp.iscomplexobj(F) else jnp.real(total))
             return totals
 
-        if self.count is None:
+        if self.count is None and size == p:
             return of(0)
         return sum_of_needed(of, -(-p // size), size, self.count)
 
@@ -319,7 +323,7 @@ def _space(
         start = jnp.concatenate(
             [jnp.zeros((n, m), W.dtype), jnp.eye(p, m, dtype=W.dtype)]
         )
-        whole, _, _ = arnoldi(product, start, 2 * steps + 1)
+        whole, _, _ = arnoldi(product, start, 2 * steps + 1, hermitian=False)
         basis, _ = orthonormalise(whole[:n, m:])
     projected = inner(basis, products(basis))
     values, vectors = eigh((projected + projected.conj().T) / 2)

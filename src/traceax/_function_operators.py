@@ -199,7 +199,9 @@ def _apply_general(operator, function, x, steps) -> Inexact[Array, " n"]:
     operator, function = not_again((operator, function))
 
     def forward(_, x):
-        K, H, _ = arnoldi(lambda X: apply_block(operator, X), x[:, None], steps)
+        K, H, _ = arnoldi(
+            lambda X: apply_block(operator, X), x[:, None], steps, hermitian=False
+        )
         values, vectors = jnp.linalg.eig(H)
         (f,) = jtu.tree_leaves(jax.vmap(function.fn)(values))
         start = jnp.vdot(K[:, 0], x).astype(vectors.dtype)

@@ -1,8 +1,9 @@
 r"""Krylov spaces: block Lanczos, Lanczos of many vectors at once, Arnoldi.
 
 Pure kernels. `product` maps an (n, m) block to the products of its columns. Every new
-block is orthogonalised against all before it, twice, so that a basis is orthonormal to
-rounding in any precision, and a projected matrix is what it says: `T = K^* A K`.
+block is orthogonalised against all before it, as often as it takes for a basis that is
+orthonormal to rounding in any precision, and a projected matrix is what it says:
+`T = K^* A K`.
 
 Breakdown is a success. Where a Krylov space stops growing, the residual is rounding;
 `orthonormalise` makes a direction of it, or fills one in, that is orthogonal to the
@@ -33,8 +34,12 @@ from ._orthogonal import (
     orthonormalise,
 )
 from ._sharding import laid_out_like, replicate, whole_columns, zeros_beside
+from ._small_matrices import frobenius, identity, matmul
 
 Product = Callable[[Inexact[Array, "n m"]], Inexact[Array, "n m"]]
+
+# Entries of a basis of which few are worth the compilation of a pass over these alone.
+_LARGE = 2**20
 
 
 class KrylovSpace(NamedTuple):
@@ -80,11 +85,13 @@ def arnoldi_start(start: Inexact[Array, "n m"], most: int) -> Arnoldi:
     )
 
 
-def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
+def arnoldi_step(
+    product: Product, run: Arnoldi, j: Int[Array, ""], *, hermitian: bool
+) -> Arnoldi:
     """After step `j = 0, 1, ...`, which takes m products."""
     rows, columns, pending, largest = run
     m, _ = pending.shape
-    Q, H = _orthogonalise(rows, pending, j)
+    Q, H = _orthogonalise(rows, pending, j, hermitian=hermitian)
     # The column of the step before, and below it the coupling to this block. The first
     # step has none: what it writes comes last, and is zero.
     columns = jax.lax.dynamic_update_slice_in_dim(columns, H, (j - 1) * m, 1)
@@ -103,50 +110,83 @@ def arnoldi_columns(run: Arnoldi, steps: int | Int[Array, ""]) -> Inexact[Array,
 
 
 def arnoldi(
-    product: Product, start: Inexact[Array, "n m"], steps: int
+    product: Product, start: Inexact[Array, "n m"], steps: int, *, hermitian: bool
 ) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"], Float[Array, ""]]:
     """`K`, the block Hessenberg matrix `K^* A K`, and the largest entry of a product.
 
+    Right for any operator, and faster if one that is `hermitian` is said to be.
     `m * steps <= n`. Takes `m * steps` products, O(n k^2) time, and the memory of K
     and a few blocks (n, m).
     """
     run = jax.lax.fori_loop(
         0,
         steps,
-        lambda j, run: arnoldi_step(product, run, j),
+        lambda j, run: arnoldi_step(product, run, j, hermitian=hermitian),
         arnoldi_start(start, steps),
     )
     return run.rows.T, arnoldi_columns(run, steps), run.largest
 
 
 def _orthogonalise(
-    rows: Inexact[Array, "k n"], block: Inexact[Array, "m n"], number: Int[Array, ""]
+    rows: Inexact[Array, "k n"],
+    block: Inexact[Array, "m n"],
+    number: Int[Array, ""],
+    *,
+    hermitian: bool,
 ) -> tuple[Inexact[Array, "m n"], Inexact[Array, "k m"]]:
-    """An orthonormal block, orthogonal to rows, and what it had in common with them."""
+    """An orthonormal block, orthogonal to rows, and what it had in common with them.
+
+    An orthonormal block that has at most half of its length in common with rows keeps
+    the rest to rounding, so that a second pass is enough. One that was rounding, where
+    the space doesn't grow, points anywhere, and is taken again.
+
+    A product of a Hermitian operator has little in common with rows but the two blocks
+    before it. The first pass over many rows is over these; the next one finds the rest.
+    """
+    k, (m, n) = rows.shape[0], block.shape
+    few = hermitian and k > 4 * m and rows.size > _LARGE
+    nothing = zeros_beside(block, (k, m))
+
+    def against_all(Q):
+        inside = inner(rows.T, Q.T)
+        return Q - combine(rows.T, inside).T, inside
+
+    def against_neighbours(Q):
+        start = jnp.maximum(number - 2, 0) * m
+        last = jax.lax.dynamic_slice_in_dim(rows, start, 2 * m)
+        inside = inner(last.T, Q.T)
+        rest = Q - combine(last.T, inside).T
+        return rest, jax.lax.dynamic_update_slice_in_dim(nothing, inside, start, 0)
 
     def another_pass(state):
-        Q, first, _, i = state
-        inside = inner(rows.T, Q.T)
-        rest = Q - combine(rows.T, inside).T
+        Q, common, factor, _, i = state
+        if few:
+            rest, inside = jax.lax.cond(i == 0, against_neighbours, against_all, Q)
+        else:
+            rest, inside = against_all(Q)
         # Exact zeros are filled in, and by other directions for every block.
         largest = largest_entry(rest)
         rounding = jnp.where(largest == 0, 1, eps * largest).astype(block.dtype)
-        Q, _ = orthonormalise((rest + rounding * fill).T)
+        Q, R = orthonormalise((rest + rounding * fill).T)
         Q = laid_out_like(Q.T, block)
-        return Q, jnp.where(i == 0, inside, first), largest_entry(inside), i + 1
+        if few:
+            common = common + matmul(inside, factor)
+            factor = matmul(jnp.where(largest == 0, 0, R), factor)
+        else:
+            common = jnp.where(i == 0, inside, common)
+        return Q, common, factor, frobenius(inside), i + 1
 
-    # A residual that was rounding points anywhere, and twice is not enough for it.
     real = jnp.finfo(block.dtype).dtype
     eps = jnp.finfo(real).eps
-    limit = eps**0.5
-    k, (m, n) = rows.shape[0], block.shape
     fill = noise(m, n, block.dtype, number + 1)
-    Q, first, _, _ = jax.lax.while_loop(
-        lambda state: (state[3] < 2) | ((state[2] > limit) & (state[3] < 3)),
+    # What coordinates in the block of a pass are multiplied by.
+    factor = laid_out_like(identity(m, block.dtype), nothing) if few else None
+    Q, common, *_ = jax.lax.while_loop(
+        lambda state: (state[4] < 2) | ((state[3] > 0.5) & (state[4] < 4)),
         another_pass,
-        (block, zeros_beside(block, (k, m)), jnp.zeros((), real), 0),
+        (block, nothing, factor, jnp.zeros((), real), 0),
     )
-    return Q, first
+    return Q, common
 
 
 def block_lanczos(
@@ -156,7 +196,7 @@ def block_lanczos(
 
     Products, time and memory as for `arnoldi`.
     """
-    return krylov_space(*arnoldi(product, start, steps), start)
+    return krylov_space(*arnoldi(product, start, steps, hermitian=True), start)
 
 
 def krylov_space(

@@ -31,11 +31,10 @@ import jax.tree_util as jtu
 from jax.interpreters import ad, batching
 from jaxtyping import Array, Inexact, PyTree
 
-from ._operator import apply_block, most_columns
+from ._operator import apply_block
 from ._orthogonal import column_dots
-from ._sharding import on_one_cpu
 from ._staging import Staged, make_primitive
-from ._stream import Blocks, GivenBlocks, ProbeStream
+from ._stream import Blocks, GivenBlocks, ProbeStream, columns_derived_at_once
 
 
 def pair(operator: PyTree, t_operator: PyTree, blocks) -> Inexact[Array, ""] | None:
@@ -51,23 +50,9 @@ def pair(operator: PyTree, t_operator: PyTree, blocks) -> Inexact[Array, ""] | N
         blocks = blocks.counted()
     elif not isinstance(blocks, Blocks):
         V, Z = blocks
-        size = _chunk_size(V, sum(x.size for x in tangents))
+        size = columns_derived_at_once(V, sum(x.size for x in tangents))
         blocks = GivenBlocks(V, Z, V.shape[1], size)
     return eqxi.filter_primitive_bind(_pair_p, operator, t_operator, blocks, ())
-
-
-def _chunk_size(V: Inexact[Array, "n p"], gradient_size: int) -> int:
-    """How many columns of given blocks to take at once.
-
-    Of large blocks half as many as are multiplied at once, or a derivative keeps what
-    all products with them are made of. Not if it is itself larger than the blocks, as
-    that of a matrix is: it would be written again for each chunk.
-    """
-    n, p = V.shape
-    if p <= most_columns(n) or gradient_size > V.size or not on_one_cpu():
-        return max(1, p)
-    # Of equal chunks.
-    return -(-p // -(-p // most_columns(2 * n)))
 
 
 class _Level(NamedTuple):

@@ -16,6 +16,7 @@ from jaxtyping import Array, Inexact, Int, Key, PyTree
 from ._operator import most_columns
 from ._orthogonal import TILE, there
 from ._samplers import Sampler, ranges_of
+from ._sharding import on_one_cpu
 
 
 class ProbeStream(eqx.Module):
@@ -207,11 +208,25 @@ class CountedStream(CountedBlocks):
         return of
 
 
+def columns_derived_at_once(V: Inexact[Array, "n p"], gradient_size: int) -> int:
+    """How many columns of given blocks derivatives take at once.
+
+    Of large blocks half as many as are multiplied at once, or a derivative keeps what
+    all products with them are made of. Not if it is itself larger than the blocks, as
+    that of a matrix is: it would be written again for each chunk.
+    """
+    n, p = V.shape
+    if p <= most_columns(n) or gradient_size > V.size or not on_one_cpu():
+        return max(1, p)
+    # Of equal chunks.
+    return -(-p // -(-p // most_columns(2 * n)))
+
+
 def sum_of_needed(
     of: Callable[[Int[Array, ""]], PyTree[Array]],
     number: int,
     size: int,
-    count: Int[Array, ""],
+    count: Int[Array, ""] | None,
 ) -> PyTree[Array]:
     """The sum of `of(start)` over `number` chunks, those that start below a count."""
     shapes = jax.eval_shape(of, jnp.zeros((), jnp.int32))
@@ -221,6 +236,8 @@ def sum_of_needed(
     # operator, would else be an output of it, and be stacked by the loop.
     @jax.checkpoint
     def part(start):
+        if count is None:
+            return of(start)
         # Of all lanes: a condition that differs between them would be no condition.
         needed = eqxi.unvmap_any(start < count)
         return jax.lax.cond(needed, of, lambda _: zeros, start)

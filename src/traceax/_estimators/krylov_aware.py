@@ -136,7 +136,9 @@ class KrylovAwareEstimator(SpectralEstimator):
 
         def step(carry, count, phase):
             del phase
-            return arnoldi_step(lambda X: apply_block(operator, X), carry, count)
+            return arnoldi_step(
+                lambda X: apply_block(operator, X), carry, count, hermitian=True
+            )
 
         def found_in(run, steps, size):
             """With all shapes those of `size` steps."""
