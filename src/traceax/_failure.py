@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree
 from ._estimate import RESULTS
 from ._orthogonal import nan_unless_finite
 from ._product_cost import operations
+from ._small_matrices import in_one_loop
 from ._staging import inlined
 from ._unavailable import UnavailableLinearOperator
 
@@ -63,16 +64,20 @@ def _seen(
     real: np.dtype,
 ) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
     """Whether parameters are finite, and whether products show an overflow."""
-    # Not as blocks are in memory: a transpose of parameters would be a copy.
-    sizes = [jnp.max(jnp.abs(x), initial=0) + nan_unless_finite(x) for x in leaves]
-    sizes = [size.astype(real) for size in sizes]
-    largest = functools.reduce(jnp.maximum, sizes, jnp.zeros((), real))
-    number = sum(x.size for x in leaves)
+    info = jnp.finfo(real)
+    # Sums of squares of finite numbers are finite in this unit. NaN and infinity stay.
+    unit = 2.0 ** (-5 * info.maxexp // 8)
+
+    def squares(x):
+        return jnp.square(jnp.abs(x).astype(real) * unit)
+
+    sums = [in_one_loop(jnp.sum, squares, x) for x in leaves]
+    total = functools.reduce(jnp.add, sums, jnp.zeros((), real))
     # Overflow inside an operator can come out as NaN, from infinity less infinity;
     # infinite products of small parameters are a division by zero or the like.
-    wide = ~jnp.isfinite(largest * largest * math.sqrt(number))
+    wide = ~(total <= float(info.max) * unit * unit)
     products = jnp.isfinite(nan_unless_finite(largest_product))
-    return jnp.isfinite(largest), wide | products
+    return jnp.isfinite(total), wide | products
 
 
 def solves_systems(operator: lx.AbstractLinearOperator) -> bool:

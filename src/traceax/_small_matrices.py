@@ -91,7 +91,7 @@ def in_one_loop(
     short = [_short_axes(n) if i in split else [n] for i, n in enumerate(shape)]
     if (
         not all(short)
-        or max(map(len, short)) == 1
+        or max(map(len, short), default=1) == 1
         or math.prod(shape) >= REDUCED_OTHERWISE
         or not on_one_cpu()
         or any(explicit_sharding(x) is not None for x in arrays)
