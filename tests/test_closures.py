@@ -15,7 +15,7 @@ from helpers import assert_close, float_dtype, matrix
 from jax.extend.core import Jaxpr
 
 import traceax as tx
-from traceax._closures import PortableFunction, portable
+from traceax._closures import Opaque, PortableFunction, portable
 from traceax._programs import interned
 
 N, K = 12, 8
@@ -185,6 +185,97 @@ def test_what_is_written_to_counts(monkeypatch, name, closure_convert):
     assert len(runs) == before
 
 
+TABLE, NUMBERS, SIMPLE = {"factor": 1.0}, [1.0], types.SimpleNamespace(factor=1.0)
+
+
+class Scaling:
+    factor = 1.0
+
+    def product(self, v, _=None):
+        return self.factor * v
+
+    __call__ = product
+
+
+SCALING = Scaling()
+# The same function each time.
+NAMED = {
+    "dictionary": (lambda v, _=None: TABLE["factor"] * v, True),
+    "list": (lambda v, _=None: NUMBERS[0] * v, True),
+    "object": (lambda v, _=None: SCALING.factor * v, False),
+    "namespace": (lambda v, _=None: SIMPLE.factor * v, False),
+    "by name": (lambda v, _=None: getattr(SIMPLE, "factor") * v, False),  # noqa: B009
+    "bound method": (SCALING.product, False),
+    "callable object": (SCALING, False),
+    "partial": (functools.partial(Scaling.product, SCALING), False),
+}
+
+
+def _set(factor):
+    TABLE["factor"] = NUMBERS[0] = SIMPLE.factor = SCALING.factor = factor
+
+
+@pytest.fixture
+def factors():
+    def setting():
+        for factor in (1.0, 3.0, 3.0, 2.0):
+            _set(factor)
+            yield factor
+
+    yield setting()
+    _set(1.0)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "made anew"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_function_is_read_anew(name, kept, factors):
+    fn, comparable = NAMED[name]
+    structure = jax.ShapeDtypeStruct((N,), float_dtype())
+    # A kept operator with a converted function holds the program of its time.
+    operator = lx.FunctionLinearOperator(fn, structure, closure_convert=False)
+    jacobian = lx.JacobianLinearOperator(fn, jnp.ones(N, float_dtype()))
+    compiled = []
+    for factor in factors:
+        before = len(runs)
+        if not kept:
+            assert_close(_estimate(fn, True), factor * N)
+            assert_close(_estimate(fn, False), factor * N)
+        value = tx.trace(jr.key(0), operator, K, Counting()).value
+        assert_close(value, factor * N)
+        if name not in ("bound method", "callable object", "partial"):
+            # These are functions that lineax converts when it makes the operator.
+            value = tx.trace(jr.key(0), jacobian, K, Counting()).value
+            assert_close(value, factor * N)
+        compiled.append(len(runs) > before)
+    # What is compared compiles once for each value of it.
+    assert compiled == ([True, True, False, True] if comparable else [True] * 4)
+
+
+def test_functions_of_eigenvalues_are_read_anew(factors):
+    def fn(x):
+        return TABLE["factor"] * x**2
+
+    a = lx.MatrixLinearOperator(jnp.eye(N, dtype=float_dtype()), lx.symmetric_tag)
+    for factor in factors:
+        value = tx.trace_function(jr.key(0), fn, a, 4).value
+        assert_close(value, factor * N, rtol=1e-4)
+
+
+def test_means_are_read_anew(factors):
+    def make(batch):
+        structure = jax.ShapeDtypeStruct((N,), float_dtype())
+        return lx.FunctionLinearOperator(
+            lambda v: NUMBERS[0] * batch * v, structure, lx.symmetric_tag
+        )
+
+    batches = jnp.arange(1.0, 4.0, dtype=float_dtype())
+    kept = tx.MeanLinearOperator(make, batches)
+    for factor in factors:
+        for mean in (kept, tx.MeanLinearOperator(make, batches)):
+            value = tx.trace(jr.key(0), mean, K, Counting()).value
+            assert_close(value, 2 * factor * N, rtol=1e-5)
+
+
 class Colour(enum.Enum):
     red = 1
 
@@ -240,24 +331,101 @@ def test_functions_with_effects_have_them(closure_convert):
     assert table["calls"] > 0
 
 
-def test_rules_of_custom_derivatives_count():
-    def make(factor):
-        @jax.custom_jvp
-        def fn(x):
-            return jnp.sum(x**2)
+def _jvp_rule(factor):
+    @jax.custom_jvp
+    def fn(x):
+        return jnp.sum(x**2)
 
-        @fn.defjvp
-        def _(primals, tangents):
-            (x,), (t,) = primals, tangents
-            return fn(x), factor * jnp.vdot(x, t)
+    @fn.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return fn(x), factor() * jnp.vdot(x, t)
 
-        return jax.grad(fn)
+    return jax.grad(fn)
 
+
+def _rule_of_a_rule(factor):
+    slope = _jvp_rule(factor)
+
+    @jax.custom_jvp
+    def fn(x):
+        return jnp.vdot(x, x)
+
+    @fn.defjvp
+    def _(primals, tangents):
+        (x,), (t,) = primals, tangents
+        return fn(x), jnp.vdot(slope(x), t)
+
+    return jax.grad(fn)
+
+
+def _vjp_rule(factor):
+    @jax.custom_vjp
+    def fn(x):
+        return jnp.sum(x**2)
+
+    fn.defvjp(lambda x: (fn(x), x), lambda x, t: (factor() * t * x,))
+    return jax.grad(fn)
+
+
+CUSTOM = {
+    "jvp": (_jvp_rule, lambda v, slope: jax.jvp(slope, (v,), (v,))[1]),
+    "rule of a rule": (_rule_of_a_rule, lambda v, slope: jax.jvp(slope, (v,), (v,))[1]),
+    "vjp": (_vjp_rule, lambda v, slope: slope(v)),
+}
+
+
+@pytest.mark.parametrize("kind", ["a number", "a setting"])
+@pytest.mark.parametrize("name", CUSTOM)
+def test_rules_of_custom_derivatives_count(name, kind, factors):
+    rule, apply = CUSTOM[name]
+    compiled = []
+    for setting in factors:
+        factor = setting
+        if kind == "a setting":
+            # Other numbers than those of the other kind, which is the same program.
+            factor, read = 4 * setting, lambda: 4 * TABLE["factor"]
+        else:
+            read = lambda f=factor: f  # noqa: E731
+        slope = rule(read)
+        before = len(runs)
+        for operator in _converted(slope, apply):
+            value = tx.trace(jr.key(0), operator, K, Counting()).value
+            assert_close(value, factor * N, rtol=1e-4)
+        compiled.append(len(runs) - before)
+    # The third is as the second.
+    assert compiled == [2, 2, 0, 2]
+
+
+def _converted(slope, apply):
     x = jnp.ones(N, float_dtype())
-    for factor in (2.0, 3.0):
-        operator = lx.JacobianLinearOperator(lambda y, _, f=factor: make(f)(y), x)
-        value = tx.trace(jr.key(0), operator, K, Counting()).value
-        assert_close(value, factor * N, rtol=1e-4)
+    yield lx.FunctionLinearOperator(
+        lambda v: apply(v, slope), jax.eval_shape(lambda: x)
+    )
+    if apply is not CUSTOM["vjp"][1]:
+        yield lx.JacobianLinearOperator(lambda y, _: slope(y), x)
+    else:
+        yield lx.JacobianLinearOperator(lambda y, _: slope(y), x, jac="bwd")
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.softplus, jax.nn.silu])
+@pytest.mark.parametrize("closure_convert", [True, False])
+def test_rules_of_activations_compile_once(activation, closure_convert):
+    def energy(x):
+        return jnp.sum(activation(x) ** 3)
+
+    before = len(runs)
+    for i in (1, 2, 3):
+        x = jnp.full(N, float(i), float_dtype())
+        expected = jnp.trace(jax.hessian(energy)(x))
+        product = lambda v, x=x: jax.jvp(jax.grad(energy), (x,), (v,))[1]  # noqa: E731
+        assert_close(_estimate(product, closure_convert), expected)
+        hessian = lx.JacobianLinearOperator(
+            lambda y, _: jax.grad(energy)(y), x, closure_convert=closure_convert
+        )
+        value = tx.trace(jr.key(0), hessian, K, Counting()).value
+        assert_close(value, expected)
+    assert len(runs) - before <= 2
 
 
 def test_portable_functions_do_the_same():
@@ -289,10 +457,12 @@ def test_portable_functions_do_the_same():
     def recursive(v):
         return recursive(v) if v is None else v
 
-    assert portable(recursive) is recursive
-    assert portable(jnp.sin) is jnp.sin
     partial = functools.partial(fn, c=a)
-    assert portable(partial) is partial
+    for opaque in (recursive, partial):
+        assert isinstance(portable(opaque), Opaque)
+        assert portable(opaque) != portable(opaque)
+        assert_close(portable(opaque)(v), opaque(v))
+    assert portable(jnp.sin) is jnp.sin
 
 
 def test_equal_programs_are_one_object():

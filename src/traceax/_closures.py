@@ -5,9 +5,7 @@ and a program compiled for one is of no use to the other. Here a function is its
 is equal for both, and the arrays it closes over, which are ordinary inputs of the program.
 """
 
-import dis
 import enum
-import functools
 import hashlib
 import inspect
 import sys
@@ -21,6 +19,8 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+
+from ._bytecode import assigns_outside, names
 
 
 class PortableFunction(eqx.Module):
@@ -46,8 +46,19 @@ class PortableFunction(eqx.Module):
         return self.code.build(iter(self.arrays))(*args, **kwargs)
 
 
+class Opaque:
+    """A function that may change unseen, as it is now: equal to itself alone, so that a
+    program of another time is not taken for one of it."""
+
+    def __init__(self, fn: Callable):
+        self.__wrapped__ = fn
+
+    def __call__(self, *args, **kwargs):
+        return self.__wrapped__(*args, **kwargs)
+
+
 class _NotPortableError(Exception):
-    """Something mutable, or opaque, is within reach of the function."""
+    """Something that may change unseen is within reach of the function."""
 
 
 class _Array:
@@ -88,6 +99,26 @@ class _Frozen:
 
     def __eq__(self, other):
         return isinstance(other, _Frozen) and self._key == other._key
+
+    def __hash__(self):
+        return hash(self._key)
+
+
+class _Record:
+    """A list or dictionary as it is now, of what is compared. It may be written to."""
+
+    def __init__(self, value: list | dict, within: tuple):
+        if any(value is x for x in within):
+            raise _NotPortableError
+        within = (*within, value)
+        keys = tuple(value) if isinstance(value, dict) else ()
+        values = value.values() if isinstance(value, dict) else value
+        held = tuple(_describe(x, None, within) for x in (*keys, *values))
+        self.value = value
+        self._key = type(value), len(keys), held
+
+    def __eq__(self, other):
+        return isinstance(other, _Record) and self._key == other._key
 
     def __hash__(self):
         return hash(self._key)
@@ -149,28 +180,40 @@ def _restore_leaf(x, arrays: Iterator[Any]):
         return next(arrays)
     if isinstance(x, _Code):
         return x.build(arrays)
-    return x.value if isinstance(x, _Same | _Frozen) else x[1]
+    return x.value if isinstance(x, _Same | _Frozen | _Record) else x[1]
 
 
 def portable(fn: Callable) -> Callable:
-    """A [`PortableFunction`][] that does what `fn` does, or `fn` itself.
+    """A [`PortableFunction`][] that does what a Python function does, or an [`Opaque`][]
+    one. What doesn't change, or isn't a function, is returned as it is.
 
-    That is so for Python functions that reach nothing they could write to, or that could
-    change unseen: they may close over arrays, PyTrees of arrays, plain constants, modules,
-    classes and functions of this kind, and read such globals.
+    Portable are functions that reach nothing that could change unseen: they may close over
+    arrays, PyTrees of arrays, plain constants, lists and dictionaries of these, modules,
+    classes and functions of this kind, objects with a hash of their own, and read such
+    globals.
     """
+    if isinstance(fn, PortableFunction):
+        # As what it reads is now.
+        fn = fn.code.build(iter(fn.arrays))
+    elif isinstance(fn, Opaque):
+        fn = fn.__wrapped__
     if not isinstance(fn, types.FunctionType):
-        return fn
+        return fn if _stays_as_it_is(fn) else Opaque(fn)
     arrays: list[Any] = []
     try:
         code = _describe_function(fn, arrays, ())
     except _NotPortableError:
-        return fn
+        return Opaque(fn)
     return PortableFunction(arrays, code)
 
 
+def is_function(x: Any) -> bool:
+    """Whether `portable` makes another function of it."""
+    return isinstance(x, types.FunctionType | PortableFunction | Opaque)
+
+
 def _describe_function(fn: types.FunctionType, arrays: list, within: tuple) -> _Code:
-    if fn in within or _assigns_outside(fn.__code__):
+    if fn in within or assigns_outside(fn.__code__):
         raise _NotPortableError  # recursive, or with an effect
     within = (*within, fn)
     cells = []
@@ -193,29 +236,16 @@ def _may_decide(x: jax.Array) -> bool:
     return known and x.ndim == 0 and not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-@functools.lru_cache(maxsize=4096)
-def _assigns_outside(code: types.CodeType) -> bool:
-    """Whether a function rebinds a variable that isn't its own."""
-    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    own = any(
-        step.opname == "STORE_GLOBAL"
-        or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars)
-        for step in dis.get_instructions(code)
-    )
-    return own or any(map(_assigns_outside, inner))
-
-
 def _is_record(x) -> bool:
-    # A list or dictionary of anything but arrays may be what the function writes to.
+    # A list or dictionary of arrays alone is a PyTree. Another may be what the function
+    # writes to.
     return isinstance(x, list | dict) and not (
         x and all(eqx.is_array(leaf) for leaf in jtu.tree_leaves(x))
     )
 
 
 def _describe(x, arrays: list | None, within: tuple):
-    if any(_is_record(part) for part in jtu.tree_leaves(x, is_leaf=_is_record)):
-        raise _NotPortableError
-    leaves, treedef = jtu.tree_flatten(x)
+    leaves, treedef = jtu.tree_flatten(x, is_leaf=_is_record)
     try:
         hash(treedef)
     except TypeError:
@@ -230,7 +260,11 @@ def _describe_leaf(x, arrays: list | None, within: tuple):
     if isinstance(x, np.ndarray):
         # May be a shape, or indices that must be known.
         return _Frozen(x)
+    if _is_record(x):
+        return _Record(x, within)
     if eqx.is_array(x):
+        if arrays is None and isinstance(x, jax.core.Tracer):
+            raise _NotPortableError
         if arrays is None or _may_decide(x):
             return _Same(x)
         arrays.append(x)
@@ -244,7 +278,32 @@ def _describe_leaf(x, arrays: list | None, within: tuple):
         )
     if isinstance(x, _IMMUTABLE) or type(x) in _TRANSFORMED:
         return _Same(x)
+    if _has_own_hash(x):
+        # The class says that it doesn't change, and which others are equal.
+        return type(x), x
     raise _NotPortableError
+
+
+def _stays_as_it_is(x) -> bool:
+    return (
+        not callable(x)
+        or isinstance(x, _IMMUTABLE)
+        or type(x) in _TRANSFORMED
+        or _has_own_hash(x)
+    )
+
+
+def _has_own_hash(x) -> bool:
+    own = type(x)
+    if own.__hash__ is object.__hash__ or own.__eq__ is object.__eq__:
+        return False
+    if isinstance(x, _METHODS):
+        return False  # equal for the same object, whatever that holds
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 _CONSTANTS = (np.generic, bool, int, float, complex, str, bytes, type(None))
@@ -258,13 +317,14 @@ _IMMUTABLE = (
     jax.custom_vjp,
     jax.numpy.ufunc,
 )
+_METHODS = types.MethodType, types.MethodWrapperType
 # What `jax.jit` returns has a cache of its own, under the same assumptions.
 _TRANSFORMED = (type(jax.jit(lambda: None)),)
 
 
 def _reached(fn: types.FunctionType, within: tuple):
-    reached, names = [], _names(fn.__code__)
-    found = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
+    reached, read = [], names(fn.__code__)
+    found = {name: fn.__globals__[name] for name in read if name in fn.__globals__}
     for name, x in sorted(found.items()):
         reached.append((name, *_describe(x, None, within)))
     held = [*found.values(), *(cell.cell_contents for cell in fn.__closure__ or ())]
@@ -276,14 +336,14 @@ def _all_names(fn: types.FunctionType, seen: set[types.FunctionType]) -> set[str
     if fn in seen:
         return set()
     seen.add(fn)
-    names = _names(fn.__code__)
-    held = [fn.__globals__.get(name) for name in names]
+    read = names(fn.__code__)
+    held = [fn.__globals__.get(name) for name in read]
     held += [cell.cell_contents for cell in fn.__closure__ or ()]
     inner = [x for x in held if isinstance(x, types.FunctionType)]
-    return names.union(*(_all_names(x, seen) for x in inner))
+    return read.union(*(_all_names(x, seen) for x in inner))
 
 
-def _attributes(names: set[str], held: list[Any], within: tuple) -> Iterator[Any]:
+def _attributes(read: set[str], held: list[Any], within: tuple) -> Iterator[Any]:
     """What a function may read of modules and classes, which can be assigned to.
 
     Those of libraries are taken not to change.
@@ -297,7 +357,7 @@ def _attributes(names: set[str], held: list[Any], within: tuple) -> Iterator[Any
         where = getattr(owner, "__module__", None) or owner.__name__
         if str(where).partition(".")[0] in _LIBRARIES:
             continue
-        for name in sorted(names):
+        for name in sorted(read):
             x = inspect.getattr_static(owner, name, _NotPortableError)
             if x is _NotPortableError or isinstance(x, _DESCRIPTORS):
                 continue
@@ -326,31 +386,3 @@ _DESCRIPTORS = (
 )
 _LIBRARIES = {"builtins", "jax", "jaxlib", "jaxtyping", "numpy", "scipy", "equinox"}
 _LIBRARIES |= {"lineax", *sys.stdlib_module_names} - {"__main__", "os"}
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    return set(code.co_names).union(*(_names(x) for x in inner))
-
-
-def closes_over_tracer(x: Any, seen: set[int]) -> bool:
-    """Whether a function holds a traced value, itself or through other functions."""
-    if isinstance(x, jax.core.Tracer):
-        return True
-    if id(x) in seen:
-        return False
-    seen.add(id(x))
-    held: list[Any] = []
-    if isinstance(x, functools.partial):
-        held = [x.func, *x.args, *x.keywords.values()]
-    elif callable(x):
-        x = inspect.unwrap(x)
-        held = [getattr(x, "__self__", None)]
-        for cell in getattr(x, "__closure__", None) or ():
-            try:
-                held.append(cell.cell_contents)
-            except ValueError:  # not assigned yet
-                continue
-    # The leaves of a function are the function itself.
-    leaves = [leaf for value in held for leaf in jtu.tree_leaves(value)]
-    return any(closes_over_tracer(leaf, seen) for leaf in leaves)

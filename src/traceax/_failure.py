@@ -1,7 +1,6 @@
 """Why an estimate is not finite."""
 
 import functools
-import math
 
 import equinox as eqx
 import jax

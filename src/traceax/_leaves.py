@@ -1,6 +1,5 @@
 """Operators as data: everything that can vary in array leaves, and the rest hashable."""
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,9 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 
-from ._closures import PortableFunction, closes_over_tracer, portable
+from ._closures import is_function, portable
 from ._programs import interned
+from ._tracers import closes_over_tracer
 
 
 def with_array_leaves(operator: lx.AbstractLinearOperator) -> Any:
@@ -40,7 +40,10 @@ def with_array_leaves(operator: lx.AbstractLinearOperator) -> Any:
 def _map_leaves(fn: Callable[[Any], Any], operator: lx.AbstractLinearOperator) -> Any:
     def is_converted(x: Any) -> bool:
         jacobian = isinstance(x, lx.JacobianLinearOperator)
-        return jacobian and not isinstance(x.fn, types.FunctionType | PortableFunction)
+        return jacobian and not is_function(x.fn)
+
+    def is_leaf(x: Any) -> bool:
+        return is_function(x) or is_converted(x)
 
     def of(x: Any) -> Any:
         if not is_converted(x):
@@ -51,7 +54,7 @@ def _map_leaves(fn: Callable[[Any], Any], operator: lx.AbstractLinearOperator) -
         args = jtu.tree_map(lambda x: fn(x) if _is_numpy(x) else x, x.args)
         return eqx.tree_at(_arguments, rest, args, is_leaf=_is_none)
 
-    return jtu.tree_map(of, operator, is_leaf=is_converted)
+    return jtu.tree_map(of, operator, is_leaf=is_leaf)
 
 
 def _is_numpy(x: Any) -> bool:

@@ -12,8 +12,9 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
-from ._closures import PortableFunction, closes_over_tracer, portable
+from ._closures import portable
 from ._operator import is_known
+from ._tracers import hides_arrays
 
 _WHERE = "traceax.MeanLinearOperator"
 
@@ -96,7 +97,7 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
         self.weights = _check_weights(weights, number)
         batch = jax.eval_shape(lambda: _first(self.batches))
         make = jtu.tree_map(portable, make_operator)
-        hidden = _hides_arrays(make)
+        hidden = hides_arrays(make)
         found = _look(make, batch, signs=weights is None)
         if hidden:
             make = _Converted(make, batch, found.in_structure)
@@ -287,21 +288,6 @@ def _look(make: Callable, batch: PyTree, *, signs: bool) -> _Found:
 #
 # Functions that make operators
 #
-
-
-def _hides_arrays(make: Callable) -> bool:
-    """Whether arrays that a function depends on aren't among its leaves."""
-    if jtu.all_leaves([make]):
-        return not isinstance(make, type)
-    functions = [make, *jtu.tree_leaves(make)]
-    if isinstance(make, PortableFunction):
-        # Functions that it calls may be opaque, such as those of `jax.jit`.
-        functions = [make.code.build(iter([None] * len(make.arrays)))]
-    return any(
-        closes_over_tracer(x, set())
-        for x in functions
-        if callable(x) and not eqx.is_array(x)
-    )
 
 
 def _flat(structure: PyTree) -> tuple[tuple[Any, ...], Any]:

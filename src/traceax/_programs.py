@@ -6,13 +6,20 @@ next, unless that holds the same object.
 """
 
 import collections
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from ._derivative_rules import RULES, derivative_rules
+
 # The last programs seen, by a summary that equal ones share.
 _MOST = 512
-_seen: collections.OrderedDict[Any, list[Jaxpr]] = collections.OrderedDict()
+_seen: collections.OrderedDict[Any, list["_Program"]] = collections.OrderedDict()
+
+
+class _Program(NamedTuple):
+    jaxpr: Jaxpr
+    rules: list[ClosedJaxpr] | None
 
 
 def interned(x: Any) -> Any:
@@ -25,19 +32,28 @@ def interned(x: Any) -> Any:
     )
     candidates = _seen.setdefault(summary, [])
     _seen.move_to_end(summary)
+    if any(known.jaxpr is x for known in candidates):
+        return x
+    # As the rules are now: what they read may change.
+    rules = derivative_rules(x)
     for known in candidates:
-        if known is x or _equal(known, x):
-            return known
+        if _equal(known.jaxpr, x) and _equal_rules(known.rules, rules):
+            return known.jaxpr
     # Programs that can't be compared would pile up.
     del candidates[:-7]
-    candidates.append(x)
+    candidates.append(_Program(x, rules))
     if len(_seen) > _MOST:
         _seen.popitem(last=False)
     return x
 
 
+def _equal_rules(a: list[ClosedJaxpr] | None, b: list[ClosedJaxpr] | None) -> bool:
+    return a is not None and b is not None and _equal_params(a, b)
+
+
 def _equal(a: Jaxpr, b: Jaxpr) -> bool:
-    """Whether two programs are the same but for the names of their variables."""
+    """Whether two programs are the same but for the names of their variables, and for
+    custom derivative rules."""
     same: dict[Any, Any] = {}
 
     def define(xs, ys):
@@ -63,7 +79,8 @@ def _equal(a: Jaxpr, b: Jaxpr) -> bool:
             or e.effects != f.effects
             or not use(e.invars, f.invars)
             or not all(
-                _equal_params(e.params[name], f.params[name]) for name in e.params
+                _equal_params(e.params[name], f.params[name])
+                for name in e.params.keys() - RULES.get(e.primitive.name, set())
             )
             or not define(e.outvars, f.outvars)
         ):
@@ -99,7 +116,6 @@ def _equal_params(x: Any, y: Any) -> bool:
         return x.keys() == y.keys() and all(
             _equal_params(x[name], y[name]) for name in x
         )
-    # Rules of custom derivatives are functions, which are equal to themselves alone.
     try:
         return bool(x == y)
     except (TypeError, ValueError):

@@ -11,8 +11,9 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from ._closures import closes_over_tracer, portable
+from ._closures import portable
 from ._programs import interned
+from ._tracers import closes_over_tracer
 
 
 class SpectralFunction(eqx.Module):
