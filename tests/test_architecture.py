@@ -15,6 +15,7 @@ import traceax as tx
 SOURCE = pathlib.Path(tx.__file__).parent
 # Each module knows only those above it.
 LAYERS = [
+    "_arguments",
     "_staging",
     "_kept",
     "_student_t",

@@ -125,6 +125,10 @@ def test_products_over_pytrees():
     expected = _dense(np.sqrt, a)
     assert_close(flat, expected @ wide(x), rtol=0, atol=1e3 * eps())
     assert_close(operator.as_matrix(), expected, rtol=0, atol=1e3 * eps())
+    materialised = lx.materialise(operator)
+    assert materialised.in_structure() == structure
+    assert_close(materialised.as_matrix(), expected, rtol=0, atol=1e3 * eps())
+    assert_close(lx.diagonal(operator), np.diag(expected), rtol=0, atol=1e3 * eps())
 
 
 def test_products_with_nothing():
@@ -152,6 +156,10 @@ def test_structure(complex):
     assert lx.is_symmetric(_function(a.real, jnp.sqrt, tags=lx.symmetric_tag))
     assert untagged.in_structure() == untagged.out_structure()
     assert_close(lx.materialise(operator).as_matrix(), exact, rtol=0, atol=atol)
+    assert lx.is_positive_semidefinite(lx.materialise(operator))
+    assert_close(lx.diagonal(operator), np.diag(exact), rtol=0, atol=atol)
+    for got, offset in zip(lx.tridiagonal(operator), (0, -1, 1), strict=True):
+        assert_close(got, np.diag(exact, offset), rtol=0, atol=atol)
     assert not lx.is_tridiagonal(operator)
     assert _function(a, jnp.sqrt, 100).num_steps == N
 
@@ -313,6 +321,7 @@ def test_inverses_of_other_operators():
     exact = np.linalg.inv(a)
     assert_close(inverse.as_matrix(), exact, rtol=0, atol=1e3 * eps())
     assert_close(inverse.T.as_matrix(), exact.T, rtol=0, atol=1e3 * eps())
+    assert_close(lx.diagonal(inverse), np.diag(exact), rtol=0, atol=1e3 * eps())
 
 
 def test_tags_are_inherited():

@@ -637,9 +637,12 @@ def _identity(batch):
         ({}, r"got lengths \[\]"),
         (None, r"got lengths \[\]"),
         (jnp.ones((0, 3)), r"got lengths \[0\]"),
-        (jnp.ones(()), r"leading axis of minibatches, got an array of shape \(\); let"),
+        (
+            jnp.ones(()),
+            r"leading axis of minibatches, got an array of shape \(\) and dtype",
+        ),
         (np.float32(1), r"got an array of shape \(\)"),
-        ((jnp.ones(3), 2.0), "got a float; let make_operator close over"),
+        ((jnp.ones(3), 2.0), "got 2.0 of type float; let make_operator close over"),
     ],
 )
 def test_wrong_batches(batches, message):
@@ -658,7 +661,7 @@ def test_wrong_batches(batches, message):
         (
             [1.0] * 4,
             TypeError,
-            r"must be an array of shape \(4,\), got a list; pass jax",
+            r"must be an array of shape \(4,\), got an object of type list; pass jax",
         ),
     ],
 )
@@ -669,7 +672,7 @@ def test_wrong_weights(weights, error, message):
 
 def test_wrong_functions():
     with pytest.raises(
-        TypeError, match=r"make_operator must be a function.* got a .*Arr"
+        TypeError, match=r"must be a function of a minibatch, got an array of shape"
     ):
         MeanLinearOperator(jnp.ones(4), _identity)  # pyright: ignore
     for make in (lambda batch: batch, _Holder(1.0).__init__):

@@ -40,7 +40,9 @@ def test_a_wrong_layout_is_refused():
         tx.ShardedSampler(sharding="probes")  # pyright: ignore
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     layout = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
-    with pytest.raises(TypeError, match=r"sampler must be a traceax\.Sampler, got str"):
+    with pytest.raises(
+        TypeError, match=r"sampler must be a traceax\.Sampler, got .* str"
+    ):
         tx.ShardedSampler("signs", sharding=layout)  # pyright: ignore
     sampler = tx.ShardedSampler(sharding=layout)
     assert not sampler.rotation_invariant

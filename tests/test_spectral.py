@@ -1,6 +1,7 @@
 """Traces of functions: entry points against eigenvalue sums, edges, errors, transforms."""
 
 import functools
+import math
 
 import equinox as eqx
 import jax
@@ -809,12 +810,64 @@ def test_wrong_shifts(key):
         for shift in (jnp.ones(2), 1j, np.ones((1, 1))):
             with pytest.raises(ValueError, match="shift must be a real scalar"):
                 entry(key, _operator(), 4, shift=shift)
+        for shift in (None, "1", True):
+            with pytest.raises(TypeError, match="shift must be a real scalar, got"):
+                entry(key, _operator(), 4, shift=shift)
 
 
 def test_wrong_powers(key):
-    for p in (0, -1.0):
-        with pytest.raises(ValueError, match="p must be positive"):
+    for p in (0, -1.0, np.float32(-1), jnp.asarray(-1.0), np.array(0), math.nan):
+        with pytest.raises(ValueError, match="p must be positive and finite, got"):
             tx.schatten_norm(key, _operator(), 4, p=p)
+    with pytest.raises(
+        TypeError, match="p must be a real scalar, got 'nuc' of type str; write p="
+    ):
+        tx.schatten_norm(key, _operator(), 4, p="nuc")
+    for k in (4, N):
+        of_traced = jax.jit(
+            lambda p, k=k: tx.schatten_norm(key, _operator(), k, p=p, throw=False)
+        )
+        estimate = of_traced(-1.0)
+        assert estimate.result == tx.RESULTS.outside_domain
+        assert np.isnan(estimate.value)
+        assert of_traced(2.0).result == tx.RESULTS.successful
+
+
+def test_wrong_lower_ends(key):
+    for kind, lower in ((TypeError, "0"), (ValueError, jnp.ones(2))):
+        with pytest.raises(kind, match="lower must be a real scalar, got"):
+            tx.trace_function(key, jnp.log, _operator(), 4, lower=lower)
+
+
+def test_wrong_order_of_arguments(key):
+    with pytest.raises(TypeError, match=r"start \(key, fn, operator, k\)"):
+        tx.trace_function(key, _operator(), jnp.log, 4)
+
+
+def test_wrong_widths(key):
+    density = tx.spectral_density(key, _operator(), 4)
+    for kind, width in ((ValueError, 0.0), (ValueError, -1), (TypeError, None)):
+        with pytest.raises(kind, match="width must be"):
+            density.density(jnp.ones(2), width)
+
+
+@pytest.mark.parametrize("estimator", [KRYLOV, tx.LanczosQuadratureEstimator()])
+def test_nothing(key, estimator):
+    dtype = float_dtype()
+    structure = jax.ShapeDtypeStruct((0,), dtype)
+    for empty in (
+        lx.MatrixLinearOperator(jnp.zeros((0, 0), dtype), PSD),
+        lx.FunctionLinearOperator(lambda v: v, structure, PSD),
+    ):
+        for entry in (tx.logdet, tx.trace_inverse, tx.schatten_norm):
+            estimate = entry(key, empty, 3, estimator)
+            assert (estimate.value, estimate.standard_error) == (0, 0)
+
+        def value(shift, empty=empty):
+            return tx.logdet(key, empty, 3, estimator, shift=shift).value
+
+        assert jax.grad(value)(jnp.ones((), dtype)) == 0
+        assert tx.spectral_density(key, empty, 3, estimator).points.shape == (0,)
 
 
 @pytest.mark.parametrize("kind", [type(KRYLOV), tx.LanczosQuadratureEstimator])

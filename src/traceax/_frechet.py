@@ -125,7 +125,7 @@ class SpectralBlocks(eqx.Module):
 
         def columns(x, start):
             # All of them, if there is one chunk.
-            if size == p:
+            if size >= p:
                 return x
             padded = jnp.pad(x.T, ((0, -p % size), (0, 0)))
             return jax.lax.dynamic_slice_in_dim(padded, start, size).T
@@ -145,7 +145,7 @@ class SpectralBlocks(eqx.Module):
                 totals.append(total if jnp.iscomplexobj(F) else jnp.real(total))
             return totals
 
-        if self.count is None and size == p:
+        if self.count is None and size >= p:
             return of(0)
         return sum_of_needed(of, -(-p // size), size, self.count)
 

@@ -287,13 +287,31 @@ class InverseLinearOperator(lx.AbstractLinearOperator):
 #
 
 
+_KEPT = {
+    lx.is_symmetric: lx.symmetric_tag,
+    lx.is_diagonal: lx.diagonal_tag,
+    lx.is_lower_triangular: lx.lower_triangular_tag,
+    lx.is_upper_triangular: lx.upper_triangular_tag,
+    lx.is_positive_semidefinite: lx.positive_semidefinite_tag,
+    lx.is_negative_semidefinite: lx.negative_semidefinite_tag,
+}
+
+
+def _materialised(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    tags = [tag for check, tag in _KEPT.items() if is_known(check, operator)]
+    structure = operator.in_structure()
+    return lx.materialise(lx.FunctionLinearOperator(operator.mv, structure, tags))
+
+
 def _register():
     both = (MatrixFunctionLinearOperator, InverseLinearOperator)
 
     for cls in both:
         lx.linearise.register(cls, lambda operator: operator)
-        lx.materialise.register(
-            cls, lambda operator: lx.MatrixLinearOperator(operator.as_matrix())
+        lx.materialise.register(cls, _materialised)
+        lx.diagonal.register(cls, lambda operator: lx.diagonal(_materialised(operator)))
+        lx.tridiagonal.register(
+            cls, lambda operator: lx.tridiagonal(_materialised(operator))
         )
         for check in (lx.has_unit_diagonal, lx.is_tridiagonal):
             check.register(cls, lambda operator: False)
@@ -316,16 +334,8 @@ def _register():
         inner = lx.conj(operator.operator)
         return InverseLinearOperator(inner, operator.solver, operator.options)
 
-    kept = {
-        lx.is_symmetric: lx.symmetric_tag,
-        lx.is_diagonal: lx.diagonal_tag,
-        lx.is_lower_triangular: lx.lower_triangular_tag,
-        lx.is_upper_triangular: lx.upper_triangular_tag,
-        lx.is_positive_semidefinite: lx.positive_semidefinite_tag,
-        lx.is_negative_semidefinite: lx.negative_semidefinite_tag,
-    }
     signs = (lx.is_positive_semidefinite, lx.is_negative_semidefinite)
-    for check, tag in kept.items():
+    for check, tag in _KEPT.items():
         # The inverse is what the operator is; a function keeps the structure, and
         # has the sign that it is tagged with.
 

@@ -12,6 +12,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
+from ._arguments import kind_of
 from ._closures import portable
 from ._operator import is_known
 from ._tracers import hides_arrays
@@ -89,8 +90,8 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
     ):
         if not callable(make_operator):
             raise TypeError(
-                f"{_WHERE}: make_operator must be a function of a minibatch, got a "
-                f"{type(make_operator).__name__}; pass (make_operator, batches)."
+                f"{_WHERE}: make_operator must be a function of a minibatch, got "
+                f"{kind_of(make_operator)}; pass (make_operator, batches)."
             )
         self.batches = jtu.tree_map(_as_array, batches)
         number = _number_of_batches(self.batches)
@@ -199,10 +200,9 @@ def _as_array(x: Any) -> Array:
     x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
     if eqx.is_array(x) and x.ndim > 0:
         return x
-    got = "an array of shape ()" if eqx.is_array(x) else f"a {type(x).__name__}"
     raise ValueError(
         f"{_WHERE}: the leaves of batches must be arrays with a leading axis of "
-        f"minibatches, got {got}; let make_operator close over what they share."
+        f"minibatches, got {kind_of(x)}; let make_operator close over what they share."
     )
 
 
@@ -221,8 +221,8 @@ def _check_weights(weights: Any, number: int) -> Real[Array, " batches"] | None:
         return None
     if not eqx.is_array(weights) and not isinstance(weights, np.ndarray):
         raise TypeError(
-            f"{_WHERE}: weights must be an array of shape ({number},), got a "
-            f"{type(weights).__name__}; pass jax.numpy.asarray(weights)."
+            f"{_WHERE}: weights must be an array of shape ({number},), got "
+            f"{kind_of(weights)}; pass jax.numpy.asarray(weights)."
         )
     kinds = (jnp.floating, jnp.integer)
     if not any(jnp.issubdtype(weights.dtype, kind) for kind in kinds):
@@ -273,8 +273,8 @@ def _look(make: Callable, batch: PyTree, *, signs: bool) -> _Found:
         operator = make(batch)
         if not isinstance(operator, lx.AbstractLinearOperator):
             raise TypeError(
-                f"{_WHERE}: make_operator must return a lineax linear operator, got a "
-                f"{type(operator).__name__}; wrap it, as lineax.MatrixLinearOperator does."
+                f"{_WHERE}: make_operator must return a lineax linear operator, got "
+                f"{kind_of(operator)}; wrap it, as lineax.MatrixLinearOperator does."
             )
         checks = _TAGS | _SIGNS if signs else _TAGS
         tags = [own for check, (own, *_) in checks.items() if is_known(check, operator)]

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Inexact, PyTree
 
+from ._arguments import kind_of
 from ._product_cost import is_cheap, reads_large_matrix
 from ._sharding import (
     block_layout,
@@ -74,18 +75,17 @@ def _describe(structure: PyTree[jax.ShapeDtypeStruct]) -> str:
 _passed: list[Callable[[], Any]] = [lambda: None]
 
 
-def check_operator(operator: Any, where: str) -> Space:
+def check_operator(
+    operator: Any, where: str, arguments: str = "(key, operator)"
+) -> Space:
     """The space of a square lineax operator; a clear error for anything else."""
     if not isinstance(operator, lx.AbstractLinearOperator):
-        if isinstance(operator, jax.Array | np.ndarray):
-            got = f"an array of shape {operator.shape} and dtype {operator.dtype}"
-        else:
-            got = f"an object of type {type(operator).__name__}"
         raise TypeError(
-            f"{where}: operator must be a lineax linear operator, got {got}; wrap a "
-            "matrix as lineax.MatrixLinearOperator(matrix), a linear function as "
+            f"{where}: operator must be a lineax linear operator, got "
+            f"{kind_of(operator)}; wrap a matrix as "
+            "lineax.MatrixLinearOperator(matrix), a linear function as "
             "lineax.FunctionLinearOperator(fn, structure). The arguments start "
-            "(key, operator)."
+            f"{arguments}."
         )
     if _passed[0]() is operator:
         return space_of(operator)

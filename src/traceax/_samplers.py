@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Complex, Float, Inexact, Int, Key, UInt32
 
+from ._arguments import kind_of
 from ._basis import growing_basis
 from ._hash import normals, normals64, probe_streams, signs, words
 from ._operator import Space, most_columns
@@ -327,12 +328,12 @@ class ShardedSampler(Sampler):
         if not isinstance(self.sampler, Sampler):
             raise TypeError(
                 "ShardedSampler: sampler must be a traceax.Sampler, got "
-                f"{type(self.sampler).__name__}; pass an instance."
+                f"{kind_of(self.sampler)}; pass an instance."
             )
         if not isinstance(self.sharding, jax.sharding.NamedSharding):
             raise TypeError(
                 "ShardedSampler: sharding must be a jax.sharding.NamedSharding, got "
-                f"{type(self.sharding).__name__}; make one of a mesh and a partition "
+                f"{kind_of(self.sharding)}; make one of a mesh and a partition "
                 'spec for (n, k) blocks, such as jax.P(None, "probes").'
             )
 
@@ -382,7 +383,7 @@ def check_sampler(
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"{where}: sampler must be a traceax.Sampler, got "
-            f"{type(sampler).__name__}; pass an instance, such as "
+            f"{kind_of(sampler)}; pass an instance, such as "
             "traceax.SphereSampler()."
         )
     if resphere and not sampler.rotation_invariant:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
+from ._arguments import check_real_scalar, known_number
 from ._estimate import Estimate
 from ._operator import is_positive_semidefinite, space_of
 from ._orthogonal import largest_entry, power_of_two_scale
@@ -112,8 +113,11 @@ def schatten_norm(
     derivative of the root.
     """
     where = "traceax.schatten_norm"
-    if isinstance(p, int | float) and p <= 0:
-        raise ValueError(f"{where}: p must be positive, got {p}.")
+    hint = "write p=1.0 for the nuclear norm, p=2.0 for that of Frobenius."
+    check_real_scalar(p, "p", where, hint)
+    known = known_number(p)
+    if known is not None and not 0 < known < math.inf:
+        raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}")
     space = space_of(init_state(key, operator, where).operator)
     power = jnp.asarray(p, space.real_dtype)
     # Powers of large or small eigenvalues leave the range of numbers.
@@ -132,6 +136,7 @@ def schatten_norm(
     safe = jnp.where(positive, total.value, 1)
     exponent = (1 / power).astype(safe.dtype)
     value = jnp.where(positive, unit.astype(safe.dtype) * safe**exponent, 0)
+    value = jnp.where(jnp.isnan(total.value), total.value, value)
     slope = jnp.where(positive, value / (safe / exponent), 1)
     error = total._standard_error
     error = jnp.where(error < 0, error, error * jax.lax.stop_gradient(slope))
@@ -155,7 +160,9 @@ class _Power(eqx.Module):
         magnitude = jnp.abs(x)
         positive = magnitude > 0
         safe = jnp.where(positive, magnitude, 1)
-        return jnp.where(positive, safe ** self.p.astype(x.dtype), 0)
+        power = jnp.where(positive, safe ** self.p.astype(x.dtype), 0)
+        # Not a norm, where p is only known when the program runs.
+        return jnp.where(self.p > 0, power, jnp.nan)
 
 
 def von_neumann_entropy(
@@ -240,7 +247,16 @@ class SpectralDensity(eqx.Module):
         return jnp.vectorize(of)(jnp.asarray(upper))
 
     def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
-        """Eigenvalues per unit, every point spread to a normal density of `width`."""
+        """Eigenvalues per unit, every point spread to a normal density of `width`.
+
+        Raises `ValueError` for a width that isn't positive, as far as it is known.
+        """
+        where = "traceax.SpectralDensity.density"
+        hint = "it is the standard deviation of what each point is spread to."
+        check_real_scalar(width, "width", where, hint)
+        known = known_number(width)
+        if known is not None and not known > 0:
+            raise ValueError(f"{where}: width must be positive, got {width}; {hint}")
 
         def of(point):
             z = (point.astype(self.points.dtype) - self.points) / width
@@ -293,11 +309,12 @@ def _shifted(
         return operator, None  # refused later
     if isinstance(shift, int | float) and shift == 0:
         return operator, None
-    if jnp.shape(shift) != () or jnp.iscomplexobj(shift):
-        raise ValueError(
-            f"{where}: shift must be a real scalar, got one of shape "
-            f"{jnp.shape(shift)} and dtype {jnp.result_type(shift)}."
-        )
+    check_real_scalar(
+        shift,
+        "shift",
+        where,
+        "add anything else to the operator, such as a lineax.DiagonalLinearOperator.",
+    )
     dtype = space_of(operator).dtype
     scalar = jnp.asarray(shift).astype(jnp.finfo(dtype).dtype)
     identity = lx.IdentityLinearOperator(operator.in_structure())

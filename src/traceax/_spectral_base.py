@@ -11,6 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
+from ._arguments import check_real_scalar
 from ._base import adaptive_estimator, identity_block
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._frechet import SpectralBlocks
@@ -107,6 +108,7 @@ class SpectralEstimator(eqx.Module):
         real = space_of(operator).real_dtype
         function = spectral_function(fn, real, where)
         if lower is not None:
+            check_real_scalar(lower, "lower", where, "no eigenvalue may be below it.")
             lower = jnp.asarray(lower).astype(real)
         return SpectralState(state.key, operator, function, lower)
 
@@ -238,13 +240,13 @@ def ritz_values(
     Negative values of rounding size are 0 exactly: a root, a logarithm or an entropy
     is real at 0, and not below.
     """
-    largest = jnp.max(jnp.abs(values))
+    largest = jnp.max(jnp.abs(values), initial=0)
     eps = jnp.finfo(values.dtype).eps
     rounding = 8 * math.sqrt(values.shape[0]) * eps * largest
     values = jnp.where((values < 0) & (values > -rounding), 0, values)
     result = RESULTS.successful
     if is_positive_semidefinite(operator):
-        wrong = jnp.min(values) < -jnp.sqrt(eps) * largest
+        wrong = jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
         values = jnp.where(wrong, values, jnp.maximum(values, 0))
     wrong = asymmetry > 100 * jnp.sqrt(eps)

@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
+from ._arguments import kind_of
 from ._closures import portable
 from ._programs import interned
 from ._tracers import closes_over_tracer
@@ -67,8 +68,8 @@ def spectral_function(fn: Any, dtype, where: str) -> SpectralFunction:
     """
     if not callable(fn):
         raise TypeError(
-            f"{where}: fn must be a function of a real scalar, got {fn!r} of type "
-            f"{type(fn).__name__}; pass jnp.log, for example. The arguments start "
+            f"{where}: fn must be a function of a real scalar, got "
+            f"{kind_of(fn)}; pass jnp.log, for example. The arguments start "
             "(key, fn, operator, k)."
         )
     if isinstance(fn, functools.partial):
@@ -118,7 +119,8 @@ def divided_differences(
     below = derivative(function, middle - offset)
     above = derivative(function, middle + offset)
     between = derivative(function, middle)
-    tiny = eps * jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(jnp.abs(y)))
+    largest = [jnp.max(jnp.abs(points), initial=0) for points in (x, y)]
+    tiny = eps * jnp.maximum(*largest)
     tiny = jnp.where(tiny == 0, eps, tiny)
     base, shifted = function(middle), function(middle + tiny)
     at_x, at_y = function(x), function(y)

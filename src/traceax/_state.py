@@ -12,6 +12,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Key, UInt32
 
+from ._arguments import kind_of
 from ._kept import Kept, is_settled
 from ._operator import check_operator
 
@@ -87,8 +88,8 @@ def check_state(state: Any, estimator: Any, where: str) -> None:
     if not hasattr(state, "operator"):
         hint = "its `.state`" if hasattr(state, "standard_error") else "that of `init`"
         raise TypeError(
-            f"{where}: state must be that of an estimator, got an object of type "
-            f"{type(state).__name__}; pass {hint}."
+            f"{where}: state must be that of an estimator, got "
+            f"{kind_of(state)}; pass {hint}."
         )
     kept = getattr(state, "kept", None)
     if kept is not None and kept.owner != (owner := described(estimator)):
@@ -112,7 +113,9 @@ def check_settled(state: Any, estimator: Any, where: str) -> None:
 
 
 def init_state(
-    key: Key[Array, ""], operator: lx.AbstractLinearOperator, where: str = "init"
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    where: str = "traceax.init_state",
 ) -> TraceState:
     """Checks a key and an operator, and puts them into a state.
 
@@ -135,6 +138,7 @@ def init_state(
 
 def check_key(key: Any, where: str) -> Key[Array, ""]:
     """A single typed key from a typed or legacy key."""
+    got = kind_of(key)
     if isinstance(key, jax.Array | np.ndarray):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             if key.shape == ():
@@ -145,14 +149,10 @@ def check_key(key: Any, where: str) -> Key[Array, ""]:
                 return jax.random.wrap_key_data(jnp.asarray(key))
             except (TypeError, ValueError):
                 got = f"uint32 key data of shape {key.shape}"
-        else:
-            got = f"an array of shape {key.shape} and dtype {key.dtype}"
-    else:
-        got = f"an object of type {type(key).__name__}"
     raise TypeError(
         f"{where}: key must be a single key, got {got}; make one with "
         "jax.random.key(0), split several with jax.random.split and use jax.vmap over "
-        "them. The arguments start (key, operator)."
+        "them. It is the first argument."
     )
 
 

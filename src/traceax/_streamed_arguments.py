@@ -10,6 +10,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from ._arguments import kind_of
 from ._operator import (
     check_operator,
     is_negative_semidefinite,
@@ -30,7 +31,7 @@ def structure_of(like: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
         if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray):
             raise TypeError(
                 f"{WHERE}.init: like must be an operator, or a PyTree of arrays or "
-                f"jax.ShapeDtypeStructs, got one with a {type(leaf).__name__}; pass "
+                f"jax.ShapeDtypeStructs, got one with {kind_of(leaf)}; pass "
                 "equinox.filter(module, equinox.is_inexact_array) of a module."
             )
     return jax.eval_shape(lambda x: x, like)
@@ -49,8 +50,8 @@ def check_operator_of(operator: Any, state: Any, where: str) -> None:
     """Refuses operators other than `init` was told of."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
-            f"{where}: operator must be a lineax linear operator, got an object of type "
-            f"{type(operator).__name__}. The arguments are (state, operator, weight)."
+            f"{where}: operator must be a lineax linear operator, got "
+            f"{kind_of(operator)}. The arguments are (state, operator, weight)."
         )
     check_operator(operator, where)
     like = state.inner.operator
@@ -77,11 +78,10 @@ def _shapes(structure: PyTree[jax.ShapeDtypeStruct]):
 
 def check_weight(weight: Any, inner: Any, where: str) -> Float[Array, ""]:
     """The weight as an array."""
-    got = f"a {type(weight).__name__}"
+    got = kind_of(weight)
     if isinstance(weight, int | float) and not isinstance(weight, bool):
         weight = np.asarray(weight, float)
     if isinstance(weight, jax.Array | np.ndarray | np.generic):
-        got = f"an array of shape {weight.shape} and dtype {weight.dtype}"
         kinds = (jnp.floating, jnp.integer)
         if weight.shape == () and any(jnp.issubdtype(weight.dtype, x) for x in kinds):
             # A value on a device isn't waited for.

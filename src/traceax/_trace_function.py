@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.krylov_aware import KrylovAwareEstimator
 from ._known_diagonal import known_diagonal
-from ._operator import is_diagonal, space_of
+from ._operator import check_operator, is_diagonal, space_of
 from ._orthogonal import largest_entry
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._spectral_base import SpectralEstimator, SpectralState, evaluation_result
@@ -92,6 +92,7 @@ def trace_function(
         [`traceax.RESULTS`][] names.
     """
     where = "traceax.trace_function"
+    check_operator(operator, where, "(key, fn, operator, k)")
     accuracy = Accuracy(rtol, atol, level, progress_meter)
     return estimate_function(
         where, key, fn, operator, k, estimator, accuracy, throw, lower=lower
