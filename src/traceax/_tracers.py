@@ -21,10 +21,10 @@ def closes_over_tracer(x: Any, seen: set[int]) -> bool:
         return False
     seen.add(id(x))
     held: list[Any] = []
+    x = inspect.unwrap(x) if callable(x) else x
     if isinstance(x, functools.partial):
         held = [x.func, *x.args, *x.keywords.values()]
     elif callable(x):
-        x = inspect.unwrap(x)
         held = [getattr(x, "__self__", None)]
         for cell in getattr(x, "__closure__", None) or ():
             try:
