@@ -764,6 +764,15 @@ def test_wrong_functions(key, fn, kind, match):
         tx.MatrixFunctionLinearOperator(_operator(), fn, 4)
 
 
+@pytest.mark.parametrize(
+    "fn", [math.log, np.log, lambda x: jnp.log(x) if x > 0 else 0.0]
+)
+def test_functions_that_need_numbers(key, fn):
+    with pytest.raises(jax.errors.JAXTypeError) as error:
+        tx.trace_function(key, fn, lx.MatrixLinearOperator(jnp.eye(3)), 2)
+    assert any("jnp.where for if" in note for note in error.value.__notes__)
+
+
 def test_swapped_arguments(key):
     with pytest.raises(TypeError, match="lineax linear operator"):
         tx.trace_function(key, _operator(), jnp.log, 4)

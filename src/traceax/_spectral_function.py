@@ -16,6 +16,11 @@ from ._closures import portable
 from ._programs import interned
 from ._tracers import closes_over_tracer
 
+_NEEDS_NUMBERS = (
+    "fn is traced, for an eigenvalue that is not known yet; write it with jax.numpy, "
+    "such as jnp.log for math.log, and jnp.where for if."
+)
+
 
 class SpectralFunction(eqx.Module):
     """A function of eigenvalues, one by one. What it closes over are leaves.
@@ -80,7 +85,11 @@ def spectral_function(fn: Any, dtype, where: str) -> SpectralFunction:
     if any(closes_over_tracer(x, set()) for x in functions if not eqx.is_array(x)):
         # lineax converts functions of operators in the same way.
         made = eqx.filter_closure_convert(made, _scalar(dtype))
-    leaves = jtu.tree_leaves(jax.eval_shape(_of_arrays(made), _scalar(dtype)))
+    try:
+        leaves = jtu.tree_leaves(jax.eval_shape(_of_arrays(made), _scalar(dtype)))
+    except jax.errors.JAXTypeError as error:
+        error.add_note(f"{where}: {_NEEDS_NUMBERS}")
+        raise
     if not leaves or any(x.shape != () for x in leaves):
         shapes = [x.shape for x in leaves]
         raise ValueError(
