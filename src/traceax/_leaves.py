@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 
-from ._closures import is_function, portable
+from ._closures import PortableFunction, is_function, portable
 from ._programs import interned
 from ._tracers import closes_over_tracer
 
@@ -35,6 +37,32 @@ def with_array_leaves(operator: lx.AbstractLinearOperator) -> Any:
     if any(closes_over_tracer(fn, set()) for fn in functions):
         operator = lx.FunctionLinearOperator(operator.mv, operator.in_structure())
     return _map_leaves(lambda x: jnp.asarray(x) if _is_data(x) else x, operator)
+
+
+def of_array_leaves(
+    fn: Callable[[Any], Any], operator: lx.AbstractLinearOperator
+) -> Any:
+    """`fn(with_array_leaves(operator))`, or with arrays that functions hold as constants
+    if Python must know them: for `float(array)`, or indexing by a mask."""
+    made = with_array_leaves(operator)
+    try:
+        return fn(made)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+        functions = [x for x in _functions(made) if isinstance(x, PortableFunction)]
+        arrays = jtu.tree_leaves(functions)
+        if not arrays or any(isinstance(x, jax.core.Tracer) for x in arrays):
+            raise
+    return fn(
+        jtu.tree_map(
+            lambda x: x.with_known_arrays() if isinstance(x, PortableFunction) else x,
+            made,
+            is_leaf=is_function,
+        )
+    )
+
+
+def _functions(operator: Any) -> list[Any]:
+    return list(filter(is_function, jtu.tree_leaves(operator, is_leaf=is_function)))
 
 
 def _map_leaves(fn: Callable[[Any], Any], operator: lx.AbstractLinearOperator) -> Any:

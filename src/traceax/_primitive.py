@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 from ._estimate import RESULTS, UNKNOWN
 from ._failure import explain, solves_systems
 from ._frechet import SpectralBlocks
-from ._leaves import with_array_leaves
+from ._leaves import of_array_leaves
 from ._operator import space_of
 from ._pairing import pair
 from ._spectral_function import SpectralFunction
@@ -179,12 +179,15 @@ def estimate_trace(estimator, state: PyTree, k: int, *, real: bool) -> Outcome:
     The operator, and the function of its eigenvalues if the state has one, are
     differentiable; every other leaf is stopped.
     """
-    operator = with_array_leaves(state.operator)
     function, where = getattr(state, "function", None), _operator_and_function
     if not isinstance(function, SpectralFunction):
         function, where = None, _operator
     rest = eqx.tree_at(where, state, replace_fn=lambda _: None)
     arrays, static = eqx.partition((estimator, rest), eqx.is_array)
     estimator, rest = eqx.combine(jax.lax.stop_gradient(arrays), static)
-    problem = Problem(operator, function, estimator, rest, k, real)
-    return eqxi.filter_primitive_bind(estimate_trace_p, problem, False)
+
+    def bind(operator):
+        problem = Problem(operator, function, estimator, rest, k, real)
+        return eqxi.filter_primitive_bind(estimate_trace_p, problem, False)
+
+    return of_array_leaves(bind, state.operator)

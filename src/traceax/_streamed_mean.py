@@ -17,7 +17,7 @@ from ._base import (
 )
 from ._estimate import RESULTS, Estimate
 from ._kept import Kept, with_kept
-from ._leaves import with_array_leaves
+from ._leaves import of_array_leaves
 from ._operator import (
     apply_block,
     check_operator,
@@ -186,8 +186,8 @@ class StreamedMean(eqx.Module):
         check_stream(state, self._signature, where)
         check_passes_left(state, where)
         weight = check_weight(weight, state.inner, where)
-        total, weight = _add(
-            with_array_leaves(operator), state.block, state.total, state.weight, weight
+        total, weight = of_array_leaves(
+            lambda x: _add(x, state.block, state.total, state.weight, weight), operator
         )
         return eqx.tree_at(lambda s: (s.total, s.weight), state, (total, weight))
 

@@ -43,7 +43,7 @@ def hides_arrays(make: Callable) -> bool:
     functions = [make, *jtu.tree_leaves(make)]
     if isinstance(make, PortableFunction):
         # Functions that it calls may be opaque, such as those of `jax.jit`.
-        functions = [make.code.build(iter([None] * len(make.arrays)))]
+        functions = [make.runs()]
     return any(
         closes_over_tracer(x, set())
         for x in functions
