@@ -126,6 +126,31 @@ def test_global_arrays_are_inputs(assign, name, closure_convert):
     assert sum(counts[1:]) == 0
 
 
+def test_globals_are_not_attributes(assign):
+    # The functions read `jnp.sum`, not the global of this name.
+    before = []
+    for factor in (1, 2, 3):
+        assign(ARRAY=_array(N, fill=factor), sum=_array(factor))
+        before.append(len(runs))
+        assert_close(_trace(lambda v: ARRAY * v + 0 * jnp.sum(v)), factor * N)
+    assert len(runs) == before[1]
+
+
+def test_means_with_global_arrays(assign):
+    def make(batch):
+        structure = jax.ShapeDtypeStruct((N,), float_dtype())
+        return lx.FunctionLinearOperator(lambda v: ARRAY * batch * v, structure)
+
+    before = []
+    for factor in (1.0, 2.0, 3.0):
+        assign(ARRAY=_array(N, fill=factor))
+        before.append(len(runs))
+        mean = tx.MeanLinearOperator(make, jnp.arange(3, dtype=float_dtype()))
+        value = tx.trace(jr.key(0), mean, 4, Counting()).value
+        assert_close(value, factor * N, rtol=1e-5)
+    assert len(runs) == before[1]
+
+
 def test_kept_operators_have_the_arrays_of_their_time(assign):
     structure = jax.ShapeDtypeStruct((N,), float_dtype())
     assign(ARRAY=_array(N), FACTOR=1.0)

@@ -14,12 +14,18 @@ _READ_BY_NAME = {"getattr", "globals", "vars", "__dict__"}
 _READ_ANYTHING = {"eval", "exec"}
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType, *, of_globals: bool) -> frozenset[str]:
+    """Names that code reads: all of them, or those of globals."""
     found = set(code.co_names)
-    if not found.isdisjoint(_READ_BY_NAME):
+    if of_globals:
+        # An attribute may be called as a global is.
+        steps = dis.get_instructions(code)
+        found = {x.argval for x in steps if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    if not _READ_BY_NAME.isdisjoint(code.co_names):
         found.update(x for x in code.co_consts if isinstance(x, str))
-    return found.union(*(_names_in(x) for x in inner))
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return frozenset(found).union(*(_names_in(x, of_globals=of_globals) for x in inner))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -46,13 +52,13 @@ def defaults(fn: types.FunctionType) -> dict[int, Any]:
 
 def read_globals(fn: types.FunctionType) -> dict[str, Any]:
     """The globals that a function may read."""
-    read = _names(fn).intersection(fn.__globals__)
+    read = _names(fn, of_globals=True).intersection(fn.__globals__)
     return {name: fn.__globals__[name] for name in sorted(read)}
 
 
-def _names(fn: types.FunctionType) -> set[str]:
-    read = _names_in(fn.__code__)
-    if read.isdisjoint(_READ_BY_NAME):
+def _names(fn: types.FunctionType, *, of_globals: bool) -> frozenset[str]:
+    read = _names_in(fn.__code__, of_globals=of_globals)
+    if _READ_BY_NAME.isdisjoint(read):
         return read
     held = [*cells(fn).values(), *defaults(fn).values()]
     held += [fn.__globals__.get(name) for name in read]
@@ -110,14 +116,14 @@ def _functions_of(x) -> list[types.FunctionType]:
     return [y for y in parts if isinstance(y, types.FunctionType)]
 
 
-def _all_names(fn: types.FunctionType, seen: set[types.FunctionType]) -> set[str]:
+def _all_names(fn: types.FunctionType, seen: set[types.FunctionType]) -> frozenset[str]:
     """Names that a function reads, and Python functions that it calls."""
     if fn in seen or is_offered_by_library(fn):
-        return set()
+        return frozenset()
     seen.add(fn)
     held = [*read_globals(fn).values(), *cells(fn).values()]
     inner = [x for x in held if isinstance(x, types.FunctionType)]
-    return _names(fn).union(*(_all_names(x, seen) for x in inner))
+    return _names(fn, of_globals=False).union(*(_all_names(x, seen) for x in inner))
 
 
 def is_offered_by_library(x: Any) -> bool:
