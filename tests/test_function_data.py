@@ -317,6 +317,75 @@ def test_what_is_written_to_is_read_anew(name, monkeypatch):
         assert_close(_trace(WRITTEN_TO[name]), expected * N)
 
 
+CALLS = []
+
+
+def _recording(calls):
+    def product(v):
+        calls.append(v.shape)
+        return 2 * v
+
+    return product
+
+
+def _recording_within(calls):
+    def product(v):
+        note = lambda: calls.append(v.shape)  # noqa: E731
+        note()
+        return 2 * v
+
+    return product
+
+
+def _recording_in_a_global(_):
+    def product(v):
+        CALLS.append(None)
+        return 2 * v
+
+    return product
+
+
+@pytest.mark.parametrize(
+    "make", [_recording, _recording_within, _recording_in_a_global]
+)
+def test_functions_that_append_compile_once(make):
+    CALLS.clear()
+    counts = []
+    for _ in range(3):
+        before = len(runs)
+        assert_close(_trace(make(CALLS)), 2 * N)
+        counts.append(len(runs) - before)
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
+    assert CALLS
+
+
+READERS = {
+    "length": lambda calls: lambda v: (calls.append(0.0), len(calls))[1] * v,
+    "within": lambda calls: (
+        lambda v: (calls.append(0.0), (lambda: len(calls))())[1] * v
+    ),
+    "by name": lambda _: lambda v: (CALLS.append(0), len(globals()["CALLS"]))[1] * v,
+    "another": lambda calls: (
+        lambda v: (
+            (
+                calls.append(0.0),
+                (lambda other=calls: len(other))(),
+            )[1]
+            * v
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_lists_that_are_read_are_compared(name):
+    CALLS.clear()
+    product = READERS[name](CALLS)
+    values = [_trace(product) for _ in range(3)]
+    assert values[0] < values[1] < values[2]
+
+
 def test_objects_that_refuse_a_hash():
     view = memoryview(bytearray(8))
 

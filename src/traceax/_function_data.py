@@ -16,6 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._reads import (
+    appended_to,
     cells,
     defaults,
     goes_outside,
@@ -106,7 +107,7 @@ class _Arrays:
 
     def __init__(self):
         self.found: list[Any] = []
-        self.globals: dict[tuple[int, str], Any] = {}
+        self.globals: dict[tuple[int, str, bool], Any] = {}
 
 
 class FunctionData:
@@ -211,16 +212,26 @@ def _describe_function(
     if fn in within or goes_outside(fn.__code__):
         raise NotComparableError  # recursive, or with an effect
     within = (*within, fn)
-    read = read_globals(fn)
-    for name, x in read.items():
-        if (id(fn.__globals__), name) not in arrays.globals:
-            described = _describe(x, arrays, within)
-            arrays.globals[id(fn.__globals__), name] = described
+    unread = appended_to(fn.__code__)
+
+    def describe(name, x):
+        if name in unread and type(x) is list:
+            return _LEAF, (Same(x),)
+        return _describe(x, arrays, within)
+
+    def describe_global(name, x):
+        key = id(fn.__globals__), name, name in unread
+        if key not in arrays.globals:
+            arrays.globals[key] = describe(name, x)
+        return arrays.globals[key]
+
     held = tuple(
-        tuple((name, _describe(x, arrays, within)) for name, x in kind.items())
+        tuple((name, describe(name, x)) for name, x in kind.items())
         for kind in (cells(fn), defaults(fn), fn.__kwdefaults__ or {}, fn.__dict__)
     )
-    of_globals = ((name, arrays.globals[id(fn.__globals__), name]) for name in read)
+    read = tuple(
+        (name, describe_global(name, x)) for name, x in read_globals(fn).items()
+    )
     reached = tuple(
         (
             Same(owner),
@@ -230,7 +241,7 @@ def _describe_function(
         )
         for owner, name, x, parts in read_attributes(fn)
     )
-    return FunctionData(fn, (*held, tuple(of_globals)), reached)
+    return FunctionData(fn, (*held, read), reached)
 
 
 def _may_decide(x: Any) -> bool:
@@ -317,6 +328,7 @@ def _has_own_hash(x) -> bool:
         return False
 
 
+_LEAF = jtu.tree_structure(0)
 _CONSTANTS = (np.generic, bool, int, float, complex, str, bytes, type(None))
 _IMMUTABLE = (
     type,
