@@ -44,14 +44,14 @@ def goes_outside(code: types.CodeType) -> bool:
 def appended_to(code: types.CodeType) -> frozenset[str]:
     """Names of variables that aren't a function's own and that it does nothing with but
     append to, which tells it nothing of what they hold."""
+    if not _READ_BY_NAME.isdisjoint(code.co_names):
+        return frozenset()
     steps = list(dis.get_instructions(code))
     after = zip(steps, [x.argval for x in steps[1:]], strict=False)
     uses = [(x.argval, y) for x, y in after if x.opname in _LOADS]
     inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
     found = {x for x, y in uses if y == "append"}.union(*map(appended_to, inner))
     otherwise = {x for x, y in uses if y != "append"}
-    if not _READ_BY_NAME.isdisjoint(code.co_names):
-        return frozenset()
     for x in inner:
         otherwise |= set(x.co_names).union(x.co_freevars) - appended_to(x)
     return frozenset(found - otherwise)
