@@ -366,6 +366,15 @@ READERS = {
         lambda v: (calls.append(0.0), (lambda: len(calls))())[1] * v
     ),
     "by name": lambda _: lambda v: (CALLS.append(0), len(globals()["CALLS"]))[1] * v,
+    "by name within": lambda _: (
+        lambda v: (
+            (
+                CALLS.append(0),
+                (lambda: len(globals()["CALLS"]))(),
+            )[1]
+            * v
+        )
+    ),
     "another": lambda calls: (
         lambda v: (
             (

@@ -53,7 +53,9 @@ def appended_to(code: types.CodeType) -> frozenset[str]:
     found = {x for x, y in uses if y == "append"}.union(*map(appended_to, inner))
     otherwise = {x for x, y in uses if y != "append"}
     for x in inner:
-        otherwise |= set(x.co_names).union(x.co_freevars) - appended_to(x)
+        otherwise |= _names_in(x, of_globals=False).union(x.co_freevars) - appended_to(
+            x
+        )
     return frozenset(found - otherwise)
 
 
