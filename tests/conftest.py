@@ -12,17 +12,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import jax
 import pytest
 
-# An older code generator compiles twice as fast, and all kernels as one module a little
-# faster. Examples and benchmarks run with the default one. Newer versions don't have the
-# choice.
-if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
-    os.environ["XLA_FLAGS"] = (
-        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    )
-
 jax.config.update("jax_enable_x64", os.environ.get("JAX_ENABLE_X64", "1") != "0")
-# The suite compiles thousands of small programs, and runs each for milliseconds.
-jax.config.update("jax_disable_most_optimizations", True)
 # Lines of sources in compiled programs take a tenth of the time. Errors show them still.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # Programs are many small objects, of which few are garbage.
@@ -33,8 +23,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The files that take longest, which begin first.
 SLOW = (
-    *("sharding", "docs", "tolerance", "spectral", "statistics", "transforms"),
-    *("streamed_mean", "testing"),
+    "sharding",
+    "docs",
+    "tolerance",
+    "spectral",
+    "statistics",
+    "transforms",
+    "testing",
 )
 
 
@@ -53,6 +48,17 @@ def _forget_compiled_programs():
     process 65,530: a whole suite in two processes would cross that and be killed."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _compile_quickly(request):
+    """Whether transforms compose doesn't depend on XLA's optimisations, which take time."""
+    if "transforms" not in request.keywords:
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Matrices of known trace, operators of every class, and statistics of estimates."""
 
-import contextlib
 import functools as ft
 import os
 import subprocess
@@ -138,22 +137,9 @@ def _run(keys, operator, k, estimator):
     return jax.vmap(one)(keys)
 
 
-@contextlib.contextmanager
-def optimised(when=True):
-    """For programs that run for longer than they compile."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, before and not when)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-
-
 def many(estimator, operator, k, num_keys, seed=0):
     """Values and standard errors over a fixed number of keys."""
-    with optimised(operator.in_size() >= 300):
-        values, errors = _run(jr.split(jr.key(seed), num_keys), operator, k, estimator)
+    values, errors = _run(jr.split(jr.key(seed), num_keys), operator, k, estimator)
     return np.asarray(values), np.asarray(errors)
 
 

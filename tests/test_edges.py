@@ -26,7 +26,6 @@ import traceax as tx
 # Sphere and normal probes in place of signs take no other path.
 _PATHS = [*FAMILIES, "xtrace-plain", "xnystrace-plain"]
 PATHS = pytest.mark.parametrize("estimator", _PATHS)
-ALL = pytest.mark.parametrize("estimator", list(ESTIMATORS) if is_x64() else _PATHS)
 
 
 def _usage(estimator, operator, k):
@@ -34,9 +33,11 @@ def _usage(estimator, operator, k):
     return estimate, int(estimate.stats["num_matvecs"])
 
 
-@PATHS
-@pytest.mark.parametrize("n", [1, 2, 7])
-@pytest.mark.parametrize("k", [1, 3, 6, 15])
+@pytest.mark.parametrize(
+    ("estimator", "n", "k"),
+    [(estimator, 7, k) for estimator in FAMILIES for k in (1, 3, 6)]
+    + [("xtrace", 1, 1), ("xtrace", 2, 3), ("xnystrace", 7, 15), ("xnystrace", 2, 1)],
+)
 def test_small_sizes_and_budgets(estimator, n, k):
     a = matrix("flat", n)
     operator = as_operator(a, psd=True)
@@ -56,8 +57,14 @@ def test_small_sizes_and_budgets(estimator, n, k):
         assert estimate.standard_error > 0
 
 
-@PATHS
-@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    ("estimator", "k"),
+    [
+        *(("hutchinson", 2), ("hutch++", 2), ("hutch++", 4)),
+        *(("xtrace", 1), ("xtrace", 3), ("xtrace", 4), ("xtrace-plain", 7)),
+        *(("xnystrace", 1), ("xnystrace", 2), ("xnystrace", 7), ("xnystrace-plain", 2)),
+    ],
+)
 def test_small_budgets_are_unbiased(estimator, k):
     a = matrix("flat", 8)
     values, errors = many(
@@ -73,7 +80,7 @@ def test_small_budgets_are_unbiased(estimator, k):
 )
 def test_zero(estimator, complex):
     a = np.zeros((20, 20)) * (1j if complex else 1)
-    for k in (1, 5, 12, 45):
+    for k in (1, 5, 12):
         estimate, _ = _usage(estimator, as_operator(a, psd=True), k)
         assert abs(estimate.value) < 1e-6 * (1 if not is_x64() else 1e-8)
         gradient = jax.grad(
@@ -86,7 +93,7 @@ def test_zero(estimator, complex):
         assert bool(jnp.all(jnp.isfinite(gradient)))
 
 
-@ALL
+@PATHS
 def test_the_gradient_at_zero_is_unbiased(estimator):
     def value(a, key):
         operator = lx.MatrixLinearOperator(a, PSD)
@@ -99,32 +106,23 @@ def test_the_gradient_at_zero_is_unbiased(estimator):
     assert z_score(gradients, np.eye(10), rounding()) < 5
 
 
-LOW_RANK = pytest.mark.parametrize(
-    "estimator", [e for e in ESTIMATORS if not e.startswith("hutchinson")]
-)
+@pytest.mark.parametrize("estimator", _PATHS[1:])
+def test_low_rank_is_exact(estimator):
+    for rank, scale in ((1, 1.0), (3, 1e-12), (3, 1e12)):
+        u = haar(40)[:, :rank]
+        a = scale * (u * np.arange(1.0, rank + 1)) @ u.T
+        truth = scale * rank * (rank + 1) / 2
+        for k in (12, 17):
+            operator = as_operator((a + a.T) / 2, psd=True)
+            values, errors = many(ESTIMATORS[estimator], operator, k, 50)
+            tolerance = truth * (1e-12 if is_x64() else 1e-4)
+            assert np.max(np.abs(values - truth)) < tolerance
+            assert np.max(errors) < tolerance
+            assert np.min(errors) > 0
 
 
-@LOW_RANK
-@pytest.mark.parametrize(("rank", "scale"), [(1, 1.0), (3, 1e-12), (3, 1e12)])
-def test_low_rank_is_exact(estimator, rank, scale):
-    n = 40
-    u = haar(n)[:, :rank]
-    a = scale * (u * np.arange(1.0, rank + 1)) @ u.T
-    truth = scale * rank * (rank + 1) / 2
-    for k in (12, 17, 30):
-        values, errors = many(
-            ESTIMATORS[estimator], as_operator((a + a.T) / 2, psd=True), k, 50
-        )
-        tolerance = truth * (1e-12 if is_x64() else 1e-4)
-        assert np.max(np.abs(values - truth)) < tolerance
-        assert np.max(errors) < tolerance
-        assert np.min(errors) > 0
-
-
-@LOW_RANK
+@pytest.mark.parametrize("estimator", ["hutch++", "xtrace", "xtrace-plain"])
 def test_a_nonsymmetric_operator_of_rank_one(estimator):
-    if estimator.startswith("xnys"):
-        pytest.skip("not semidefinite")
     rng = np.random.default_rng(0)
     a = np.outer(rng.normal(size=30), rng.normal(size=30))
     values, _ = many(ESTIMATORS[estimator], as_operator(a), 12, 50)
@@ -133,20 +131,20 @@ def test_a_nonsymmetric_operator_of_rank_one(estimator):
 
 
 @PATHS
-@pytest.mark.parametrize("name", ["poly", "flat"])
-@pytest.mark.parametrize("factor", [1e-12, 1e12, 1e-20, 1e18])
-def test_scale_equivariance(estimator, name, factor):
-    a = matrix(name, 30)
+def test_scale_equivariance(estimator):
+    rtol = 1e-9 if is_x64() else 5e-4
     for k in (3, 12):
-        plain = tx.trace(jr.key(1), as_operator(a, psd=True), k, ESTIMATORS[estimator])
-        scaled = tx.trace(
-            jr.key(1), as_operator(a * factor, psd=True), k, ESTIMATORS[estimator]
-        )
-        rtol = 1e-9 if is_x64() else 5e-4
-        assert_close(scaled.value / factor, plain.value, rtol=rtol)
-        assert_close(
-            scaled.standard_error / factor, plain.standard_error, rtol=100 * rtol
-        )
+        for name, factor in (
+            *(("poly", 1e-20), ("poly", 1e18), ("flat", 1e-20), ("flat", 1e18)),
+            *(("poly", 1e-12), ("flat", 1e12)),
+        ):
+            plain, scaled = (
+                tx.trace(jr.key(1), as_operator(a, psd=True), k, ESTIMATORS[estimator])
+                for a in (matrix(name, 30), factor * matrix(name, 30))
+            )
+            assert_close(scaled.value / factor, plain.value, rtol=rtol)
+            error = scaled.standard_error / factor
+            assert_close(error, plain.standard_error, rtol=100 * rtol)
 
 
 @PATHS

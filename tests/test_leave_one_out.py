@@ -9,17 +9,17 @@ import pytest
 from helpers import as_operator, assert_close, draw, matrix, rounding
 
 import traceax as tx
-from traceax._leave_one_out import (
+from traceax._accuracy.error_bar import _gram_squared_skewness, leave_one_out_samples
+from traceax._linalg.leave_one_out import (
     grams,
     leave_one_out,
     leave_one_out_traces,
-    probe_dots,
     stand_in,
 )
-from traceax._leave_one_out_nystrom import nystrom_traces
-from traceax._operator import apply_block
-from traceax._orthogonal import orthonormalise
-from traceax._standard_error import _gram_squared_skewness, leave_one_out_samples
+from traceax._linalg.nystrom import nystrom_traces
+from traceax._linalg.nystrom import stand_in as nystrom_stand_in
+from traceax._linalg.tall import column_dots, orthonormalise
+from traceax._operators.block import apply_block
 
 N, M = 20, 5
 
@@ -42,20 +42,36 @@ def _naive_trace(a, omega, i, left_out, resphere):
     return np.trace(p @ a) + weight * np.vdot(g, a @ g), p, g, weight
 
 
+def _zeros_beyond(x, columns, rows=None):
+    """The array in the corner of one that has room for more."""
+    x = jnp.asarray(x)
+    more = [rows - x.shape[0] if rows else 0, columns - x.shape[1]]
+    return jnp.pad(x, [(0, number) for number in more])
+
+
+# All columns that there are, and a part of those that there is room for.
+rooms = pytest.mark.parametrize("room", [M, M + 3])
+both = pytest.mark.parametrize("complex", [False, True])
+
+
 @pytest.mark.x64
 @pytest.mark.parametrize("resphere", [True, False])
-@pytest.mark.parametrize("complex", [False, True])
+@rooms
+@both
 @pytest.mark.parametrize("name", ["flat", "exp", "nonsymmetric"])
-def test_xtrace_formulas_against_a_loop(key, name, complex, resphere):
+def test_xtrace_formulas_against_a_loop(key, name, complex, room, resphere):
     a = matrix(name, N, complex)
     omega = _probes(key, a)
     operator = as_operator(a)
     Y = apply_block(operator, jnp.asarray(omega))
     Q, R = orthonormalise(Y)
-    tested = probe_dots(jnp.asarray(omega), Y)
+    Omega, Q, Y = (_zeros_beyond(x, room) for x in (omega, Q, Y))
+    R = _zeros_beyond(R, room, room)
+    active = None if room == M else jnp.arange(room) < M
+    squares, tested = jnp.real(column_dots(Omega, Omega)), column_dots(Omega, Y)
     T = None if name == "nonsymmetric" else R
-    of = grams(jnp.asarray(omega), Q, apply_block(operator, Q), T, *tested)
-    loo = leave_one_out(of.W, of.squares, R, N, resphere=resphere)
+    of = grams(Omega, Q, apply_block(operator, Q), T, squares, tested)
+    loo = leave_one_out(of.W, squares, R, N, resphere=resphere, active=active)
     samples, pairs, _ = leave_one_out_traces(of, loo, resphere=resphere)
     average = np.zeros((N, N), omega.dtype)
     for i in range(M):
@@ -65,36 +81,28 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, resphere):
         for j in set(range(M)) - {i}:
             expected, *_ = _naive_trace(a, omega, i, {i, j}, resphere)
             assert_close(pairs[i, j], expected)
-    V, Z = stand_in(jnp.asarray(omega), Q, loo)
-    assert_close(V @ Z.conj().T, average, atol=1e-10)
+    stand_ins = stand_in(Omega, Q, loo, active)
+    assert_close(sum(V @ Z.conj().T for V, Z in stand_ins), average, atol=1e-10)
+    assert all(jnp.all(x[:, M:] == 0) for pair in stand_ins for x in pair)
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("complex", [False, True])
+@both
+@rooms
 @pytest.mark.parametrize("resphere", [True, False])
-def test_nystrom_formulas_against_a_loop(key, complex, resphere):
+def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
     a = matrix("flat", N, complex)
     omega = _probes(key, a)
     u, t = np.linalg.qr(omega)
     columns = u if resphere else omega
-
-    def traces(block, t, products, **kwargs):
-        given = [x if x is None else jnp.asarray(x) for x in (block, t, products)]
-        *found, _, _, scale = nystrom_traces(*given, sign=-1, **kwargs)
-        return [x * abs(scale) for x in found]
-
-    samples, pairs, mu = traces(u, t, -a @ u, resphere=resphere)
-    if resphere:
-        # Of probes of any length, with what makes them orthonormal.
-        lengths = 10.0 ** np.arange(M)
-        W = np.linalg.inv(t * lengths)
-        products = -a @ omega * lengths
-        others = traces(
-            omega * lengths, None, products, W=jnp.asarray(W), resphere=True
-        )
-        assert_close(others[0], samples)
-        off_diagonal = ~np.eye(M, dtype=bool)
-        assert_close(np.asarray(others[1])[off_diagonal], pairs[off_diagonal])
+    U, AU = (_zeros_beyond(x, room) for x in (u, a @ u))
+    T = _zeros_beyond(t, room, room)
+    active = None if room == M else jnp.arange(room) < M
+    found = nystrom_traces(U, T, -AU, -1, resphere=resphere, active=active)
+    assert not found.wrong
+    samples, pairs, mu = (
+        x * abs(found.scale) for x in (found.samples, found.pairs, found.mu)
+    )
     shifted = a + float(mu) * np.eye(N)
 
     def naive(i, left_out):
@@ -110,6 +118,22 @@ def test_nystrom_formulas_against_a_loop(key, complex, resphere):
         assert_close(samples[i], naive(i, {i}))
         for j in set(range(M)) - {i}:
             assert_close(pairs[i, j], naive(i, {i, j}))
+    # The blocks are those that XTrace has of the same probes.
+    average = np.zeros((N, N), omega.dtype)
+    for i in range(M):
+        _, p, g, weight = _naive_trace(a, omega, i, {i}, resphere)
+        average += (p + weight * np.outer(g, g.conj())) / M
+    stand_ins = nystrom_stand_in(U, T, AU, resphere=resphere, active=active)
+    assert_close(sum(V @ Z.conj().T for V, Z in stand_ins), average, atol=1e-10)
+    assert all(jnp.all(x[:, M:] == 0) for pair in stand_ins for x in pair)
+
+
+@pytest.mark.x64
+def test_a_wrong_tag_shows(key):
+    u, t = np.linalg.qr(_probes(key, matrix("signed", N)))
+    for a, sign in ((matrix("signed", N), 1), (matrix("flat", N), -1)):
+        found = nystrom_traces(*map(jnp.asarray, (u, t, a @ u)), sign, resphere=True)
+        assert found.wrong
 
 
 class _OfAnyLength(tx.IndexedSampler):
@@ -155,6 +179,13 @@ def test_the_standard_error_is_its_formula(key):
     inverse = min(0.5 / (m - 1) + 0.7 * uneven + 0.9 * skewness**2 / (m + 2), 1)
     assert_close(freedom, 1 / inverse)
     assert_close(error, np.sqrt(variance) * (1 + inverse / 4))
+    # Of a part of the samples that there is room for.
+    longer = jnp.pad(t, (0, 2), constant_values=7.0)
+    wider = jnp.pad(p, ((0, 2), (0, 2)), constant_values=jnp.inf)
+    active = jnp.arange(m + 2) < m
+    among = leave_one_out_samples(longer, wider, jnp.zeros(()), active=active)
+    for x, y in zip(among, (t.mean(), error, freedom), strict=True):
+        assert_close(x, y)
     # Orthogonal probes: the correlation of a pair is added.
     _, orthogonal, nu = leave_one_out_samples(t, p, jnp.zeros(()), 9)
     pairs = np.asarray(p - t.mean())[~np.eye(m, dtype=bool)]
@@ -169,12 +200,10 @@ def test_the_skewness_of_a_gram_matrix_is_that_of_the_samples():
     probes = draw(tx.NormalSampler(), jr.key(0), 30, 2000, jnp.float64)
     gram = probes.T @ (spectrum[:, None] * probes)
     exact = 8 * jnp.sum(spectrum**3) ** 2 / jnp.sum(spectrum**2) ** 3
-    assert_close(_gram_squared_skewness(gram[None]), exact, rtol=0.1)
-    # And of many small sets, as they come in chunks.
-    probes = draw(tx.NormalSampler(), jr.key(0), 30, 40000, jnp.float64)
-    sets = probes.reshape(30, 10000, 4).transpose(1, 0, 2)
-    grams = jnp.einsum("sni,n,snj->sij", sets, spectrum, sets)
-    assert_close(_gram_squared_skewness(grams), exact, rtol=0.1)
+    assert_close(_gram_squared_skewness(gram), exact, rtol=0.1)
+    # With zeros for probes that there are not.
+    active, padded = jnp.arange(2100) < 2000, jnp.pad(gram, (0, 100))
+    assert_close(_gram_squared_skewness(padded, active), _gram_squared_skewness(gram))
 
 
 def test_ties_do_not_count_a_multiple_of_the_identity():

@@ -14,6 +14,9 @@ from helpers import NSD, PSD, complex_dtype, float_dtype, is_x64
 import traceax as tx
 from traceax import MeanLinearOperator
 
+# The same in both modes.
+pytestmark = pytest.mark.x64
+
 N, B, M = 5, 4, 7
 COMPLEX = pytest.mark.parametrize("complex", [False, True])
 WEIGHTED = pytest.mark.parametrize("weighted", [False, True])
@@ -332,6 +335,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.x64
+@pytest.mark.transforms
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_closures_over_traced_values(kind):
     matrices = _normal(B, N, N)
@@ -409,49 +413,27 @@ def test_data_spread_over_devices():
     _near(gradient, expected)
 
 
+def test_functions_are_read_when_the_mean_is_made():
+    matrices = _normal(B, N, N)
+    trace = jnp.trace(jnp.mean(matrices, axis=0))
+    held = {"scale": 1.0}
+
+    def make(matrix):
+        return lx.MatrixLinearOperator(held["scale"] * matrix)
+
+    first = MeanLinearOperator(make, matrices)
+    held["scale"] = 3.0
+    second = MeanLinearOperator(make, matrices)
+    _near(_trace(first), trace)
+    _near(_trace(second), 3 * trace)
+    _near(
+        _trace(eqx.tree_at(lambda mean: mean.batches, second, 2 * matrices)), 6 * trace
+    )
+
+
 #
 # Cost
 #
-
-
-class Counting(tx.TraceEstimator):
-    """The exact trace, counting how often it is traced."""
-
-    def init(self, key, operator):
-        return tx.init_state(key, operator)
-
-    def compute(self, state, k):
-        runs.append(k)
-        matrix = state.operator.as_matrix()
-        zeros = jnp.zeros((matrix.shape[0], 1), matrix.dtype)
-        return jnp.trace(matrix), jnp.zeros(()), {"num_matvecs": k}, (zeros, zeros)
-
-
-runs = []
-
-
-@pytest.mark.x64
-@pytest.mark.parametrize("kind", ["closure", "method", "module", "unconverted"])
-def test_new_functions_compile_once(kind):
-    before = len(runs)
-    for i in range(1, 4):
-        matrices = _normal(B, N, N, seed=i)
-        scale = jnp.asarray(1.0 + i, matrices.dtype)
-        operator = MeanLinearOperator(FUNCTIONS[kind](scale), matrices)
-        value = tx.trace(jr.key(0), operator, 3, Counting()).value
-        _near(value, scale * jnp.trace(jnp.mean(matrices, axis=0)))
-    assert len(runs) - before <= 1
-
-
-@pytest.mark.x64
-def test_new_losses_compile_once():
-    before = len(runs)
-    for seed in range(3):
-        parameters, data = _network(seed), _data(seed=seed)
-        operator = _hessian(parameters, data)
-        value = tx.trace(jr.key(0), operator, 3, Counting()).value
-        _near(value, jnp.trace(_exact_hessian(parameters, data)))
-    assert len(runs) - before <= 1
 
 
 def _scans(program):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
+import numpy as np
 import pytest
 from helpers import (
     ESTIMATORS,
@@ -18,6 +19,12 @@ from helpers import (
 )
 
 import traceax as tx
+from traceax._estimators.hutchinson import Probes
+from traceax._operators.block import Space
+from traceax._primitive import Blocks
+
+# The same in both modes.
+pytestmark = pytest.mark.x64
 
 
 class _Counting(tx.TraceEstimator):
@@ -64,6 +71,7 @@ def _calls(seed):
     ]
 
 
+@pytest.mark.transforms
 @pytest.mark.x64
 @pytest.mark.parametrize("estimator", ["hutchinson", "xnystrace"])
 def test_all_kinds_of_calls_share_their_traces(estimator):
@@ -74,6 +82,7 @@ def test_all_kinds_of_calls_share_their_traces(estimator):
     assert len(RUNS) == 1
 
 
+@pytest.mark.transforms
 @pytest.mark.x64
 @pytest.mark.parametrize("call", range(9))
 def test_compute_runs_no_more_after_the_first_call(call):
@@ -100,12 +109,9 @@ def test_the_jaxpr_names_the_primitive(key, estimator):
         operator = lx.MatrixLinearOperator(a, PSD)
         return tx.trace(key, operator, 6, ESTIMATORS[estimator], throw=False).value
 
-    a = jnp.eye(12)
-    jaxpr = jax.make_jaxpr(value)(a)
-    names = [str(eqn.primitive) for eqn in jaxpr.jaxpr.eqns]
-    assert names.count("estimate_trace") == 1
-    names = [str(e.primitive) for e in jax.make_jaxpr(jax.grad(value))(a).jaxpr.eqns]
-    assert names.count("estimate_trace") == 1
+    # Once, also where a derivative is taken.
+    for fn in (value, jax.grad(value)):
+        assert str(jax.make_jaxpr(fn)(jnp.eye(12))).count("estimate_trace[") == 1
 
 
 def _products_with(text, shape):
@@ -174,3 +180,217 @@ def test_the_same_number_each_time_and_more_probes_extend(key, estimator):
         few = draw(sampler, key, 37, 5, operator.matrix.dtype)
         more = draw(sampler, key, 37, 11, operator.matrix.dtype)
         assert jnp.array_equal(more[:, :5], few)
+
+
+#
+# The pairing of blocks with the tangent of the operator
+#
+
+N, MOST = 20, 14
+
+
+def _given(dtype="float64"):
+    rng = np.random.default_rng(0)
+    b, c = rng.standard_normal((2, N, N)) / 4
+    if np.issubdtype(dtype, np.complexfloating):
+        b, c = b + 1j * c, c - 2j * b
+    return jnp.asarray(b, dtype), jnp.asarray(c, dtype)
+
+
+def _probes(key, count, chunk, dtype):
+    dtype = np.dtype(dtype)
+    space = Space(N, dtype, dtype, None)
+    return Probes(key, tx.NormalSampler(), count, MOST, chunk, space)
+
+
+def _blocks(key, count, dtype):
+    V, Z = jax.random.normal(key, (2, N, MOST), dtype)
+    active = (jnp.arange(MOST, dtype=jnp.int32) < count)[None, :]
+    V, Z = jnp.where(active, V, 0), jnp.where(active, Z, 0)
+    return Blocks([(V[:, :5], Z[:, :5]), (V[:, 5:], Z[:, 5:])], count)
+
+
+def _dense(stand_in):
+    """`V Z^*`, of all chunks."""
+    starts = range(0, stand_in.most, stand_in.size)
+    pairs = [stand_in.chunk(start) for start in starts]
+    return sum(V @ Z.conj().T for V, Z in pairs)
+
+
+@pytest.mark.transforms
+@pytest.mark.x64
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize(("count", "chunk"), [(9, 4), (MOST, 5), (MOST, MOST)])
+def test_derivatives_of_every_order_and_mode(key, dtype, count, chunk):
+    b, c = _given(dtype)
+    theta, tangent = jnp.asarray([0.7, -0.3]), jnp.asarray([1.3, 0.4])
+
+    def matrix(theta):
+        sine, growth = jnp.sin(theta[0]).astype(dtype), jnp.exp(theta[1]).astype(dtype)
+        return sine * b + sine * growth * (c @ c)
+
+    def built(theta):
+        # A leaf without a derivative beside one with.
+        scale = lx.DiagonalLinearOperator(jnp.full(N, 2.0, dtype))
+        return lx.MatrixLinearOperator(matrix(theta)) @ scale
+
+    counted = jnp.asarray(count, jnp.int32) if count < MOST else count
+    stand_in = _probes(key, counted, chunk, dtype)
+    dense = _dense(stand_in)
+
+    def ours(theta, tangent):
+        paired = stand_in.derivative(*eqx.filter_jvp(built, (theta,), (tangent,)))
+        return jnp.real(paired) + 2 * jnp.imag(paired)
+
+    def reference(theta, tangent):
+        _, t = jax.jvp(matrix, (theta,), (tangent,))
+        paired = 2 * jnp.sum(dense.T * t)
+        return jnp.real(paired) + 2 * jnp.imag(paired)
+
+    def squared_hessian(f):
+        return lambda theta, tangent: jnp.sum(jax.hessian(f)(theta, tangent) ** 2)
+
+    for fn in (
+        lambda f: f,
+        lambda f: jax.grad(f, argnums=(0, 1)),
+        lambda f: jax.jacfwd(jax.grad(f, argnums=(0, 1))),
+        lambda f: jax.jacrev(jax.jacfwd(f, argnums=1), argnums=(0, 1)),
+        lambda f: jax.grad(squared_hessian(f)),
+    ):
+        found, expected = (jax.jit(fn(f))(theta, tangent) for f in (ours, reference))
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert_close(x, y, rtol=1e-9)
+
+
+@pytest.mark.transforms
+@pytest.mark.x64
+@pytest.mark.parametrize("kind", ["probes", "blocks"])
+def test_lanes_have_counts_of_their_own(key, monkeypatch, kind):
+    # As if 8 columns were large.
+    monkeypatch.setattr("traceax._operators.block._CACHED", 8 * N)
+    b, c = _given()
+
+    def stand_in(count):
+        if kind == "probes":
+            return _probes(key, count, 4, "float64")
+        return _blocks(key, count, "float64")
+
+    def gradient(count, t):
+        primal = lx.MatrixLinearOperator(b)
+        return jax.grad(
+            lambda t: stand_in(count).derivative(primal, lx.MatrixLinearOperator(t))
+        )(t)
+
+    counts = jnp.asarray([2, 14, 7], jnp.int32)
+    found = jax.jit(jax.vmap(gradient, (0, None)))(counts, c)
+    for count, x in zip(counts, found, strict=True):
+        assert_close(x, _dense(stand_in(count)).T, rtol=1e-12, atol=1e-12)
+
+
+def _mean_over_lanes(scale, b, keys, rtols, axes):
+    """The mean trace of `scale b`, of lanes with keys or tolerances of their own."""
+
+    def lane(key, rtol, scale):
+        operator = lx.MatrixLinearOperator(scale * b)
+        return tx.trace(key, operator, 16, rtol=rtol, throw=False).value
+
+    values = jax.vmap(lane, axes)(keys, rtols, scale)
+    return jnp.mean(values), values
+
+
+@pytest.mark.transforms
+@pytest.mark.x64
+@pytest.mark.parametrize("varied", ["keys", "operators", "all"])
+def test_derivatives_through_lanes_that_share_an_operator(key, varied):
+    b, _ = _given()
+    b = b @ b.T + jnp.eye(N)
+    keys = jr.split(key, 3) if varied in ("keys", "all") else key
+    rtols = jnp.asarray([0.5, 0.1, 1e-9]) if varied == "all" else 1e-9
+    scale = jnp.asarray([1.0, 2.0, 3.0] if varied in ("operators", "all") else 1.0)
+    axes = tuple(0 if jnp.ndim(x) else None for x in (keys, rtols, scale))
+
+    def mean(scale):
+        return _mean_over_lanes(scale, b, keys, rtols, axes)[0]
+
+    # Linear in the scale, for probes that don't depend on it.
+    gradient = jax.jit(jax.grad(mean))(scale)
+    assert_close(jnp.sum(gradient * scale), mean(scale), rtol=1e-9)
+    assert_close(jax.jvp(mean, (scale,), (scale,))[1], mean(scale), rtol=1e-9)
+    squared = jax.hessian(lambda root: mean(root**2))(jnp.sqrt(scale))
+    expected = 2 * gradient if scale.ndim == 0 else 2 * jnp.diag(gradient)
+    assert_close(squared, expected, rtol=1e-9, atol=1e-12)
+    rows = jax.jacrev(lambda x: _mean_over_lanes(x, b, keys, rtols, axes)[1])(scale)
+    assert_close(jnp.mean(rows, axis=0), gradient, rtol=1e-9)
+
+
+@pytest.mark.transforms
+@pytest.mark.x64
+def test_lanes_that_exchange_numbers(key):
+    b, _ = _given()
+    scales, keys = jnp.asarray([1.0, 2.0, 3.0]), jr.split(key, 3)
+
+    def total(scales, rtol):
+        def lane(scale, key):
+            def product(vector):
+                return jax.lax.psum(scale, "lanes") * (b @ vector)
+
+            structure = jax.ShapeDtypeStruct((N,), b.dtype)
+            operator = lx.FunctionLinearOperator(product, structure)
+            signs = tx.HutchinsonEstimator()
+            return tx.trace(key, operator, 12, signs, rtol=rtol, throw=False).value
+
+        return jnp.sum(jax.vmap(lane, axis_name="lanes")(scales, keys))
+
+    expected = jax.grad(total)(scales, None)
+    assert_close(jax.grad(total)(scales, 1e-9), expected)
+
+
+@pytest.mark.x64
+def test_eager_derivatives_compile_once(key):
+    compiled = []
+
+    def record(event, _, **__):
+        compiled.extend([event] if event.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    b, _ = _given()
+
+    def trace(scale):
+        operator = lx.MatrixLinearOperator(b * scale**2)
+        return tx.trace(key, operator, 16, rtol=1e-9, throw=False).value
+
+    for derivative in (jax.grad(trace), jax.hessian(trace)):
+        derivative(jnp.asarray(1.0))
+        before = len(compiled)
+        derivative(jnp.asarray(2.0))
+        assert before > 0
+        assert len(compiled) == before
+
+
+@pytest.mark.transforms
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("estimator", "rtol"),
+    [
+        (tx.HutchinsonEstimator(chunk_size=3), None),
+        (tx.HutchinsonEstimator(), 1e-9),
+        (tx.XTraceEstimator(), None),
+    ],
+    ids=["chunks", "to a tolerance", "blocks"],
+)
+def test_functions_with_a_reverse_mode_alone(key, estimator, rtol):
+    sine = jax.custom_vjp(jnp.sin)
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+    b, c = _given()
+
+    def value(b, x, sine):
+        def product(v):
+            return sine(x[0] * b) @ v + x @ v
+
+        operator = lx.FunctionLinearOperator(product, jax.eval_shape(lambda: x))
+        return tx.trace(key, operator, 14, estimator, rtol=rtol, throw=False).value
+
+    found, expected = (jax.grad(value)(b, c[0], fn) for fn in (sine, jnp.sin))
+    assert_close(found, expected, rtol=1e-12)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda b: value(b, c[0], sine), (b,), (c,))

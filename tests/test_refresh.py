@@ -17,9 +17,12 @@ from helpers import (
     rounding,
     z_score,
 )
-from test_resume import assert_same, saved_and_loaded
+from test_resume import assert_one_run, saved_and_loaded
 
 import traceax as tx
+
+# The same in both modes.
+pytestmark = pytest.mark.x64
 
 N, K, STEPS, NUMBER = 40, 12, 6, 600
 ESTIMATORS = {
@@ -165,7 +168,7 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
     state = estimator.refresh(state, jr.key(1), second)
     other = saved_and_loaded(state)
     estimate = estimator.estimate(state, K)
-    assert_same(estimate, estimator.estimate(other, K))
+    assert_one_run(estimate, estimator.estimate(other, K))
     assert estimate.stats["num_matvecs"] == K
     more = estimator.estimate(estimate.state, 8)
     if "delta" not in name:
@@ -186,6 +189,7 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
 
 
 @pytest.mark.x64
+@pytest.mark.transforms
 @pytest.mark.parametrize("name", ["hutch++", "xtrace", "delta-shift"])
 def test_transforms_of_a_path(key, name):
     estimator = ESTIMATORS[name]
@@ -311,18 +315,25 @@ def test_estimators_without_a_past_begin_anew(key):
         state = estimator.estimate(estimator.init(key, operator), K).state
         refreshed = estimator.refresh(state, jr.key(1), operator)
         anew = estimator.init(jr.key(1), operator)
-        assert_same(estimator.estimate(refreshed, K), estimator.estimate(anew, K))
-    # As after an estimate to a tolerance in the same program, of an unknown number.
+        assert_one_run(estimator.estimate(refreshed, K), estimator.estimate(anew, K))
+
+
+def test_a_tolerance_in_the_same_program_is_followed_by_another_operator(key):
+    operator = as_operator(matrix("exp", N), psd=True)
     estimator = tx.XTraceEstimator()
 
     @jax.jit
+    @jax.vmap
     def after_a_tolerance(key):
-        state = estimator.estimate(estimator.init(key, operator), 30, rtol=0.5).state
-        state = estimator.refresh(state, jr.key(1), operator)
-        return estimator.estimate(state, K).value
+        first, second = jr.split(key)
+        state = estimator.estimate(
+            estimator.init(first, operator), 30, rtol=0.5, throw=False
+        ).state
+        state = estimator.refresh(state, second, operator)
+        return estimator.estimate(state, K, throw=False).value
 
-    anew = estimator.estimate(estimator.init(jr.key(1), operator), K)
-    assert_close(after_a_tolerance(key), anew.value, rtol=1e-12)
+    values = after_a_tolerance(jr.split(key, 500))
+    assert z_score(values, np.trace(matrix("exp", N))) < 4
 
 
 def test_messages(key):
@@ -340,7 +351,7 @@ def test_messages(key):
         estimator.estimate(state, 4, rtol=0.1)
     with pytest.raises(TypeError, match="basis_size must be an int"):
         tx.DeltaShiftEstimator(basis_size=1.5)  # pyright: ignore
-    with pytest.raises(ValueError, match="basis_size must not be negative"):
+    with pytest.raises(ValueError, match="basis_size must be at least 0, got -1"):
         tx.DeltaShiftEstimator(basis_size=-1)
     with pytest.raises(ValueError, match="rotation-invariant"):
         tx.DeltaShiftEstimator(tx.RademacherSampler())

@@ -10,6 +10,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+import spectral_helpers
 from helpers import (
     NSD,
     PSD,
@@ -31,7 +32,7 @@ from spectral_helpers import (
 )
 
 import traceax as tx
-from traceax._spectral_base import probes_and_steps
+from traceax._spectral.base import probes_and_steps
 
 N = 30
 BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
@@ -84,11 +85,6 @@ def _complex_root(key):
     )
 
 
-def _general_exponential(key):
-    inner = as_operator(matrix("nonsymmetric", N))
-    return tx.MatrixFunctionLinearOperator(inner, jnp.exp, 5).mv(jnp.diag(inner.matrix))
-
-
 def _complex(key, **options):
     return tx.logdet(key, as_operator(hermitian("flat", N, True)), 12, **options)
 
@@ -101,7 +97,6 @@ PROMOTING = {
         key, lambda x: jax.lax.complex(x, x), as_operator(matrix("flat", N)), 12
     ),
     "function of a complex operator": _complex_root,
-    "function of a nonsymmetric operator": _general_exponential,
     "bfloat16": _half,
 }
 
@@ -669,7 +664,7 @@ def test_right_tags(key, estimator, k):
         assert estimate.result == tx.RESULTS.successful
 
 
-@pytest.mark.parametrize("k", [3, 12, N])
+@pytest.mark.parametrize("k", [4, 12, N])
 @pytest.mark.parametrize("complex", [False, True])
 def test_operators_that_are_not_hermitian(key, k, complex):
     a = matrix("nonsymmetric", N, complex)
@@ -761,7 +756,7 @@ def test_wrong_functions(key, fn, kind, match):
     with pytest.raises(kind, match=match):
         tx.trace_function(key, fn, _operator(), 4)
     with pytest.raises(kind, match=match):
-        tx.MatrixFunctionLinearOperator(_operator(), fn, 4)
+        tx.MatrixFunctionLinearOperator(as_operator(np.eye(4), psd=True), fn, 4)
 
 
 @pytest.mark.parametrize(
@@ -973,44 +968,6 @@ def test_vmapped_gradients_and_control_flow(estimator):
     assert_close(jax.grad(value)(theta, keys[0]), single[0], rtol=rtol)
 
 
-@pytest.mark.x64
-@BOTH
-def test_derivatives_take_large_blocks_in_chunks(monkeypatch, key, estimator):
-    theta = as_array([0.1, 0.2])
-
-    def value(theta):
-        def mv(theta, v):
-            return _parametric(theta).mv(v)
-
-        mv = jax.tree_util.Partial(mv, theta)
-        structure = jax.ShapeDtypeStruct((N,), theta.dtype)
-        operator = lx.FunctionLinearOperator(mv, structure, PSD)
-        return tx.logdet(key, operator, 12, SPECTRAL[estimator], throw=False).value
-
-    # A chunk of the derivative, of an operator of which all columns are multiplied at
-    # once otherwise.
-    text, found = [], []
-    for entries in (None, 2 * N * 5):
-        if entries is not None:
-            monkeypatch.setattr("traceax._operator._CACHED", entries)
-
-        @jax.jit
-        def derivatives(theta):
-            return (
-                jax.grad(value)(theta),
-                jax.jvp(value, (theta,), (theta,)),
-                jax.hessian(value)(theta),
-                jax.vmap(jax.grad(value))(jnp.stack([theta, 2 * theta])),
-            )
-
-        text.append(derivatives.lower(theta).as_text())
-        found.append(derivatives(theta))
-    dtype = "f64" if is_x64() else "f32"
-    assert [f"tensor<4x{N}x{dtype}>" in x for x in text] == [False, True]
-    for x, y in zip(*map(jax.tree.leaves, found), strict=True):
-        assert_close(x, y, rtol=1e4 * eps())
-
-
 @BOTH
 def test_the_whole_estimate_passes_through_jit(estimator):
     @jax.jit
@@ -1036,24 +993,140 @@ def test_error_bars_are_not_differentiated(key, estimator):
     assert not np.any(jax.grad(error)(as_array([0.1, 0.2])))
 
 
-def test_a_new_lambda_compiles_once(key):
-    operator = as_operator(matrix("flat", N))
+#
+# What functions read
+#
+
+
+class _Counter:
+    """A function with a state, equal to all others of its class."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.factor * x
+
+    def times(self, x):
+        return self.factor * x
+
+    def __eq__(self, other):
+        return isinstance(other, _Counter)
+
+    def __hash__(self):
+        return 0
+
+
+class _Module(eqx.Module):
+    of: dict = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.of["factor"] * x
+
+
+_FACTORS = {"factor": 1.0}
+
+
+def _of_global(x):
+    return _FACTORS["factor"] * x
+
+
+def _mutable(kind):
+    """A function of eigenvalues, `c x`, and how to set c."""
+    counter, values, array = _Counter(1.0), [1.0], np.ones(2)
+    module = _Module({"factor": 1.0})
+    match kind:
+        case "object":
+            return counter, lambda c: setattr(counter, "factor", c)
+        case "bound method":
+            return counter.times, lambda c: setattr(counter, "factor", c)
+        case "list":
+            return lambda x: values[0] * x, lambda c: values.__setitem__(0, c)
+        case "array":
+            return lambda x: jnp.dot(array, array) * x / 2, lambda c: array.fill(c**0.5)
+        case "partial":
+            fn = functools.partial(lambda of, x: of[0] * x, values)
+            return fn, lambda c: values.__setitem__(0, c)
+        case "module":
+            return module, lambda c: module.of.__setitem__("factor", c)
+        case "global":
+            return _of_global, lambda c: _FACTORS.__setitem__("factor", c)
+    raise ValueError(kind)
+
+
+@pytest.mark.parametrize(
+    "kind", ["object", "bound method", "list", "array", "partial", "module", "global"]
+)
+def test_what_a_function_reads_may_change(key, kind):
+    operator = as_operator(matrix("flat", 4), psd=True)
+    trace = np.trace(matrix("flat", 4))
+    fn, set_factor = _mutable(kind)
+    x = as_array(np.ones(4))
+    for c in (1.0, 3.0, 2.0):
+        set_factor(c)
+        assert_close(tx.trace_function(key, fn, operator, 4).value, c * trace)
+        product = tx.MatrixFunctionLinearOperator(operator, fn, 4).mv(x)
+        assert_close(product, c * (matrix("flat", 4) @ np.ones(4)), rtol=1e3 * eps())
+
+
+def test_equal_objects_are_different_functions(key):
+    operator = as_operator(matrix("flat", 4))
+    values = [
+        tx.trace_function(key, _Counter(c), operator, 4).value for c in (1.0, 2.0)
+    ]
+    assert_close(values[1], 2 * values[0])
+
+
+def test_patched_functions(key, monkeypatch):
+    operator = as_operator(matrix("flat", 4))
+
+    def fn(x):
+        return spectral_helpers.normal(x)
+
+    monkeypatch.setattr(spectral_helpers, "normal", lambda x: x)
+    first = tx.trace_function(key, fn, operator, 4).value
+    monkeypatch.setattr(spectral_helpers, "normal", lambda x: 2 * x)
+    assert_close(tx.trace_function(key, fn, operator, 4).value, 2 * first)
+
+
+def test_jitted_functions_that_close_over_tracers(key):
+    operator, eigenvalues = as_operator(matrix("flat", N)), spectrum("flat", N)
+
+    def value(s, k):
+        fn = jax.jit(lambda x: jnp.log(x + s))
+        return tx.trace_function(key, fn, operator, k, throw=False).value
+
+    s = as_array(0.5)
+    slope = np.sum(1 / (eigenvalues + 0.5))
+    assert_close(jax.grad(value)(s, N), slope)
+    assert_close(jax.jit(jax.grad(value), static_argnums=1)(s, N), slope)
+    lanes = jax.vmap(lambda s: value(s, N))(as_array([0.5, 1.0]))
+    assert_close(lanes[1], np.sum(np.log(eigenvalues + 1)))
+
+
+def test_functions_of_the_library_compile_once(key):
+    dense = as_operator(matrix("flat", N))
     traces = []
 
-    def value(s):
-        def fn(x):
-            traces.append(None)
-            return jnp.log(x + s)
+    def product(a, v):
+        traces.append(None)
+        return a @ v
 
-        return tx.trace_function(key, fn, operator, 12).value
-
-    first = value(as_array(0.1))
-    value(as_array(0.2))
-    count = len(traces)
-    second = value(as_array(0.3))
-    assert second > first
-    # Looked at, but not evaluated inside another program.
-    assert len(traces) - count <= 4
+    operator = lx.FunctionLinearOperator(
+        jax.tree_util.Partial(product, dense.matrix), dense.in_structure(), PSD
+    )
+    fn = jax.jit(jnp.cbrt)
+    calls = (
+        lambda shift: tx.logdet(key, operator, 12, shift=shift),
+        lambda shift: tx.trace_inverse(key, operator, 12, shift=shift),
+        lambda shift: tx.schatten_norm(key, operator, 12, p=shift),
+        lambda shift: tx.trace_function(key, fn, operator, 12),
+    )
+    for call in calls:
+        call(as_array(1.0))
+        count = len(traces)
+        call(as_array(2.0))
+        assert len(traces) == count
 
 
 def test_orthogonal_invariance_in_distribution():
@@ -1134,7 +1207,7 @@ def test_arguments_of_partial_functions_are_data(key):
     assert_close(jax.grad(value)(p, N), slope)
 
 
-def test_overflow_of_the_function_is_told_from_its_domain(key):
+def test_functions_that_overflow(key):
     operator = as_operator(matrix("flat", N) * 1e3)
     estimate = tx.trace_function(key, jnp.exp, operator, 12, throw=False)
-    assert estimate.result == tx.RESULTS.overflow
+    assert estimate.result == tx.RESULTS.nonfinite

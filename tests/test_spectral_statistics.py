@@ -81,10 +81,10 @@ COVERED = {
 @BOTH
 @pytest.mark.parametrize("name", list(COVERED))
 def test_intervals_cover(estimator, name):
-    # 400 keys: 1.1 % of standard error at 95 %.
+    # 1600 keys: 0.5 % of standard error at 95 %.
     fn, a = COVERED[name], matrix(name, 60)
     _, _, (low, high) = _run(
-        jr.split(jr.key(1), 400), as_array(a), estimator, k=30, fn=fn
+        jr.split(jr.key(1), 1600), as_array(a), estimator, k=30, fn=fn
     )
     truth = float(jnp.sum(fn(jnp.asarray(np.linalg.eigvalsh(a)))))
     covered = np.mean((np.asarray(low) <= truth) & (truth <= np.asarray(high)))

@@ -12,7 +12,7 @@ from helpers import PSD, as_operator, assert_close, matrix
 from spectral_helpers import as_array, hermitian
 
 import traceax as tx
-from traceax._estimators.krylov_aware import _looks
+from traceax._spectral.krylov_aware import _sizes
 
 N, K, M = 40, 36, 4
 ESTIMATOR = tx.KrylovAwareEstimator(num_probes=M)
@@ -62,7 +62,7 @@ def _met(interval, values, rtol):
 @pytest.mark.x64
 def test_a_stopped_estimate_is_that_of_a_fixed_budget(key):
     a = jnp.asarray(matrix("exp", N))
-    rtols = jnp.asarray([0.3, 0.01, 1e-12])
+    rtols = jnp.asarray([0.3, 0.03, 1e-12])
     run = jax.value_and_grad(_sum, (0, 1), has_aux=True)
     of_lanes = jax.jit(jax.vmap(run, (None, None, None, 0, None)))
     lanes = of_lanes(1.3, 0.1, a, rtols, key)
@@ -228,14 +228,10 @@ def test_progress_is_shown(key, capfd):
     assert shown[-1] == 100
 
 
-def test_looks():
+def test_sizes_of_looks():
     for most in (1, 2, 3, 7, 24, 101):
-        sizes, table = _looks(most)
-        looks = [steps for steps in range(most + 1) if table[steps]]
-        assert looks[0] == min(2, most)
-        assert looks[-1] == most
-        for steps in looks:
-            size = sizes[int(table[steps]) - 1]
-            assert steps <= size < max(2 * steps + 2, 13)
-        for before, after in itertools.pairwise(looks):
-            assert after - before <= max(1, before // 3)
+        sizes = _sizes(most)
+        assert sizes[-1] == most
+        assert sizes[0] <= 12
+        for smaller, larger in itertools.pairwise(sizes):
+            assert smaller < larger <= 2 * smaller

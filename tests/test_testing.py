@@ -8,9 +8,8 @@ import pytest
 from helpers import ESTIMATORS, is_x64
 
 import traceax as tx
-from traceax._conformance import CHECKS, Subject
-from traceax._conformance_statistics import STATISTICAL_CHECKS
-from traceax.testing import check_trace_estimator
+from traceax.testing import STATISTICAL_CHECKS, check_trace_estimator
+from traceax.testing._calls import CHECKS
 
 # It takes long: one of the estimators in either mode.
 IN_64_BIT = ["xtrace"]

@@ -21,19 +21,24 @@ from helpers import (
 )
 
 import traceax as tx
-from traceax._operator import apply_block
+from traceax._operators.block import apply_block
+
+# The same in both modes.
+pytestmark = pytest.mark.x64
 
 K = 6
-# The transforms see no dtype: two kinds of operators will do in 32-bit mode.
-KINDS = list(OPERATORS) if is_x64() else ["matrix", "jacobian over a PyTree"]
-CASES = pytest.mark.parametrize(
-    ("estimator", "operator"), [(e, o) for e in FAMILIES for o in KINDS]
-)
+PYTREE = "jacobian over a PyTree"
 # A transform sees the primitive as a whole: every estimator with one kind of operator, and
-# every kind with one estimator.
+# kinds of operators with one estimator. It sees no dtype.
 CROSS_SECTION = pytest.mark.parametrize(
     ("estimator", "operator"),
-    [(e, "matrix") for e in FAMILIES] + [("xtrace", o) for o in KINDS[1:]],
+    [*((e, "matrix") for e in FAMILIES), ("xtrace", PYTREE), ("xtrace", "composed sum")]
+    if is_x64()
+    else [("xnystrace", "matrix"), ("xtrace", PYTREE)],
+)
+FEW = pytest.mark.parametrize(
+    ("estimator", "operator"),
+    [("hutchinson", PYTREE), ("xtrace", "function"), ("xnystrace", "matrix")],
 )
 
 
@@ -64,6 +69,7 @@ def _assert_trees_close(x, y, rtol=None):
         assert_close(a, b, rtol=rtol, atol=tolerance)
 
 
+@pytest.mark.transforms
 @CROSS_SECTION
 def test_jit_and_vmap_agree_with_single_calls(key, estimator, operator):
     value = _value(estimator, operator)
@@ -97,6 +103,7 @@ def test_jit_and_vmap_agree_with_single_calls(key, estimator, operator):
     assert_close(nested, grid)
 
 
+@pytest.mark.transforms
 @CROSS_SECTION
 def test_the_derivative_pairs_the_frozen_blocks(key, estimator, operator):
     # d value = <Z, dA V>: the derivative of <Z, A V> with the blocks of this draw.
@@ -141,7 +148,7 @@ def test_the_derivative_pairs_the_frozen_blocks(key, estimator, operator):
     _assert_trees_close(jax.grad(value)(p, key), expected)
 
 
-@CASES
+@CROSS_SECTION
 def test_gradients_match_those_of_the_exact_trace(estimator, operator):
     value, p = _value(estimator, operator), parameters()
     exact = jax.grad(lambda p: exact_trace(OPERATORS[operator](p)))(p)
@@ -159,10 +166,8 @@ def test_gradients_match_those_of_the_exact_trace(estimator, operator):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize(
-    ("estimator", "operator"),
-    [(e, "matrix") for e in FAMILIES] + [("xtrace", "jacobian over a PyTree")],
-)
+@pytest.mark.transforms
+@FEW
 def test_gradients_under_vmap_and_vmapped_gradients(key, estimator, operator):
     value, p = _value(estimator, operator), parameters()
     keys = jr.split(key, 3)
@@ -175,7 +180,8 @@ def test_gradients_under_vmap_and_vmapped_gradients(key, estimator, operator):
 
 
 @pytest.mark.x64
-@CROSS_SECTION
+@pytest.mark.transforms
+@FEW
 def test_control_flow_and_checkpoint(key, estimator, operator):
     value, p = _value(estimator, operator), parameters()
     expected_value, expected = jax.value_and_grad(value)(p, key)
@@ -210,7 +216,10 @@ def test_control_flow_and_checkpoint(key, estimator, operator):
 
 
 @pytest.mark.x64
-@CROSS_SECTION
+@pytest.mark.transforms
+@pytest.mark.parametrize(
+    ("estimator", "operator"), [("xnystrace", "matrix"), ("xtrace", "pytree")]
+)
 def test_equinox_transforms(key, estimator, operator):
     op = OPERATORS[operator](parameters())
     est = ESTIMATORS[estimator]
@@ -237,7 +246,8 @@ def test_equinox_transforms(key, estimator, operator):
 
 
 @pytest.mark.x64
-@CROSS_SECTION
+@pytest.mark.transforms
+@FEW
 def test_export(estimator, operator):
     value, p = _value(estimator, operator), parameters()
     key = jr.PRNGKey(0)
@@ -247,7 +257,8 @@ def test_export(estimator, operator):
         _assert_trees_close(again.call(p, key), jax.jit(fn)(p, key))
 
 
-@pytest.mark.parametrize("estimator", FAMILIES)
+@pytest.mark.transforms
+@pytest.mark.parametrize("estimator", ["hutchinson", "xnystrace"])
 def test_the_whole_estimate_passes_through_jit(key, estimator):
     est = ESTIMATORS[estimator]
 

@@ -2,7 +2,10 @@
 
 from importlib.metadata import version as _version
 
+from ._accuracy.error_bar import ErrorBar as ErrorBar
 from ._base import TraceEstimator as TraceEstimator
+from ._base import TraceState as TraceState
+from ._base import init_state as init_state
 from ._estimate import RESULTS as RESULTS
 from ._estimate import Estimate as Estimate
 from ._estimators.delta_shift import DeltaShiftEstimator as DeltaShiftEstimator
@@ -10,17 +13,11 @@ from ._estimators.hutch_plus_plus import (
     HutchPlusPlusEstimator as HutchPlusPlusEstimator,
 )
 from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
-from ._estimators.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
-from ._estimators.lanczos_quadrature import (
-    LanczosQuadratureEstimator as LanczosQuadratureEstimator,
-)
 from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
-from ._function_operators import InverseLinearOperator as InverseLinearOperator
-from ._function_operators import (
-    MatrixFunctionLinearOperator as MatrixFunctionLinearOperator,
-)
-from ._mean_operator import MeanLinearOperator as MeanLinearOperator
+from ._growing import GrowingEstimator as GrowingEstimator
+from ._operators.inverse import InverseLinearOperator as InverseLinearOperator
+from ._operators.mean import MeanLinearOperator as MeanLinearOperator
 from ._progress import NoProgressMeter as NoProgressMeter
 from ._progress import ProgressMeter as ProgressMeter
 from ._progress import TextProgressMeter as TextProgressMeter
@@ -32,21 +29,23 @@ from ._samplers import RademacherSampler as RademacherSampler
 from ._samplers import Sampler as Sampler
 from ._samplers import ShardedSampler as ShardedSampler
 from ._samplers import SphereSampler as SphereSampler
-from ._spectral import SpectralDensity as SpectralDensity
-from ._spectral import estrada_index as estrada_index
-from ._spectral import logdet as logdet
-from ._spectral import schatten_norm as schatten_norm
-from ._spectral import spectral_density as spectral_density
-from ._spectral import trace_inverse as trace_inverse
-from ._spectral import von_neumann_entropy as von_neumann_entropy
-from ._spectral_base import SpectralEstimator as SpectralEstimator
-from ._spectral_base import SpectralOutcome as SpectralOutcome
-from ._spectral_base import SpectralState as SpectralState
-from ._state import TraceState as TraceState
-from ._state import init_state as init_state
-from ._stream import ProbeStream as ProbeStream
-from ._streamed_mean import StreamedMean as StreamedMean
-from ._streamed_mean import StreamedMeanState as StreamedMeanState
+from ._spectral.base import SpectralEstimator as SpectralEstimator
+from ._spectral.base import SpectralOutcome as SpectralOutcome
+from ._spectral.base import SpectralState as SpectralState
+from ._spectral.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
+from ._spectral.lanczos_quadrature import (
+    LanczosQuadratureEstimator as LanczosQuadratureEstimator,
+)
+from ._spectral.matrix_function import (
+    MatrixFunctionLinearOperator as MatrixFunctionLinearOperator,
+)
+from ._spectral_sums import SpectralDensity as SpectralDensity
+from ._spectral_sums import estrada_index as estrada_index
+from ._spectral_sums import logdet as logdet
+from ._spectral_sums import schatten_norm as schatten_norm
+from ._spectral_sums import spectral_density as spectral_density
+from ._spectral_sums import trace_inverse as trace_inverse
+from ._spectral_sums import von_neumann_entropy as von_neumann_entropy
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace
 from ._trace_function import trace_function as trace_function

@@ -1,11 +1,13 @@
-"""Arguments in the words of error messages."""
+"""Checks of keys, budgets and numbers, in the words of error messages."""
 
+import operator as op
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 
 
 def kind_of(x: Any) -> str:
@@ -37,3 +39,75 @@ def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:
 def known_number(x: Any) -> float | None:
     """The value of a real scalar, unless it is traced."""
     return None if isinstance(x, jax.core.Tracer) else float(x)
+
+
+def check_key(key: Any, where: str) -> Key[Array, ""]:
+    """A single typed key from a typed or legacy key."""
+    got = kind_of(key)
+    if isinstance(key, jax.Array | np.ndarray):
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            if key.shape == ():
+                return key if isinstance(key, jax.Array) else jnp.asarray(key)
+            got = f"an array of keys of shape {key.shape}"
+        elif key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] in (2, 4):
+            try:
+                return jax.random.wrap_key_data(jnp.asarray(key))
+            except (TypeError, ValueError):
+                got = f"uint32 key data of shape {key.shape}"
+    raise TypeError(
+        f"{where}: key must be a single key, got {got}; make one with "
+        "jax.random.key(0), split several with jax.random.split and use jax.vmap over "
+        "them. It is the first argument."
+    )
+
+
+def check_budget(k: Any, where: str) -> int:
+    """`k` as a positive Python int."""
+    if isinstance(k, jax.core.Tracer):
+        raise TypeError(
+            f"{where}: k must be a Python int known at trace time, got a traced value; "
+            "pass it as a static argument."
+        )
+    if isinstance(k, bool | np.bool_):
+        raise TypeError(
+            f"{where}: k must be an integer, got the boolean {k}; pass the number of "
+            "matrix-vector products that may be used."
+        )
+    try:
+        if isinstance(k, jax.Array):
+            raise TypeError
+        budget = op.index(k)
+    except TypeError:
+        raise TypeError(
+            f"{where}: k must be a Python int, got {k!r} of type {type(k).__name__}; "
+            "pass the number of matrix-vector products that may be used, for example "
+            "int(k)."
+        ) from None
+    if budget < 1:
+        raise ValueError(
+            f"{where}: k must be at least 1, got {budget}; it is the number of "
+            "matrix-vector products that may be used."
+        )
+    return budget
+
+
+def without_numpy(given: Any) -> Any:
+    """A NumPy integer as a Python one; anything else as it is."""
+    return int(given) if isinstance(given, np.integer) else given
+
+
+def check_optional_integer(
+    given: Any, name: str, where: str, *, least: int, what: str
+) -> None:
+    """Refuses what is neither `None` nor an integer of at least so much."""
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(
+            f"{where}: {name} must be an int or None, got {given!r} of type "
+            f"{type(given).__name__}; it is {what}."
+        )
+    if given < least:
+        raise ValueError(
+            f"{where}: {name} must be at least {least}, got {given}; it is {what}."
+        )

@@ -1,26 +1,147 @@
-"""The abstract class of estimators, and the contract for writing a new one."""
+"""The abstract class of estimators, its state, and the contract for writing one."""
 
 import abc
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
-from ._estimate import RESULTS, Estimate, raise_failure
-from ._kept import Kept, is_settled, settled, with_kept
-from ._operator import Space, apply_block, has_real_trace, space_of
-from ._orthogonal import products_to_check
-from ._primitive import Outcome, estimate_trace
+from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
+from ._arguments import check_budget, check_key, kind_of
+from ._estimate import Estimate, raise_failure
+from ._operators.block import (
+    apply_block,
+    as_data,
+    check_operator,
+    has_real_trace,
+    space_of,
+)
+from ._primitive import Algorithm, Blocks, StandIn, estimate, outcome_of
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-from ._sharding import replicate
-from ._standard_error import ErrorBar
-from ._state import check_budget, check_settled, check_state, described
-from ._stream import ProbeStream
-from ._tolerance import FEWEST, SMALL, Tolerance, make_tolerance
+
+#
+# State
+#
+
+
+class StoredKey(eqx.Module):
+    """A typed key as an ordinary array, which `eqx.tree_serialise_leaves` can save."""
+
+    data: Array
+    implementation: Any = eqx.field(static=True)
+
+    def __init__(self, key: Key[Array, ""]):
+        self.data = jax.random.key_data(key)
+        self.implementation = jax.random.key_impl(key)
+
+    @property
+    def typed(self) -> Key[Array, ""]:
+        return jax.random.wrap_key_data(self.data, impl=self.implementation)
+
+
+class Kept(eqx.Module):
+    """What an estimate keeps of its products, for a later one to go on from.
+
+    **Attributes:**
+
+    - `budget`: how many products were allowed so far.
+    - `parts`: arrays, as the estimator's `compute` returned them.
+    - `owner`: the structure of the estimator, its configuration included.
+    """
+
+    budget: int = eqx.field(static=True)
+    parts: PyTree[Any]
+    owner: Any = eqx.field(static=True, default=None)
+
+
+class TraceState(eqx.Module):
+    """The state of an estimator that needs no set-up.
+
+    A PyTree of ordinary arrays, besides the operator's leaves: it can be saved by
+    `eqx.tree_serialise_leaves`, and loaded into the state of an equal run.
+
+    **Attributes:**
+
+    - `key`: a typed key.
+    - `operator`: the operator whose trace is estimated.
+    - `kept`: what earlier estimates keep of their products; `None` for a new state.
+    - `basis`: orthonormal vectors, found for an operator that has changed since, of which
+        the exact trace is taken; `None` without such.
+    """
+
+    _key: StoredKey
+    operator: lx.AbstractLinearOperator
+    kept: Kept | None
+    basis: Inexact[Array, "n r"] | None
+
+    def __init__(
+        self,
+        key: Key[Array, ""],
+        operator: lx.AbstractLinearOperator,
+        kept: Kept | None = None,
+        basis: Inexact[Array, "n r"] | None = None,
+    ):
+        self._key = StoredKey(key)
+        self.operator = operator
+        self.kept = kept
+        self.basis = basis
+
+    @property
+    def key(self) -> Key[Array, ""]:
+        """A typed key."""
+        return self._key.typed
+
+
+def init_state(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    where: str = "traceax.init_state",
+) -> TraceState:
+    """Checks a key and an operator, and puts them into a state.
+
+    **Arguments:**
+
+    - `key`: a typed key or a legacy `uint32` key; the state holds a typed one.
+    - `operator`: a lineax operator.
+    - `where`: the name that error messages start with.
+
+    **Raises:**
+
+    - `TypeError` for anything but a single key, or for an operator that isn't a lineax
+        operator or that acts on integers.
+    - `ValueError` for an operator that isn't square (equal input and output
+        structures), or that mixes real and complex leaves.
+    """
+    check_operator(operator, where)
+    return TraceState(check_key(key, where), operator)
+
+
+_MISSING = object()
+
+
+def kept_of(state: Any) -> Kept | None:
+    """What a state keeps. States of estimators of one's own need not keep anything."""
+    return getattr(state, "kept", None)
+
+
+def with_parts(state: Any, **parts: Any) -> Any:
+    """The state with other parts, of those that it has."""
+    names = [name for name in parts if getattr(state, name, _MISSING) is not _MISSING]
+    return eqx.tree_at(
+        lambda x: [getattr(x, name) for name in names],
+        state,
+        [parts[name] for name in names],
+        is_leaf=lambda x: x is None,
+    )
+
+
+#
+# Estimators
+#
 
 
 class TraceEstimator(eqx.Module):
@@ -56,7 +177,7 @@ class TraceEstimator(eqx.Module):
         Inexact[Array, ""],
         Float[Array, ""],
         dict[str, PyTree],
-        tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | ProbeStream,
+        tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | Any,
     ]:
         r"""The algorithm. Called with `1 <= k < n`.
 
@@ -75,13 +196,30 @@ class TraceEstimator(eqx.Module):
             standard error makes the interval a Student t interval; a
             [`traceax.RESULTS`][] item under `"result"` reports a failure. Arrays under
             `"kept"` are handed to a later estimate that goes on from this one, as
-            `state.kept.parts`, and `k` is then the sum of both budgets. A method
-            `carry_over(state, fresh)` puts what is kept into the fresh state of an
-            operator that has changed, see `refresh`;
+            `state.kept.parts`, and `k` is then the sum of both budgets;
         - blocks of shape `(n, p)`, in the order of the operator's flattened structure,
-            with `E[V Z^*] = I`; or a [`traceax.ProbeStream`][], which draws them when
-            they are needed.
+            with `E[V Z^*] = I`.
         """
+
+    def compute_until(
+        self, state: Any, k: int, tolerance: Tolerance, meter: ProgressMeter
+    ) -> Any:
+        """As `compute`, with as many products as the tolerance takes. Optional."""
+        raise TypeError(
+            f"{type(self).__name__}.estimate: this estimator takes no tolerance; use "
+            "traceax.HutchinsonEstimator, traceax.XTraceEstimator or "
+            "traceax.XNysTraceEstimator, or leave out rtol and atol."
+        )
+
+    def settled(self, state: Any) -> Any:
+        """The state of an estimate to a tolerance, once the number of products is known.
+        Optional."""
+        return state
+
+    def carry_over(self, state: Any, fresh: Any) -> Any:
+        """The fresh state of an operator that has changed, with what `refresh` uses again
+        of the state of an earlier estimate. Optional: by default nothing."""
+        return fresh
 
     def estimate(
         self,
@@ -101,42 +239,35 @@ class TraceEstimator(eqx.Module):
         - `state`: as `init` returned it, or the `state` of an earlier estimate. The
             same state and `k` give the same number. From the state of an earlier
             estimate of Hutchinson, Hutch++, XTrace and XNysTrace `k` *more* products are
-            taken, and the estimate is that of one run with the sum of the budgets: to the
-            last bit, where an operator's product with a vector doesn't depend on the
-            vectors that are multiplied beside it.
+            taken, and the estimate is that of one run with the sum of the budgets, up to
+            rounding. Budgets below 4 keep nothing.
         - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
             is exact and takes n products.
         - `rtol`, `atol`, `level`, `progress_meter`: as for [`traceax.trace`][], of
             estimators that take a tolerance: at most `k` more products are taken than the
-            state keeps. The state keeps those that were taken. Their number is known
-            outside of programs only: return the estimate, or its state, and go on from
-            that.
+            state keeps. The state keeps those that were taken.
         - `throw`: whether a failure raises an error, at run time. If `False` it is
             only reported in `result`, and there is no host callback in the program.
 
-        **Returns:**
-
-        A [`traceax.Estimate`][].
+        **Returns:** a [`traceax.Estimate`][].
 
         **Raises:**
 
         - `TypeError` if `k` is traced or not an integer, for a tolerance that the
-            estimator does not take, or for a state of which it is not known how many
-            products it keeps; `ValueError` if `k` is below 1.
+            estimator does not take, or for the state of another estimator; `ValueError` if
+            `k` is below 1.
         - A run-time error for what only values can tell, such as NaN in the operator
             (see [`traceax.RESULTS`][]), unless `throw=False`.
         """
         where = f"{type(self).__name__}.estimate"
-        check_state(state, self, where)
-        state = settled(state)
-        check_settled(state, self, where)
+        _check_state(state, self, where)
         k = check_budget(k, where)
-        space = space_of(state.operator)
-        tolerance = make_tolerance(rtol, atol, level, space, where)
-        check_meter(progress_meter, where)
-        if tolerance is None:
-            return _go_on(self, self, state, k, throw=throw)
-        return estimate_until(self, state, k, tolerance, progress_meter, throw=throw)
+        dtype = space_of(state.operator).compute_dtype
+        tolerance = None
+        if rtol is not None or atol is not None:
+            tolerance = make_tolerance(rtol, atol, level, dtype, where)
+            check_meter(progress_meter, where)
+        return estimate_trace(self, state, k, tolerance, progress_meter, throw=throw)
 
     def refresh(
         self, state: Any, key: Key[Array, ""], operator: lx.AbstractLinearOperator
@@ -156,22 +287,17 @@ class TraceEstimator(eqx.Module):
 
         **Arguments:**
 
-        - `state`: of an estimate, or of `init`, of this estimator. Of an estimate to a
-            tolerance in the same program nothing is used. Its operator isn't used, and may
-            be `None`, as in the carry of a loop.
+        - `state`: of an estimate, or of `init`, of this estimator. Its operator isn't
+            used, and may be `None`, as in the carry of a loop.
         - `key`: a single key. Probes are fresh also for the same one again.
         - `operator`: of the same structure as that of the state.
 
-        **Returns:**
+        **Returns:** a state, which keeps no products: a budget is a new one.
 
-        A state, which keeps no products: what is taken up from it is a new budget.
-
-        **Raises:**
-
-        - as `init`; `ValueError` for an operator of another structure.
+        **Raises:** as `init`; `ValueError` for an operator of another structure.
         """
         where = f"{type(self).__name__}.refresh"
-        check_state(state, self, where)
+        _check_state(state, self, where)
         fresh = self.init(key, operator)
         if state.operator is not None:
             old, new = (space_of(x.operator) for x in (state, fresh))
@@ -180,126 +306,95 @@ class TraceEstimator(eqx.Module):
                     f"{where}: the operator must have the structure of the state's, "
                     f"{old.structure}, got {new.structure}; begin anew with init."
                 )
-        state = settled(state)
-        if not is_settled(state):
-            state = with_kept(state, None)
-        carry_over = getattr(self, "carry_over", None)
-        return fresh if carry_over is None else carry_over(state, fresh)
-
-    def evaluate(self, state: Any, k: int, compute: Callable | None = None):
-        """`compute`, or another, or the exact answer where the budget allows it."""
-        if k < space_of(state.operator).size:
-            return (compute or self.compute)(state, k)
-        return _exact(state.operator)
+        return self.carry_over(state, fresh)
 
 
-def _go_on(
-    estimator: TraceEstimator, evaluated: Any, state: Any, k: int, *, throw: bool
-) -> Estimate:
-    """An estimate by what the primitive evaluates, with k products more than are kept."""
-    real = has_real_trace(state.operator)
-    total, kept = k, getattr(state, "kept", None)
-    if kept is not None:
-        total = k + kept.budget
-        # Exact answers take n products of their own.
-        size = space_of(state.operator).size
-        if total >= size > k:
-            total = max(size - 1, kept.budget)
-    outcome = estimate_trace(evaluated, state, total, real=real)
-    if outcome.kept is not None and hasattr(state, "kept"):
-        kept = outcome.kept
-        if not isinstance(kept, Kept):
-            kept = Kept(total, kept, described(estimator))
-        state = with_kept(state, kept)
-    return finish(outcome, state, throw=throw)
+#
+# Estimates
+#
 
 
-def estimate_until(
+def estimate_trace(
     estimator: TraceEstimator,
     state: Any,
     k: int,
-    tolerance: Tolerance,
+    tolerance: Tolerance | None,
     meter: ProgressMeter,
     *,
     throw: bool,
 ) -> Estimate:
-    """An estimate that stops at a tolerance."""
-    takers = (
-        "traceax.HutchinsonEstimator, traceax.XTraceEstimator or "
-        "traceax.XNysTraceEstimator"
-    )
-    adaptive = adaptive_estimator(estimator, tolerance, meter, takers)
-    kept = getattr(state, "kept", None)
-    if kept is not None and not adaptive.estimator.loop_goes_on(state):
-        state = with_kept(state, None)
-    return _go_on(estimator, adaptive, state, k, throw=throw)
+    """An estimate with k products more than the state keeps, from checked arguments."""
+    state = estimator.settled(state)
+    size, total, kept = space_of(state.operator).size, k, kept_of(state)
+    if kept is not None:
+        total = k + kept.budget
+        if total >= size > k:
+            # An exact answer takes n products of its own.
+            total = max(size - 1, kept.budget)
+    if tolerance is not None and size > SMALL:
+        # A loop that fails to meet the tolerance leaves nothing for an exact answer.
+        total = min(total, size - 1)
+    real = has_real_trace(state.operator)
+    rest = eqx.tree_at(lambda x: x.operator, state, None)
+    algorithm = _Trace(estimator, rest, total, real, tolerance, meter)
+    outcome = estimate(algorithm, as_data(state.operator))
+    kept = outcome.kept
+    if kept is not None:
+        if not isinstance(kept, Kept):
+            kept = Kept(total, kept)
+        kept = Kept(kept.budget, kept.parts, jtu.tree_structure(estimator))
+        state = with_parts(state, kept=kept)
+    found = Estimate(*outcome[:4], state)
+    return raise_failure(found) if throw else found
 
 
-def finish(outcome: Outcome, state: Any, *, throw: bool) -> Estimate:
-    """What the primitive returned as an estimate."""
-    value, error, result, stats, _ = outcome
-    estimate = Estimate(value, error, result, stats, state)
-    return raise_failure(estimate) if throw else estimate
+class _Trace(Algorithm):
+    """An estimator as the primitive takes it."""
 
-
-def adaptive_estimator(
-    estimator: Any, tolerance: Tolerance, meter: ProgressMeter, takers: str
-) -> "_Adaptive":
-    """The estimator, stopping at a tolerance. `takers` are those that can."""
-    if not hasattr(estimator, "compute_until"):
-        raise TypeError(
-            f"{type(estimator).__name__}.estimate: this estimator takes no tolerance; "
-            f"use {takers}, or leave out rtol and atol."
-        )
-    return _Adaptive(estimator, tolerance, meter)
-
-
-class _Adaptive(eqx.Module):
-    """An estimator that stops at a tolerance, as the primitive takes it."""
-
-    estimator: Any
-    tolerance: Tolerance
+    estimator: TraceEstimator
+    rest: Any  # of the state
+    k: int = eqx.field(static=True)
+    real: bool = eqx.field(static=True)
+    tolerance: Tolerance | None
     meter: ProgressMeter = eqx.field(static=True)
 
-    def evaluate(self, state: Any, k: int):
-        def until(state, k):
-            return self.estimator.compute_until(state, k, self.tolerance, self.meter)
-
-        size = space_of(state.operator).size
-        if size > SMALL:
-            # A loop that fails to meet the tolerance leaves nothing for an exact answer.
-            k = min(k, size - 1)
-        outcome = self.estimator.evaluate(state, k, until if k >= FEWEST else None)
-        value, error, stats, blocks = outcome
-        # An exact answer has none.
-        infinite = jtu.tree_map(lambda x: jnp.full_like(x, jnp.inf), error)
-        freedom = stats.get("degrees_of_freedom", infinite)
-        bars = zip(*map(jtu.tree_leaves, (value, error, freedom)), strict=True)
-        # What is not finite has a cause of its own.
-        met = [
-            self.tolerance.judge(ErrorBar(*bar))[0] | ~jnp.isfinite(bar[0])
-            for bar in bars
-        ]
-        met = jnp.stack(met).all()
-        result = stats.get("result", RESULTS.successful)
-        unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
-        result = RESULTS.where(result == RESULTS.successful, unmet, result)
-        return value, error, {**stats, "result": result}, blocks
+    def run(self, primal):
+        space = space_of(primal)
+        state = eqx.tree_at(
+            lambda x: x.operator, self.rest, primal, is_leaf=lambda x: x is None
+        )
+        if self.k >= space.size:
+            value, error, stats, blocks = _exact(primal)
+        elif self.tolerance is None:
+            value, error, stats, blocks = self.estimator.compute(state, self.k)
+        else:
+            value, error, stats, blocks = self.estimator.compute_until(
+                state, self.k, self.tolerance, self.meter
+            )
+        stand_in = blocks if isinstance(blocks, StandIn) else Blocks([blocks])
+        return outcome_of(value, error, stats, space.dtype, real=self.real), stand_in
 
 
 def _exact(operator: lx.AbstractLinearOperator):
     space = space_of(operator)
-    return exact_answer(space, apply_block(operator, identity_block(space)))
+    identity = jnp.eye(space.size, dtype=space.compute_dtype)
+    value = jnp.trace(apply_block(operator, identity))
+    error = jnp.zeros((), space.real_dtype)
+    return value, error, {"num_matvecs": space.size}, (identity, identity)
 
 
-def identity_block(space: Space) -> Inexact[Array, "n n"]:
-    """The coordinate vectors, n products with which make an answer exact."""
-    return jnp.eye(space.size, dtype=space.compute_dtype)
-
-
-def exact_answer(space: Space, products: Inexact[Array, "n n"]):
-    """What `evaluate` returns, from the products with the coordinate vectors."""
-    identity = identity_block(space)
-    value = jnp.trace(replicate(products))
-    stats = {"num_matvecs": space.size, "largest_product": products_to_check(products)}
-    return value, jnp.zeros((), space.real_dtype), stats, (identity, identity)
+def _check_state(state: Any, estimator: TraceEstimator, where: str) -> None:
+    """Refuses what isn't a state, and what another estimator keeps."""
+    if getattr(state, "operator", _MISSING) is _MISSING:
+        hint = "its `.state`" if isinstance(state, Estimate) else "that of `init`"
+        raise TypeError(
+            f"{where}: state must be that of an estimator, got "
+            f"{kind_of(state)}; pass {hint}."
+        )
+    kept = kept_of(state)
+    if kept is not None and kept.owner != jtu.tree_structure(estimator):
+        raise TypeError(
+            f"{where}: the state keeps products of another estimator or configuration, "
+            f"of which {estimator} can't make use; begin anew with "
+            f"{type(estimator).__name__}.init."
+        )

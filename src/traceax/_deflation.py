@@ -6,7 +6,7 @@ With an orthonormal basis B of r vectors that doesn't depend on the probes,
 
 where the first part takes a product for each vector of the basis, and probes see the second
 only. What B was made for takes no part in the argument: the better it fits, the smaller the
-error; the expectation is the trace for any.
+error; the expectation is the trace for any. Without a basis it is the mean over probes.
 """
 
 import functools as ft
@@ -15,24 +15,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Inexact
 
-from ._kept import kept_parts
-from ._operator import extend_products, space_of
-from ._orthogonal import (
+from ._accuracy.error_bar import ErrorBar, gram_of, independent_samples
+from ._base import TraceState, kept_of
+from ._linalg.small import svd
+from ._linalg.tall import (
     column_dots,
     column_norms,
     combine,
     inner,
-    nan_unless_finite,
     orthonormalise,
-    products_to_check,
+    side_by_side,
 )
-from ._samplers import Sampler, draw_probes
-from ._sharding import side_by_side
-from ._small_matrices import svd
-from ._standard_error import gram, independent_samples
-from ._state import TraceState
+from ._operators.block import apply_block, space_of
+from ._samplers import Sampler
 
 
 class Deflated(NamedTuple):
@@ -46,17 +43,18 @@ class Deflated(NamedTuple):
         """Of the trace of `P A P`."""
         return column_dots(self.G, self.AG)
 
-    @property
-    def norms(self) -> Float[Array, " l"]:
-        return column_norms(self.AG)
-
     def gram(self, dimension: int) -> Inexact[Array, "g g"]:
         """`w_i^* A w_j` of the first probes, for the traceless part of A.
 
         In so many dimensions. Probes of fixed length don't see a multiple of the identity.
         """
         mean = jnp.mean(self.samples) / dimension
-        return gram(self.G, self.AG) - mean * gram(self.G, self.G)
+        return gram_of(self.G, self.AG) - mean * gram_of(self.G, self.G)
+
+    def error_bar(self, dimension: int, exact: Inexact[Array, " r"]) -> ErrorBar:
+        """Of the mean of the samples, beside an exact part."""
+        norms, gram = column_norms(self.AG), self.gram(dimension)
+        return independent_samples(self.samples, norms, gram, exact)
 
 
 def deflate(
@@ -69,10 +67,8 @@ def deflate(
 ) -> Deflated:
     """Probes without their part in the span of B. `r < n`."""
     n, r = B.shape
-    G, AG = Omega, AOmega
-    if r:
-        inside = inner(B, Omega)
-        G, AG = Omega - combine(B, inside), AOmega - combine(AB, inside)
+    inside = inner(B, Omega)
+    G, AG = Omega - combine(B, inside), AOmega - combine(AB, inside)
     if not resphere:
         return Deflated(G, AG)
     # A uniform direction in n - r dimensions, of the length that makes E[G G^*] = P.
@@ -93,7 +89,7 @@ def leading_range(
     n = products.shape[0]
     block = side_by_side(products, tested / math.sqrt(n))
     # An operator that isn't finite is forgotten.
-    block = jnp.where(jnp.isfinite(nan_unless_finite(block.T)), block, 0)
+    block = jnp.where(jnp.isfinite(block).all(), block, 0)
     Q, R = orthonormalise(block)
     W, _, _ = svd(R)
     return combine(Q, W[:, :number])
@@ -104,56 +100,49 @@ def deflated_trace(state: TraceState, k: int, sampler: Sampler, *, resphere: boo
 
     At most half of the products are those of the basis, the others of probes.
     """
-    operator, basis = state.operator, state.basis
-    assert basis is not None
-    space = space_of(operator)
-    known_AB, known_AOmega = kept_parts(state, 2)
-    r = min(basis.shape[1], k // 2, max(k - 2, 0))
-    if known_AB is not None:
-        r = known_AB.shape[1]
-    B, number = basis[:, :r], k - r
-    Omega = draw_probes(sampler, state.key, number, space)
-    AB, AOmega = extend_products(operator, (B, known_AB), (Omega, known_AOmega))
+    operator, space = state.operator, space_of(state.operator)
+    n, dtype = space.size, space.compute_dtype
+    B = jnp.zeros((n, 0), dtype) if state.basis is None else state.basis
+    kept, known = kept_of(state), [jnp.zeros((n, 0), dtype)] * 2
+    r = min(B.shape[1], k // 2, max(k - 2, 0))
+    if kept is not None:
+        known, r = kept.parts, kept.parts[0].shape[1]
+    B, number = B[:, :r], k - r
+    Omega = sampler.sample(state.key, n, number, dtype)
+    new = [x[:, y.shape[1] :] for x, y in zip((B, Omega), known, strict=True)]
+    products = apply_block(operator, side_by_side(*new))
+    first, second = jnp.split(products, [new[0].shape[1]], axis=1)
+    AB, AOmega = side_by_side(known[0], first), side_by_side(known[1], second)
     deflated = deflate(B, AB, Omega, AOmega, resphere=resphere)
     exact = column_dots(B, AB)
-    mean, standard_error, freedom = independent_samples(
-        deflated.samples,
-        deflated.norms,
-        deflated.gram(space.size - r)[None],
-        exact,
-    )
-    stats = {
-        "num_matvecs": k,
-        "degrees_of_freedom": freedom,
-        "largest_product": products_to_check(AOmega),
-        "kept": [AB, AOmega],
-    }
+    bar = deflated.error_bar(n - r, exact)
+    stats = {"num_matvecs": k, "degrees_of_freedom": bar.degrees_of_freedom}
+    if state.basis is not None:
+        stats["kept"] = [AB, AOmega]
     G = deflated.G
     blocks = side_by_side(B, G), side_by_side(B, G / number)
-    return jnp.sum(exact) + mean, standard_error, stats, blocks
+    return jnp.sum(exact) + bar.mean, bar.standard_error, stats, blocks
 
 
-def with_basis(state: TraceState, fresh: TraceState, *products: Any) -> TraceState:
+def with_basis(state: TraceState, fresh: TraceState, of_basis: Any, of_probes: Any):
     """A fresh state, with a basis from what an earlier one keeps.
 
-    `products` are those with an orthonormal basis and with probes, of a state that had
-    no basis yet.
+    The products are those with an orthonormal basis and with probes, of a state that had
+    no basis yet; `None` if it keeps none.
     """
-    if state.kept is None:
-        if state.basis is None:
-            return fresh
-        basis = state.basis
-    else:
-        if state.basis is not None:
-            products = tuple(state.kept.parts)
-        of_basis, of_probes = products
+    kept = kept_of(state)
+    basis = state.basis
+    if kept is not None:
+        if basis is not None:
+            of_basis, of_probes = kept.parts
         if of_basis is None or of_basis.shape[1] == 0:
             return fresh
         # Half of what a budget like the last one allows for.
         most = of_basis.shape[1] + of_probes.shape[1]
-        number = min(state.kept.budget // 2, most)
+        number = min(kept.budget // 2, most)
         basis = leading_range(of_basis, of_probes, number=number)
+    if basis is None:
+        return fresh
     # Fresh probes for the key of the state as well: the basis was found with these.
     word = jnp.sum(jax.random.key_data(state.key), dtype=jnp.uint32)
-    key = jax.random.fold_in(fresh.key, word)
-    return TraceState(key, fresh.operator, basis=basis)
+    return TraceState(jax.random.fold_in(fresh.key, word), fresh.operator, basis=basis)

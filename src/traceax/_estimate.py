@@ -1,7 +1,8 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
-import functools as ft
-from typing import Any
+import math
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,9 +11,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
-
-from ._kept import settled
-from ._student_t import Level, check_level, student_t_quantile, two_sided
 
 # Stands for a standard error that cannot be known. NaN inside a program would be taken
 # for a failure by `jax_debug_nans`.
@@ -28,20 +26,12 @@ class RESULTS(eqx.Enumeration):
     successful = ""
     nonfinite = (
         "The estimate is not finite: the operator's parameters hold NaN or infinite "
-        "values, or the operator returned NaN or infinite values from finite "
-        "parameters. Check the parameters, and what the operator computes (a division "
-        "by zero, a logarithm or root of a negative number, an exponential)."
-    )
-    overflow = (
-        "The estimate is not finite: products with the operator, a function of its "
-        "eigenvalues, or the sums that the estimator takes of them exceed the largest "
-        "number of their dtype. Scale the operator down and the estimate up again, or "
+        "values; or the operator returned NaN or infinite values from finite parameters "
+        "(a division by zero, a logarithm or root of a negative number, a linear solve "
+        "that failed); or products with it, or the sums that are taken of them, exceed "
+        "the largest number of their dtype. Check the parameters, what the operator "
+        "computes and its solvers; scale the operator down and the estimate up again, or "
         "use a dtype of wider range."
-    )
-    solver_failed = (
-        "The estimate is not finite: a linear solve inside the operator failed. Give "
-        "the solver more steps or a looser tolerance, precondition or shift its "
-        "operator, or use a direct solver; check that its operator is not singular."
     )
     not_semidefinite = (
         "The operator is tagged positive (or negative) semidefinite, but its products "
@@ -58,12 +48,6 @@ class RESULTS(eqx.Enumeration):
         "The value and its error bar are those of all of them. Allow for more products, or "
         "a larger tolerance; n products without a tolerance give the exact answer; "
         "throw=False returns the estimate as it is."
-    )
-    wrong_weights = (
-        "The weights of a streamed mean sum to zero, are not finite, or sum to another "
-        "number in another pass. Go over all of the data in every pass, with the same "
-        "weights; if there are several passes, the data must be read anew in each, which "
-        "an exhausted iterator does not."
     )
     outside_domain = (
         "The function is not finite at an eigenvalue of the operator, such as a "
@@ -160,7 +144,7 @@ class Estimate(eqx.Module):
     @property
     def state(self) -> PyTree:
         """The state that the estimator's `estimate` takes."""
-        return settled(self._state.unbox())
+        return self._state.unbox()
 
     def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.
@@ -232,13 +216,9 @@ def _interval(value, error, freedom, level):
     return value - half, value + half
 
 
-@ft.partial(jax.jit, static_argnums=1, inline=True)
 def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, ""]:
     """The standard error, with `unknown` for NaN."""
-    nan = jnp.isnan(standard_error)
-    return jax.lax.select(
-        nan, jax.lax.full_like(nan, unknown, standard_error.dtype), standard_error
-    )
+    return jnp.where(jnp.isnan(standard_error), unknown, standard_error)
 
 
 def raise_failure(estimate: Estimate) -> Estimate:
@@ -255,3 +235,96 @@ def raise_failure(estimate: Estimate) -> Estimate:
         estimate,
         replace_fn=lambda x: x * one.astype(x.dtype),
     )
+
+
+#
+# Quantiles of Student's t distribution
+#
+
+# Up to this many degrees of freedom quantiles are interpolated from those at 1 / node.
+_FEW = 3
+_NODES = (1.0, 1 / 2, 1 / 3, 1 / 4)
+
+# A Python number, or a traced one.
+_Number = float | Float[Array, ""]
+
+
+def check_level(level: float, where: str) -> None:
+    """Refuses what is no level of an interval."""
+    if not 0 < level < 1:
+        raise ValueError(
+            f"{where}: level must lie strictly between 0 and 1, got {level}; write "
+            "0.95 for an interval of 95 %."
+        )
+
+
+class Level(NamedTuple):
+    """What quantiles of a two-sided interval are made of: Python numbers where its level
+    is one, so that nothing of it is traced.
+    """
+
+    tails: _Number  # what the level lacks of 1
+    normal: _Number  # the quantile of the normal distribution
+    logarithms: tuple[_Number, ...]  # of the quantiles at the nodes
+
+
+def two_sided(level: float | Float[Array, ""]) -> Level:
+    """Of an interval that holds the truth with probability `level`."""
+    if isinstance(level, float):
+        normal = -NormalDist().inv_cdf((1 - level) / 2)
+        return jax.tree.map(float, _two_sided(level, normal, np))
+    return _two_sided(level, -jax.scipy.special.ndtri((1 - level) / 2), jnp)
+
+
+def _two_sided(level, normal, numbers) -> Level:
+    tails = 1 - level
+    one = 1 / numbers.tan(np.pi / 2 * tails)
+    two = level / numbers.sqrt((1 + level) * tails / 2)
+    three, four = (_hill(tails, normal, nu, numbers) for nu in (3.0, 4.0))
+    quantiles = (numbers.maximum(x, 1e-30) for x in (one, two, three, four))
+    return Level(tails, normal, tuple(numbers.log(x) for x in quantiles))
+
+
+def student_t_quantile(of: Level, freedom: Float[Array, "*s"]) -> Any:
+    """The quantile of Student's t distribution.
+
+    Hill (1970), "Algorithm 396: Student's t-quantiles", doi:10.1145/355598.355600.
+    Its expansion is poor below three degrees of freedom: there the logarithm is
+    interpolated in `1 / freedom` from the closed forms at one and two and from three
+    and four. Relative error below 1 % (below 1e-3 from three degrees on). At least
+    one degree of freedom is taken.
+    """
+    inverse = 1 / jnp.maximum(freedom, 1)
+    logarithm = jnp.zeros_like(inverse)
+    for node, value in zip(_NODES, of.logarithms, strict=True):
+        others = [x for x in _NODES if x != node]
+        weight = math.prod((inverse - x) / (node - x) for x in others)
+        logarithm = logarithm + weight * value
+    expansion = _hill(of.tails, of.normal, freedom, jnp)
+    return jnp.where(freedom < _FEW, jnp.exp(logarithm), expansion)
+
+
+def _hill(tails, x, freedom, numbers):
+    # By operations of `numbers`, NumPy or `jax.numpy`.
+    nu = numbers.clip(freedom, _FEW, 1e6)
+    a = 1 / (nu - 0.5)
+    b = 48 / a**2
+    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
+    d = ((94.5 / (b + c) - 3) / b + 1) * numbers.sqrt(a * np.pi / 2) * nu
+    y = (d * tails) ** (2 / nu)
+
+    y1 = x**2
+    c1 = numbers.where(nu < 5, c + 0.3 * (nu - 4.5) * (x + 0.6), c)
+    c1 = (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b + c1
+    y1 = (((((0.4 * y1 + 6.3) * y1 + 36) * y1 + 94.5) / c1 - y1 - 3) / b + 1) * x
+    central = numbers.expm1(a * y1**2)
+
+    outer = (
+        (
+            1 / (((nu + 6) / (nu * y) - 0.089 * d - 0.822) * (nu + 2) * 3)
+            + 0.5 / (nu + 4)
+        )
+        * y
+        - 1
+    ) * (nu + 1) / (nu + 2) + 1 / y
+    return numbers.sqrt(nu * numbers.where(y > 0.05 + a, central, outer))

@@ -1,4 +1,4 @@
-r"""The primitive `estimate_trace`, and the one derivative rule of the library.
+r"""The primitive of all estimates, and the one derivative rule of the library.
 
 An estimator returns, besides its value, two blocks V and Z (n x p) such that `V Z^*` is
 an unbiased stand-in for the derivative of the functional with respect to the operator.
@@ -12,11 +12,11 @@ to every order: the rule is linear in dA, and the second derivative of `tr A(t)`
 
 The rule never binds the primitive on tangents. It binds it once on the primals, asks
 for the blocks, and differentiates "apply the operator to the fixed block V", which JAX
-can transpose by itself; of a number of columns that is known at run time only,
-`_pairing.py` transposes it. So nothing differentiates through a factorisation or a loop
-of an estimator, and an estimator may use anything inside `compute`.
+can transpose by itself. So nothing differentiates through a factorisation or a loop of
+an estimator, and an estimator may use anything inside `compute`.
 """
 
+import abc
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -25,21 +25,16 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
-from jaxtyping import Array, Float, Inexact, PyTree
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._estimate import RESULTS, UNKNOWN
-from ._failure import explain, solves_systems
-from ._frechet import SpectralBlocks
-from ._leaves import of_array_leaves
-from ._operator import space_of
-from ._pairing import pair
-from ._spectral_function import SpectralFunction
-from ._staging import Staged, make_primitive
+from ._linalg.tall import column_dots, side_by_side
+from ._operators.block import apply_block, columns_at_once
 
 
 class Outcome(NamedTuple):
-    """What the primitive returns; of a function with several results, lists."""
+    """What an algorithm finds; of a function with several results, PyTrees of scalars."""
 
     value: PyTree[Inexact[Array, ""]]
     standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
@@ -48,146 +43,242 @@ class Outcome(NamedTuple):
     kept: PyTree[Array] | None  # for a later estimate to go on from
 
 
-class Problem(NamedTuple):
-    """What the primitive is bound on. Differentiable are `operator` and `function`."""
-
-    operator: PyTree
-    function: PyTree  # of eigenvalues; `None` for a trace
-    estimator: Any
-    rest: PyTree  # the state but for its operator
-    k: int
-    real: bool  # whether the value is known to be real
-
-
-def _operator(state: PyTree) -> list[PyTree]:
-    return [state.operator]
-
-
-def _operator_and_function(state: PyTree) -> list[PyTree]:
-    return [state.operator, state.function]
-
-
-def _evaluate(problem: Problem):
-    operator, function, estimator, rest, k, real = problem
-    space = space_of(operator)
-    where, parts = _operator, [operator]
-    if function is not None:
-        where, parts = _operator_and_function, [operator, function]
-    state = eqx.tree_at(where, rest, parts, is_leaf=lambda x: x is None)
-    value, standard_error, stats, blocks = estimator.evaluate(state, k)
+def outcome_of(
+    value: PyTree[Inexact[Array, ""]],
+    standard_error: PyTree[Float[Array, ""]],
+    stats: dict[str, PyTree],
+    dtype: Any,
+    *,
+    real: bool,
+) -> Outcome:
+    """An outcome from what `compute` returns, of an operator of that dtype."""
     # A new dictionary: `stats` may belong to the estimator.
-    defaults = {"degrees_of_freedom": jnp.inf, "largest_product": jnp.nan}
-    stats = {**defaults, **stats}
-    kept = stats.pop("kept", None)
+    stats = {"degrees_of_freedom": jnp.inf, **stats}
+    kept, result = stats.pop("kept", None), stats.pop("result", RESULTS.successful)
     value, standard_error = jtu.tree_map(jnp.asarray, (value, standard_error))
-    result = explain(
-        stats.pop("result", RESULTS.successful),
-        jnp.stack(jtu.tree_leaves(value)),
-        operator,
-        jnp.asarray(stats.pop("largest_product")),
-        # Of the state: asked about before, it isn't traced again.
-        solves=solves_systems(state.operator),
-    )
-    real_dtype = jnp.finfo(space.dtype).dtype
+    real_dtype = jnp.finfo(dtype).dtype
+    finite = jnp.stack([jnp.isfinite(x) for x in jtu.tree_leaves(value)]).all()
+    failed = ~finite & (result == RESULTS.successful)
+    result = RESULTS.where(failed, RESULTS.nonfinite, result)
 
-    def finished(value):
-        if real or (function is not None and not jnp.iscomplexobj(value)):
-            return jnp.real(value).astype(real_dtype)
-        return value.astype(
-            np.result_type(space.dtype, value.dtype)
-            if function is not None
-            else space.dtype
-        )
+    def of_dtype(x):
+        return jnp.real(x).astype(real_dtype) if real else x.astype(dtype)
 
-    def error_bar(value, standard_error):
-        standard_error = jnp.real(standard_error).astype(real_dtype)
-        known = jnp.isfinite(value) & ~jnp.isnan(standard_error)
-        unknown = jax.lax.full_like(standard_error, UNKNOWN)
-        return jax.lax.select(known, standard_error, unknown)
+    def bar(x, error):
+        error = jnp.real(error).astype(real_dtype)
+        known = jnp.isfinite(x) & ~jnp.isnan(error)
+        return jnp.where(known, error, UNKNOWN)
 
-    standard_error = jtu.tree_map(error_bar, value, standard_error)
-    value = jtu.tree_map(finished, value)
-    stats = jtu.tree_map(_as_array, stats)
-    return Outcome(value, standard_error, result, stats, kept), blocks
+    def as_array(x):
+        return jnp.asarray(x, jnp.int32) if isinstance(x, int) else jnp.asarray(x)
+
+    standard_error = jtu.tree_map(bar, value, standard_error)
+    stats = jtu.tree_map(as_array, stats)
+    return Outcome(jtu.tree_map(of_dtype, value), standard_error, result, stats, kept)
 
 
-def _as_array(x):
-    return jnp.asarray(x, jnp.int32) if isinstance(x, int) else jnp.asarray(x)
+class StandIn(eqx.Module):
+    """Abstract base class of what a value's derivative is made of."""
+
+    @abc.abstractmethod
+    def derivative(self, primal: PyTree, tangent: PyTree) -> PyTree[Array] | None:
+        """The derivative of the value. `None` stands for 0, there and among tangents.
+
+        `primal` is what the value depends on. Linear in `tangent`, for JAX to transpose.
+        """
 
 
-_evaluate_once = Staged(_evaluate)
+class Algorithm(eqx.Module):
+    """Abstract base class of what the primitive evaluates."""
+
+    @abc.abstractmethod
+    def run(self, primal: PyTree) -> tuple[Outcome, StandIn]:
+        """The estimate. `primal` is the only part that is differentiated."""
 
 
-@Staged
-def _implementation(problem, blocks):
-    outcome, found = _evaluate_once(problem)
-    return (outcome, found) if blocks else outcome
+#
+# The primitive
+#
+
+
+# Jitted, so that JAX's trace cache serves the abstract evaluation, the program and its
+# derivative: a third of the time of a first call.
+@eqx.filter_jit
+def _run(algorithm: Algorithm, primal: PyTree) -> tuple[Outcome, StandIn]:
+    return algorithm.run(primal)
+
+
+def _implementation(algorithm, primal, blocks):
+    # Lowering says that there is no mesh where tracing says nothing, and the trace cache
+    # takes the two for different.
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        outcome, stand_in = _run(algorithm, primal)
+    return (outcome, stand_in) if blocks else outcome
+
+
+def _abstract(algorithm, primal, blocks):
+    def to_struct(x):
+        if isinstance(x, jax.core.ShapedArray):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+        return x
+
+    def to_aval(x):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+        return x
+
+    given = jtu.tree_map(to_struct, (algorithm, primal))
+    out = eqx.filter_eval_shape(_implementation, *given, blocks)
+    return jtu.tree_map(to_aval, out)
 
 
 def _jvp(primals, tangents):
-    problem, blocks = primals
-    problem = jtu.tree_map(_as_jax_array, problem)
-    t_problem = tangents[0]
-    outcome, frozen = eqxi.filter_primitive_bind(estimate_trace_p, problem, True)
-    if isinstance(frozen, SpectralBlocks):
-        t_value = frozen.tangents(
-            problem.function,
-            problem.operator,
-            t_problem.function,
-            t_problem.operator,
+    algorithm, primal, blocks = primals
+    outcome, stand_in = eqxi.filter_primitive_bind(estimate_p, algorithm, primal, True)
+    t_value = stand_in.derivative(primal, tangents[1])
+
+    def of_dtype(x, t):
+        if t is None:
+            return None
+        return (t if jnp.iscomplexobj(x) else t.real).astype(x.dtype)
+
+    t_outcome = jtu.tree_map(lambda _: None, outcome)
+    if t_value is not None:
+        t_outcome = t_outcome._replace(
+            value=jtu.tree_map(of_dtype, outcome.value, t_value)
         )
-    else:
-        t_value = pair(problem.operator, t_problem.operator, frozen)
-    t_value = _like(outcome.value, t_value)
-    t_outcome = jtu.tree_map(lambda _: None, outcome)._replace(value=t_value)
     if not blocks:
         return outcome, t_outcome
-    return (outcome, frozen), (t_outcome, jtu.tree_map(lambda _: None, frozen))
-
-
-def _as_jax_array(x):
-    # Constants of a staged program come as a subclass of NumPy's arrays, which operators
-    # need not know.
-    staged = isinstance(x, np.ndarray) and type(x) is not np.ndarray
-    return jnp.asarray(x) if staged else x
-
-
-def _like(value, t_value):
-    """The tangent, of the value's structure and dtype; `None`s if there is none."""
-    if t_value is None:
-        return jtu.tree_map(lambda _: None, value)
-
-    def cast(x, t_x):
-        return (t_x if jnp.iscomplexobj(x) else jnp.real(t_x)).astype(x.dtype)
-
-    return jtu.tree_map(cast, value, t_value)
+    return (outcome, stand_in), (t_outcome, jtu.tree_map(lambda _: None, stand_in))
 
 
 def _transpose(*args, **kwargs):
-    # Unreachable: the rule above leaves operator code, and `pair`, to transpose.
+    # Unreachable: what the rule above returns is linear in the operator's tangent.
     raise NotImplementedError("estimate_trace is not linear in any argument.")
 
 
-estimate_trace_p = make_primitive(
-    "estimate_trace", _implementation, _implementation.abstract, _jvp, _transpose
+estimate_p = eqxi.create_vprim(
+    "estimate_trace",
+    eqxi.filter_primitive_def(_implementation),
+    eqxi.filter_primitive_def(_abstract),
+    eqxi.filter_primitive_jvp(_jvp),
+    eqxi.filter_primitive_transpose(_transpose),
 )
+eqxi.register_impl_finalisation(estimate_p)
 
 
-def estimate_trace(estimator, state: PyTree, k: int, *, real: bool) -> Outcome:
-    """Binds the primitive on an estimator and its state.
+@eqx.filter_jit
+def estimate(algorithm: Algorithm, primal: PyTree) -> Outcome:
+    """The outcome of an algorithm, differentiable with respect to `primal` alone.
 
-    The operator, and the function of its eigenvalues if the state has one, are
-    differentiable; every other leaf is stopped.
+    Under a mesh of explicit axes the compiler finds layouts as under one of automatic
+    axes, and what is returned is on every device.
     """
-    function, where = getattr(state, "function", None), _operator_and_function
-    if not isinstance(function, SpectralFunction):
-        function, where = None, _operator
-    rest = eqx.tree_at(where, state, replace_fn=lambda _: None)
-    arrays, static = eqx.partition((estimator, rest), eqx.is_array)
-    estimator, rest = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    arrays, static = eqx.partition((algorithm, primal), eqx.is_array)
 
-    def bind(operator):
-        problem = Problem(operator, function, estimator, rest, k, real)
-        return eqxi.filter_primitive_bind(estimate_trace_p, problem, False)
+    def bind(arrays):
+        algorithm, primal = eqx.combine(arrays, static)
+        dynamic, rest = eqx.partition(algorithm, eqx.is_array)
+        algorithm = eqx.combine(jax.lax.stop_gradient(dynamic), rest)
+        return eqxi.filter_primitive_bind(estimate_p, algorithm, primal, False)
 
-    return of_array_leaves(bind, state.operator)
+    meshes = [jax.typeof(x).sharding.mesh for x in jtu.tree_leaves(arrays)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    meshes = [x for x in meshes if AxisType.Explicit in x.axis_types]
+    if not meshes:
+        return bind(arrays)
+    constants = []
+
+    def arrays_of(arrays):
+        found, rest = eqx.partition(bind(arrays), eqx.is_array)
+        constants.append(rest)
+        return found
+
+    everywhere = NamedSharding(meshes[0], PartitionSpec())
+    found = jax.sharding.auto_axes(arrays_of, out_sharding=everywhere)(arrays)
+    return eqx.combine(found, constants[0])
+
+
+#
+# Blocks
+#
+
+
+class Columns(StandIn):
+    """Abstract base class of blocks V and Z, of which a chunk can be had at a time.
+
+    **Attributes:**
+
+    - `count`: how many of the `most` columns there are, the others being 0.
+    """
+
+    count: eqx.AbstractVar[int | Int[Array, ""]]
+    most: eqx.AbstractVar[int]
+    size: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def chunk(self, start: int | Int[Array, ""]) -> tuple[Array, Array]:
+        """V and Z, of shape `(n, c)`, from column `start` on, `size` of them."""
+
+    def derivative(self, primal, tangent):
+        """`<Z, dA V>`, a chunk at a time: nothing of a chunk is kept for the next one."""
+        if not jtu.tree_leaves(tangent):
+            return None
+
+        def pair(start):
+            V, Z = jax.lax.stop_gradient(self.chunk(start))
+            _, products = eqx.filter_jvp(
+                lambda operator: apply_block(operator, V), (primal,), (tangent,)
+            )
+            return jnp.sum(column_dots(Z, products))
+
+        if self.size >= self.most:
+            return pair(0)
+        shape = jax.eval_shape(pair, jnp.int32(0))
+        zero = jnp.zeros(shape.shape, shape.dtype)
+
+        @jax.checkpoint
+        def part(start):
+            if isinstance(self.count, int):
+                return pair(start)
+            # Of all lanes: a condition that differs between them would be no condition.
+            needed = eqxi.unvmap_any(start < self.count)
+            return jax.lax.cond(needed, pair, lambda _: zero, start)
+
+        def add(total, start):
+            return total + part(start), None
+
+        starts = jnp.arange(0, self.most, self.size, dtype=jnp.int32)
+        return jax.lax.scan(add, zero, starts)[0]
+
+
+class Blocks(Columns):
+    """Pairs of blocks `(V_i, Z_i)`, side by side.
+
+    Columns beyond `count` of each are 0.
+    """
+
+    pairs: list[tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]]
+    count: int | Int[Array, ""]
+    most: int = eqx.field(static=True)
+    size: int = eqx.field(static=True)
+
+    def __init__(self, pairs, count: int | Int[Array, ""] | None = None):
+        (n, self.most), self.pairs = pairs[0][0].shape, pairs
+        self.count = self.most if count is None else count
+        few = columns_at_once(n) // len(pairs)
+        if count is not None:
+            # So that a loop that stopped early pays for what it took.
+            few = min(few, max(8, self.most // 8))
+        self.size = min(max(few, 1), self.most)
+
+    def chunk(self, start):
+        def columns(block):
+            if self.size >= self.most:
+                return block
+            # The last chunk is padded with zeros.
+            rows = jnp.pad(block.T, ((0, -self.most % self.size), (0, 0)))
+            return jax.lax.dynamic_slice_in_dim(rows, start, self.size).T
+
+        V, Z = zip(*jtu.tree_map(columns, self.pairs), strict=True)
+        return side_by_side(*V), side_by_side(*Z)

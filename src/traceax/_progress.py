@@ -91,13 +91,44 @@ class NoProgressMeter(ProgressMeter):
         """Nothing."""
 
 
-class _TextState(NamedTuple):
+class _RunState(NamedTuple):
     run: Int32[Array, ""]
     reached: Int32[Array, ""]
-    printed: Int32[Array, ""]
+    shown: Int32[Array, ""]  # what the meter counts: progress shown, or steps
 
 
-class TextProgressMeter(ProgressMeter):
+class _HostMeter(ProgressMeter):
+    """Abstract base class of meters that show something on the host."""
+
+    @abc.abstractmethod
+    def _display(self) -> "Callable[[], _Display]":
+        """The class of its displays."""
+
+    @abc.abstractmethod
+    def _due(
+        self, slowest: Int32[Array, ""], shown: Int32[Array, ""]
+    ) -> tuple[Bool[Array, ""], Int32[Array, ""]]:
+        """Whether to show the progress, and what `shown` is then."""
+
+    def init(self) -> _RunState:
+        # Constants have no mesh in their types, as a loop over lanes that are spread
+        # along an axis of an explicit mesh needs. Results of operations have.
+        run = _open_p.bind(make=self._display()) + 0
+        return _RunState(run, run * 0, run * 0)
+
+    def step(self, state: _RunState, progress: Float[Array, ""]) -> _RunState:
+        run, slowest, reached = _advance(state.run, state.reached, progress)
+        # A lane that is done keeps its old state: what was shown is the largest.
+        due, shown = self._due(slowest, eqxi.unvmap_max(state.shown))
+        _call_if(due, _show, run, slowest)
+        return _RunState(state.run, reached, shown)
+
+    def close(self, state: _RunState) -> None:
+        run, slowest = eqxi.unvmap_max(state.run), _slowest(state.reached)
+        jax.debug.callback(_finish, run, slowest)
+
+
+class TextProgressMeter(_HostMeter):
     """Prints lines such as ` 42.00%`.
 
     A line is printed when the progress grew by `minimum_increase` since the last line, and
@@ -131,33 +162,15 @@ class TextProgressMeter(ProgressMeter):
                 "for a line every 2 %."
             )
 
-    def init(self) -> _TextState:
-        """The state of a run that begins."""
-        run, zero = _open(_TextDisplay)
-        return _TextState(run, zero, zero)
+    def _display(self):
+        return _TextDisplay
 
-    def step(self, state: _TextState, progress: Float[Array, ""]) -> _TextState:
-        """Prints a line if the progress has grown enough."""
-        run, slowest, reached = _advance(state.run, state.reached, progress)
-        # A lane that is done keeps its old state: what was printed is the largest.
-        printed = eqxi.unvmap_max(state.printed)
-        least = max(1, round(float(self.minimum_increase) * _DONE))
-        grown = slowest - printed >= least
-        _call_if(grown, _show, run, slowest)
-        return _TextState(state.run, reached, jnp.where(grown, slowest, printed))
-
-    def close(self, state: _TextState) -> None:
-        """Prints the last line, unless it has been printed."""
-        _close(state.run, state.reached)
+    def _due(self, slowest, shown):
+        due = slowest - shown >= max(1, round(float(self.minimum_increase) * _DONE))
+        return due, jnp.where(due, slowest, shown)
 
 
-class _TqdmState(NamedTuple):
-    run: Int32[Array, ""]
-    reached: Int32[Array, ""]
-    steps: Int32[Array, ""]
-
-
-class TqdmProgressMeter(ProgressMeter):
+class TqdmProgressMeter(_HostMeter):
     """Draws a bar with [tqdm](https://tqdm.github.io), which must be installed.
 
     **Arguments:**
@@ -188,23 +201,12 @@ class TqdmProgressMeter(ProgressMeter):
                 "number of steps between two updates of the bar."
             )
 
-    def init(self) -> _TqdmState:
-        """The state of a run that begins."""
+    def _display(self):
         _import_tqdm()  # to fail here, and not inside of a callback
-        run, zero = _open(_TqdmDisplay)
-        return _TqdmState(run, zero, zero)
+        return _TqdmDisplay
 
-    def step(self, state: _TqdmState, progress: Float[Array, ""]) -> _TqdmState:
-        """Updates the bar every `refresh_steps` steps."""
-        run, slowest, reached = _advance(state.run, state.reached, progress)
-        # A lane that is done keeps its old state: the steps taken are the largest.
-        steps = eqxi.unvmap_max(state.steps) + 1
-        _call_if(steps % op.index(self.refresh_steps) == 0, _show, run, slowest)
-        return _TqdmState(state.run, reached, steps)
-
-    def close(self, state: _TqdmState) -> None:
-        """Updates the bar a last time, and closes it."""
-        _close(state.run, state.reached)
+    def _due(self, slowest, shown):
+        return (shown + 1) % op.index(self.refresh_steps) == 0, shown + 1
 
 
 # On the device. Callbacks take no batched arguments, of which `vmap` would make one call a
@@ -237,19 +239,6 @@ def _call_if(
         lambda *args: None,
         *args,
     )
-
-
-def _close(run: Int32[Array, ""], reached: Int32[Array, ""]) -> None:
-    jax.debug.callback(_finish, eqxi.unvmap_max(run), _slowest(reached))
-
-
-def _open(
-    make: "Callable[[], _Display]",
-) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
-    # The run and 0. Constants have no mesh in their types, as a loop over lanes that are
-    # spread along an axis of an explicit mesh needs. Results of operations have.
-    run = _open_p.bind(make=make) + 0
-    return run, run * 0
 
 
 def _open_impl(*, make: "Callable[[], _Display]") -> Int32[Array, ""]:

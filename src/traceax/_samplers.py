@@ -3,20 +3,17 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Complex, Float, Inexact, Int, Key, UInt32
+from jaxtyping import Array, Inexact, Int, Key
 
 from ._arguments import kind_of
-from ._basis import growing_basis
-from ._hash import normals, normals64, probe_streams, signs, words
-from ._operator import Space, most_columns
-from ._orthogonal import TILE, dots_and_norms
-from ._sharding import on_one_cpu, place
+from ._linalg.tall import column_norms, orthonormalise, signs
+from ._operators.block import Space
 
 
 class Sampler(eqx.Module):
@@ -83,184 +80,69 @@ class IndexedSampler(Sampler):
         return self.probes(key, 0, n, k, dtype)
 
 
-GENERATORS = ("hash", "jax.random")
-# Entries of a probe that outweigh starting a loop.
-_LONG = 2**16
-# So many entries are drawn in less time than a loop takes to start.
-_FEW = 2**10
-
-
-class _Probes(NamedTuple):
-    """Which probes to draw."""
-
-    key: Key[Array, ""]
-    start: int | Int[Array, ""]
-    n: int
-    k: int
-
-    def streams(self, number: int) -> list[UInt32[Array, "k 3"]]:
-        """Key words of so many streams for each probe."""
-        data = jax.random.key_data(self.key)
-        return probe_streams(data, self.start, self.k, number)
-
-    def keys(self) -> Key[Array, " k"]:
-        """A key for each probe."""
-        return jax.vmap(lambda j: jax.random.fold_in(self.key, j))(self.indices())
-
-    def indices(self) -> Int[Array, " k"]:
-        start = jnp.asarray(self.start)
-        return jnp.arange(self.k, dtype=start.dtype) + start
-
-
-def _block(
-    draw: Callable[[_Probes], Inexact[Array, "k n"]], probes: _Probes, *, at_once: bool
+def _each(
+    key: Key[Array, ""],
+    start: int | Int[Array, ""],
+    k: int,
+    draw: Callable[[Key[Array, ""]], Inexact[Array, " n"]],
 ) -> Inexact[Array, "n k"]:
-    short, few = probes.n < _LONG, probes.k * probes.n <= _FEW or probes.k == 1
-    # What is multiplied in pieces is in memory before.
-    in_pieces = at_once and not short and probes.k > most_columns(probes.n)
-    if few or in_pieces or not on_one_cpu():
-        return jax.lax.optimization_barrier(draw(probes)).T
-    if short or at_once:
-        return _once(draw(probes)).T
-    # Long probes one after the other: intermediate results fit into the cache.
-    rows = jax.lax.map(lambda j: draw(probes._replace(start=j, k=1)), probes.indices())
-    return rows.reshape(-1, probes.n).T
+    """A probe a column, each from a key of its own: that of its position."""
+    positions = jnp.arange(k, dtype=jnp.int32) + start
+    keys = jax.vmap(lambda j: jax.random.fold_in(key, j))(positions)
+    if "threefry" in str(jax.random.key_impl(key)):
+        return jax.vmap(draw)(keys).T
+    # Of other generators `vmap` draws a block from the first key.
+    return jax.lax.map(draw, keys).T
 
 
-def _once(rows: Inexact[Array, "k n"]) -> Inexact[Array, "k n"]:
-    """The same rows, divided by ones that the compiler doesn't see to be ones: in spite
-    of barriers it would draw them again wherever they are read; divisions it doesn't."""
-    if jnp.iscomplexobj(rows):
-        return jax.lax.complex(_once(rows.real), _once(rows.imag))
-    one = jax.lax.full_like(rows, 1)
-    return jax.lax.div(rows, jax.lax.select(jax.lax.eq(rows, rows), one, rows))
-
-
-def _signs(generator: str, probes: _Probes, dtype) -> Inexact[Array, "k n"]:
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    n, real = probes.n, jnp.finfo(dtype).dtype
-    if generator == "hash":
-        parts = [signs(x, n, real) for x in probes.streams(1 + is_complex)]
-    else:
-        size = 2 * n if is_complex else n
-        drawn = jax.vmap(lambda key: _signs_from_bits(key, size, real))(probes.keys())
-        parts = [drawn[:, :n], drawn[:, n:]]
-    return _complex(*parts) if is_complex else parts[0]
-
-
-def _signs_from_bits(key: Key[Array, ""], n: int, dtype) -> Float[Array, " n"]:
-    # 32 signs a random word.
-    packed = jax.random.bits(key, (-(-n // 32),), jnp.uint32)
-    bits = (packed[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :]) & 1
-    return 1 - 2 * bits.reshape(-1)[:n].astype(dtype)
-
-
-def _normals(generator: str, probes: _Probes, dtype) -> Inexact[Array, "k n"]:
-    if generator != "hash":
-        draw = jax.vmap(lambda key: jax.random.normal(key, (probes.n,), dtype))
-        return draw(probes.keys())
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    double = jnp.finfo(dtype).dtype == jnp.float64
-    number = (1 + is_complex) * (1 + double)
-    streams = [words(x, probes.n) for x in probes.streams(number)]
-    if double:
-        pairs = zip(streams[::2], streams[1::2], strict=True)
-        parts = [normals64(high, low) for high, low in pairs]
-    else:
-        parts = [normals(x) for x in streams]
-    return _complex(*parts) if is_complex else parts[0]
-
-
-def _complex(
-    real: Float[Array, "k n"], imaginary: Float[Array, "k n"]
-) -> Complex[Array, "k n"]:
-    half = math.sqrt(0.5)
-    return jax.lax.complex(half * real, half * imaginary)
-
-
-class _EntrywiseSampler(IndexedSampler):
-    """Abstract base class of samplers whose entries come from a generator.
-
-    - `generator`: one of `GENERATORS`.
-    """
-
-    # Whether hashed entries take no more than one pass over memory, in 32-bit precision.
-    _single_pass: ClassVar[bool]
-    generator: str = eqx.field(default="hash", static=True)
-
-    def __check_init__(self):
-        if not isinstance(self.generator, str) or self.generator not in GENERATORS:
-            raise ValueError(
-                f"{type(self).__name__}: generator must be one of {GENERATORS}, got "
-                f"{self.generator!r}."
-            )
-
-    @abc.abstractmethod
-    def rows(self, probes: _Probes, dtype: np.dtype) -> Inexact[Array, "k n"]:
-        """The probes, each a row."""
-
-    def probes(self, key, start, n, k, dtype):
-        probes = _Probes(key, start, n, k)
-        at_once = self._single_pass and self.generator == "hash"
-        at_once = at_once and jnp.finfo(dtype).dtype != jnp.float64
-        return _block(lambda probes: self.rows(probes, dtype), probes, at_once=at_once)
-
-
-class RademacherSampler(_EntrywiseSampler):
+class RademacherSampler(IndexedSampler):
     """Random signs, the lowest variance of independent entries.
 
     Entries are `+1` or `-1`; for a complex operator `(+-1 +- i) / sqrt(2)`, of modulus
     1. Not rotation invariant.
-
-    **Arguments:**
-
-    - `generator`: of random bits. `"hash"`, the default, hashes the key and the
-        position of each entry, at the speed of memory. `"jax.random"` takes every bit
-        from there.
     """
 
     rotation_invariant: ClassVar[bool] = False
-    _single_pass: ClassVar[bool] = False
 
-    def rows(self, probes, dtype):
-        return _signs(self.generator, probes, dtype)
+    def probes(self, key, start, n, k, dtype):
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        number, real = (2 * n if is_complex else n), jnp.finfo(dtype).dtype
+
+        def draw(key):
+            words = jax.random.bits(key, (-(-number // 32),), jnp.uint32)
+            drawn = signs(words, number, real)
+            if not is_complex:
+                return drawn
+            return jax.lax.complex(drawn[:n], drawn[n:]) * math.sqrt(0.5)
+
+        return _each(key, start, k, draw)
 
 
-class NormalSampler(_EntrywiseSampler):
+class NormalSampler(IndexedSampler):
     """Standard normal entries; for a complex operator circular ones, `E|w|^2 = 1`.
 
     Rotation invariant.
-
-    **Arguments:**
-
-    - `generator`: as for [`traceax.RademacherSampler`][].
     """
 
     rotation_invariant: ClassVar[bool] = True
-    _single_pass: ClassVar[bool] = True
 
-    def rows(self, probes, dtype):
-        return _normals(self.generator, probes, dtype)
+    def probes(self, key, start, n, k, dtype):
+        return _each(key, start, k, lambda key: jax.random.normal(key, (n,), dtype))
 
 
-class SphereSampler(_EntrywiseSampler):
+class SphereSampler(IndexedSampler):
     """Uniform on the real or complex sphere of radius `sqrt(n)`.
 
     A normal probe without the fluctuation of its length, which only adds variance.
     Rotation invariant.
-
-    **Arguments:**
-
-    - `generator`: as for [`traceax.RademacherSampler`][].
     """
 
     rotation_invariant: ClassVar[bool] = True
-    _single_pass: ClassVar[bool] = True
 
-    def rows(self, probes, dtype):
-        rows = _normals(self.generator, probes, dtype)
-        _, lengths = dots_and_norms(rows.T, rows.T, 1 if probes.n >= _LONG else TILE)
-        return rows * (math.sqrt(probes.n) / lengths)[:, None].astype(dtype)
+    def probes(self, key, start, n, k, dtype):
+        block = NormalSampler().probes(key, start, n, k, dtype)
+        scale = math.sqrt(n) / column_norms(block)
+        return (block.T * scale[:, None].astype(dtype)).T
 
 
 class OrthogonalSampler(Sampler):
@@ -292,13 +174,13 @@ class OrthogonalSampler(Sampler):
                 f"OrthogonalSampler.sample: at most n = {n} probes are orthogonal, "
                 f"got k = {k}."
             )
-        block = NormalSampler().sample(key, n, k, dtype)
-        Q, R = growing_basis(block)
-        # Haar needs a positive diagonal of R, which also makes Q a function of block.
+        normal = NormalSampler().sample(key, n, k, dtype)
+        Q, R = orthonormalise(normal)
+        # Haar needs a positive diagonal of R, which also makes Q a function of the block:
+        # a larger one begins with the same columns.
         diagonal = jnp.diagonal(R)
         phase = diagonal / jnp.abs(diagonal).astype(dtype)
-        scaled = Q * (math.sqrt(n) * phase)[None, :].astype(dtype)
-        return jax.lax.optimization_barrier(scaled.T).T
+        return Q * (math.sqrt(n) * phase)[None, :].astype(dtype)
 
 
 class ShardedSampler(Sampler):
@@ -346,31 +228,38 @@ class ShardedSampler(Sampler):
         return self.sampler.independent
 
     def sample(self, key, n, k, dtype):
-        return place(self.sampler.sample(key, n, k, dtype), self.sharding)
+        return self._laid_out(self.sampler.sample(key, n, k, dtype))
+
+    def _laid_out(self, block):
+        # Under a mesh of explicit axes estimates are made under one of automatic axes.
+        mesh = jax.sharding.get_abstract_mesh()
+        if jax.sharding.AxisType.Explicit in mesh.axis_types:
+            return jax.sharding.reshard(block, self.sharding)
+        if mesh.empty:
+            return jax.lax.with_sharding_constraint(block, self.sharding)
+        return jax.lax.with_sharding_constraint(block, self.sharding.spec)
 
 
-def ranges_of(sampler: Sampler) -> Callable[..., Inexact[Array, "n k"]] | None:
-    """`IndexedSampler.probes` of a sampler that has it, itself or below."""
+def draw_range(
+    sampler: Sampler,
+    key: Key[Array, ""],
+    start: int | Int[Array, ""],
+    width: int,
+    most: int,
+    space: Space,
+) -> Inexact[Array, "n {width}"]:
+    """The probes `start, ..., start + width - 1` for an operator, of its dtype.
+
+    Of a sampler that draws all or none, of a sequence of `most`.
+    """
+    n, dtype = space.size, space.compute_dtype
     if isinstance(sampler, ShardedSampler):
-        inner = ranges_of(sampler.sampler)
-        if inner is None:
-            return None
-        return lambda *args: place(inner(*args), sampler.sharding)
-    return sampler.probes if isinstance(sampler, IndexedSampler) else None
-
-
-def laid_out(sampler: Sampler, space: Space) -> Sampler:
-    """The sampler, of probes laid out as the operator's vectors are."""
-    if space.layout is None or isinstance(sampler, ShardedSampler):
-        return sampler
-    return ShardedSampler(sampler, sharding=space.layout)
-
-
-def draw_probes(
-    sampler: Sampler, key: Key[Array, ""], k: int, space: Space
-) -> Inexact[Array, "n {k}"]:
-    """k probes for an operator, of its dtype and laid out as its vectors are."""
-    return laid_out(sampler, space).sample(key, space.size, k, space.compute_dtype)
+        block = draw_range(sampler.sampler, key, start, width, most, space)
+        return sampler._laid_out(block)
+    if isinstance(sampler, IndexedSampler):
+        return sampler.probes(key, start, n, width, dtype)
+    rows = jnp.pad(sampler.sample(key, n, most, dtype).T, ((0, width), (0, 0)))
+    return jax.lax.dynamic_slice_in_dim(rows, start, width).T
 
 
 def check_sampler(

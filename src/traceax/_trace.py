@@ -1,7 +1,8 @@
 """The front door: checks, structure shortcuts, the choice of an estimator."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools as ft
+import operator as op
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -9,24 +10,22 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._base import TraceEstimator, estimate_until
+from ._accuracy.tolerance import SMALL, make_tolerance
+from ._arguments import check_budget, check_key
+from ._base import TraceEstimator, TraceState, estimate_trace
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
-from ._failure import explain
-from ._known_diagonal import known_diagonal
-from ._operator import (
+from ._operators.block import (
     Space,
     check_operator,
     has_real_trace,
-    is_negative_semidefinite,
-    is_positive_semidefinite,
+    is_semidefinite,
     space_of,
 )
+from ._operators.known_diagonal import KnownDiagonal, known_diagonal
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-from ._state import TraceState, check_budget, check_key
-from ._tolerance import SMALL, make_tolerance
 
 
 class CHOICES(eqx.Enumeration):
@@ -112,8 +111,10 @@ def trace(
     where = "traceax.trace"
     space, key = check_operator(operator, where), check_key(key, where)
     k = check_budget(k, where)
-    tolerance = make_tolerance(rtol, atol, level, space, where)
-    check_meter(progress_meter, where)
+    tolerance = None
+    if rtol is not None or atol is not None:
+        tolerance = make_tolerance(rtol, atol, level, space.compute_dtype, where)
+        check_meter(progress_meter, where)
     if estimator is not None:
         if not isinstance(estimator, TraceEstimator):
             raise TypeError(
@@ -142,42 +143,32 @@ def trace(
             state,
         )
         choice = CHOICES.structure
-        factor = None
     else:
         budget = k - split.num_matvecs
-        factor, rest = _without_factors(split.rest)
-        few = tolerance is None or space_of(rest).size <= SMALL
-        estimator, choice = _choose(rest, budget, exact=few)
-        rest_state = estimator.init(key, rest)
-        if tolerance is None:
-            estimate = estimator.estimate(rest_state, budget, throw=False)
-        else:
-            part = tolerance.of_part(factor, split.exact)
-            estimate = estimate_until(
-                estimator, rest_state, budget, part, progress_meter, throw=False
-            )
-    if split.exact is not None or factor is not None:
+        few = tolerance is None or space.size <= SMALL
+        estimator, choice = _choose(split.rest, budget, exact=few)
+        if tolerance is not None:
+            tolerance = tolerance.of_part(split.factor, split.exact)
+        rest_state = estimator.init(key, split.rest)
+        estimate = estimate_trace(
+            estimator, rest_state, budget, tolerance, progress_meter, throw=False
+        )
+    if split.exact is not None or split.factor is not None:
         real = has_real_trace(operator)
         # What was kept is of the rest alone: the state is one that begins anew.
-        estimate = _combine(estimate, state, factor, split, space, real=real)
+        estimate = _combine(estimate, state, split, space, real=real)
     estimate = _with_choice(estimate, choice)
     return raise_failure(estimate) if throw else estimate
 
 
 def _combine(
-    estimate: Estimate,
-    state: TraceState,
-    factor: Inexact[Array, ""] | None,
-    split: "_Split",
-    space: Space,
-    *,
-    real: bool,
+    estimate: Estimate, state: TraceState, split: "_Split", space: Space, *, real: bool
 ) -> Estimate:
     """`factor * estimate + exact part`."""
     value = estimate.value.astype(space.compute_dtype)
     error = estimate._standard_error.astype(space.real_dtype)
-    if factor is not None:
-        factor = factor.astype(space.compute_dtype)
+    if split.factor is not None:
+        factor = split.factor.astype(space.compute_dtype)
         value, error = value * factor, error * jnp.abs(factor)
     if split.exact is not None:
         # The sum is rounded; an error of 0 says that all of it is exact.
@@ -185,20 +176,11 @@ def _combine(
         rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
         error = jnp.where(error > 0, jnp.maximum(error, rounding), error)
         value = value + split.exact
+    failed = ~jnp.isfinite(value) & (estimate.result == RESULTS.successful)
+    result = RESULTS.where(failed, RESULTS.nonfinite, estimate.result)
     dtype = space.dtype
     if real:
         value, dtype = jnp.real(value), jnp.finfo(dtype).dtype
-    result = RESULTS.where(
-        estimate.result == RESULTS.successful,
-        explain(
-            RESULTS.successful,
-            value,
-            state.operator,
-            jnp.abs(estimate.value),
-            solves=False,
-        ),
-        estimate.result,
-    )
     used = estimate.stats["num_matvecs"] + split.num_matvecs
     return Estimate(
         value.astype(dtype),
@@ -214,39 +196,10 @@ def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
     return eqx.tree_at(lambda e: e.stats, estimate, stats)
 
 
-def _is_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
-    return is_positive_semidefinite(operator) or is_negative_semidefinite(operator)
-
-
-def _without_factors(
-    operator: lx.AbstractLinearOperator,
-) -> tuple[Inexact[Array, ""] | None, lx.AbstractLinearOperator]:
-    """`(c, A)` for `c A` with A known to be semidefinite, of which c may hide the sign.
-
-    Else `(None, operator)`.
-    """
-    factor, inner = jnp.ones(()), operator
-    while not _is_semidefinite(inner):
-        with jax.numpy_dtype_promotion("standard"):
-            match inner:
-                case lx.MulLinearOperator():
-                    factor = factor * inner.scalar
-                case lx.DivLinearOperator():
-                    factor = factor / inner.scalar
-                case lx.NegLinearOperator():
-                    factor = -factor
-                case lx.TaggedLinearOperator():
-                    pass
-                case _:
-                    return None, operator
-        inner = inner.operator
-    return (None, operator) if inner is operator else (factor, inner)
-
-
 def _choose(
     operator: lx.AbstractLinearOperator, k: int, *, exact: bool
 ) -> tuple[TraceEstimator, CHOICES]:
-    semidefinite = _is_semidefinite(operator)
+    semidefinite = is_semidefinite(operator)
     if exact and k >= space_of(operator).size:
         return HutchinsonEstimator(), CHOICES.budget
     if semidefinite and k >= 2:
@@ -257,57 +210,73 @@ def _choose(
 
 
 class _Split(NamedTuple):
-    """An operator as a part of known trace and a rest. `None` stands for zero."""
+    """An operator as `factor * rest` and a part of known trace. `None` stands for 1, and
+    for a part that there is not."""
 
     exact: Inexact[Array, ""] | None
     num_matvecs: int
+    factor: Inexact[Array, ""] | None
     rest: lx.AbstractLinearOperator | None
 
 
+class _Term(NamedTuple):
+    """A term of a sum: a multiple of an operator, perhaps of known diagonal."""
+
+    factor: Any
+    operator: lx.AbstractLinearOperator
+    diagonal: KnownDiagonal | None
+
+    def times(self, x):
+        return x if self.factor is None else x * self.factor
+
+
 def _split(operator: lx.AbstractLinearOperator, k: int) -> _Split:
-    split = _split_off(operator, most_products=2)
-    if split.num_matvecs > k or (split.rest is not None and split.num_matvecs == k):
+    terms = _terms(operator, None, most_products=2)
+    used = sum(x.diagonal.num_matvecs for x in terms if x.diagonal is not None)
+    if used > k or (used == k and any(x.diagonal is None for x in terms)):
         # Too few products to read every diagonal: take those that cost none.
-        split = _split_off(operator, most_products=0)
-    return split
+        terms, used = _terms(operator, None, most_products=0), 0
+    with jax.numpy_dtype_promotion("standard"):
+        known = [x.times(jnp.sum(x.diagonal.read())) for x in terms if x.diagonal]
+        rest = [x for x in terms if x.diagonal is None]
+        exact = ft.reduce(op.add, known) if known else None
+        if not rest:
+            return _Split(exact, used, None, None)
+        # A factor hides whether the operator is semidefinite.
+        if len(rest) == 1 and (known or not is_semidefinite(operator)):
+            factor, inner, _ = rest[0]
+            if factor is not None and is_semidefinite(inner):
+                return _Split(exact, used, jnp.asarray(factor), inner)
+        if not known:
+            return _Split(None, used, None, operator)
+        return _Split(
+            exact, used, None, ft.reduce(op.add, [x.times(x.operator) for x in rest])
+        )
 
 
-def _split_off(operator: lx.AbstractLinearOperator, most_products: int) -> _Split:
+def _terms(
+    operator: lx.AbstractLinearOperator,
+    factor: Any,
+    most_products: int,
+) -> list[_Term]:
     diagonal = known_diagonal(operator)
     if diagonal is not None and diagonal.num_matvecs <= most_products:
-        return _Split(jnp.sum(diagonal.read()), diagonal.num_matvecs, None)
-    match operator:
-        case lx.AddLinearOperator():
-            first = _split_off(operator.operator1, most_products)
-            second = _split_off(operator.operator2, most_products)
-            if first.exact is None and second.exact is None:
-                return _Split(None, 0, operator)
-            return _Split(
-                _add(first.exact, second.exact),
-                first.num_matvecs + second.num_matvecs,
-                _add(first.rest, second.rest),
-            )
-        case lx.MulLinearOperator():
-            return _map_split(operator, most_products, lambda x: x * operator.scalar)
-        case lx.DivLinearOperator():
-            return _map_split(operator, most_products, lambda x: x / operator.scalar)
-        case lx.NegLinearOperator():
-            return _map_split(operator, most_products, lambda x: -x)
-        case lx.TaggedLinearOperator():
-            # Tags say nothing of a part, and belong to the whole if nothing is split.
-            return _map_split(operator, most_products, lambda x: x)
-    return _Split(None, 0, operator)
-
-
-def _map_split(operator, most_products: int, fn: Callable) -> _Split:
-    inner = _split_off(operator.operator, most_products)
-    if inner.exact is None:
-        return _Split(None, 0, operator)
-    rest = None if inner.rest is None else fn(inner.rest)
-    return _Split(fn(inner.exact), inner.num_matvecs, rest)
-
-
-def _add(x, y):
-    if x is None or y is None:
-        return y if x is None else x
-    return x + y
+        return [_Term(factor, operator, diagonal)]
+    one = 1.0 if factor is None else factor
+    with jax.numpy_dtype_promotion("standard"):
+        match operator:
+            case lx.AddLinearOperator():
+                parts = operator.operator1, operator.operator2
+                return [y for x in parts for y in _terms(x, factor, most_products)]
+            case lx.MulLinearOperator():
+                return _terms(operator.operator, one * operator.scalar, most_products)
+            case lx.DivLinearOperator():
+                return _terms(operator.operator, one / operator.scalar, most_products)
+            case lx.NegLinearOperator():
+                return _terms(operator.operator, -one, most_products)
+            case lx.TaggedLinearOperator():
+                parts = _terms(operator.operator, factor, most_products)
+                # Tags say nothing of a part.
+                if any(x.diagonal is not None for x in parts):
+                    return parts
+    return [_Term(factor, operator, None)]

@@ -1,31 +1,27 @@
 """Traces of functions of an operator: the front door, which other functions share."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Key
 
+from ._arguments import check_budget
 from ._estimate import RESULTS, Estimate, raise_failure
-from ._estimators.krylov_aware import KrylovAwareEstimator
-from ._known_diagonal import known_diagonal
-from ._operator import check_operator, is_diagonal, space_of
-from ._orthogonal import largest_entry
-from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-from ._spectral_base import SpectralEstimator, SpectralState, evaluation_result
-from ._spectral_function import spectral_function, tree_of
-from ._state import check_budget, init_state
-from ._tolerance import make_tolerance
-
-
-class Accuracy(NamedTuple):
-    """What a tolerance is, as users give it."""
-
-    rtol: ArrayLike | None = None
-    atol: ArrayLike | None = None
-    level: float = 0.95
-    progress_meter: ProgressMeter = NO_PROGRESS_METER
+from ._linalg.tall import largest_entry
+from ._operators.block import check_operator, is_known, space_of
+from ._operators.known_diagonal import known_diagonal
+from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._spectral.base import (
+    Accuracy,
+    SpectralEstimator,
+    SpectralState,
+    estimate_spectral,
+    spectral_outcome,
+    spectral_state,
+)
+from ._spectral.krylov_aware import KrylovAwareEstimator
 
 
 def trace_function(
@@ -42,7 +38,7 @@ def trace_function(
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
-    r"""Estimates `tr f(A)`, the sum of `f` over the eigenvalues, from at most `k` products.
+    r"""Estimates `tr f(A)`, a sum over eigenvalues, from at most `k` products.
 
     ```python
     estimate = traceax.trace_function(key, jnp.sqrt, operator, 120)
@@ -112,13 +108,9 @@ def estimate_function(
     lower: ArrayLike | None = None,
 ) -> Estimate:
     """`trace_function`, by another name in errors."""
-    key = init_state(key, operator, where).key
-    k = check_budget(k, where)
-    rtol, atol, level, meter = accuracy
-    make_tolerance(rtol, atol, level, space_of(operator), where)
-    check_meter(meter, where)
+    state = spectral_state(where, key, operator, fn, lower)
     if estimator is None:
-        exact = _of_diagonal(where, key, fn, operator, k)
+        exact = _of_diagonal(where, state, k, accuracy)
         if exact is not None:
             return raise_failure(exact) if throw else exact
         estimator = KrylovAwareEstimator()
@@ -128,53 +120,33 @@ def estimate_function(
             f"{estimator!r}; pass an instance, such as "
             "traceax.KrylovAwareEstimator()."
         )
-    state = estimator.init(key, operator, fn, lower=lower)
-    return estimator.estimate(
-        state,
-        k,
-        rtol=rtol,
-        atol=atol,
-        level=level,
-        progress_meter=meter,
-        throw=throw,
-    )
+    return estimate_spectral(where, estimator, state, k, accuracy, throw=throw)
 
 
-def _of_diagonal(where, key, fn, operator, k) -> Estimate | None:
+def _of_diagonal(
+    where: str, state: SpectralState, k: int, accuracy: Accuracy
+) -> Estimate | None:
     """The sum over a diagonal, where structure gives it for at most k products."""
-    diagonal = known_diagonal(operator) if is_diagonal(operator) else None
+    k = check_budget(k, where)
+    operator, function = state.operator, state.function
+    space = space_of(operator)
+    accuracy.checked(space.real_dtype, where)
+    diagonal = known_diagonal(operator) if is_known(lx.is_diagonal, operator) else None
     if diagonal is None or diagonal.num_matvecs > k:
         return None
-    space = space_of(operator)
-    function = spectral_function(fn, space.real_dtype, where)
     entries = diagonal.read().astype(space.compute_dtype)
-    values = jnp.real(entries)
-    imaginary = jnp.max(jnp.abs(entries - values.astype(entries.dtype)), initial=0)
-    rounding = 100 * jnp.sqrt(jnp.finfo(values.dtype).eps) * largest_entry(entries)
+    points = jnp.real(entries)
+    imaginary = largest_entry(entries - points.astype(entries.dtype))
+    rounding = 100 * jnp.sqrt(jnp.finfo(points.dtype).eps) * largest_entry(entries)
     result = RESULTS.where(
         imaginary > rounding, RESULTS.not_hermitian, RESULTS.successful
     )
-    result = evaluation_result(result, function, values)
-    failed = result != RESULTS.successful
-    real = jnp.finfo(space.dtype).dtype
-
-    def structured(leaves):
-        return tree_of(function, space.real_dtype, leaves)
-
-    totals = [jnp.sum(f) for f in function(values)]
-    finite = jnp.isfinite(jnp.stack([jnp.abs(x) for x in totals])).all()
-    result = RESULTS.where(failed | finite, result, RESULTS.nonfinite)
-    kinds = [real if not jnp.iscomplexobj(x) else x.dtype for x in totals]
-    stats = {
-        "num_matvecs": jnp.asarray(diagonal.num_matvecs),
-        "degrees_of_freedom": structured([jnp.asarray(jnp.inf) for _ in totals]),
-        "ritz_values": values,
-        "ritz_weights": jnp.ones_like(values),
-    }
-    return Estimate(
-        structured([x.astype(kind) for x, kind in zip(totals, kinds, strict=True)]),
-        structured([jnp.zeros((), real) for _ in totals]),
-        result,
-        stats,
-        SpectralState(key, operator, function),
+    values = [jnp.sum(f) for f in function(points)]
+    errors = [jnp.zeros_like(points, shape=()) for _ in values]
+    freedoms = [jnp.asarray(jnp.inf) for _ in values]
+    stats = {"num_matvecs": diagonal.num_matvecs, "result": result}
+    weights = jnp.ones_like(points)
+    outcome = spectral_outcome(
+        function, space, values, errors, freedoms, stats, points, weights
     )
+    return Estimate(*outcome[:4], state)

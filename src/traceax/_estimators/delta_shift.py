@@ -17,17 +17,17 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, Int
 
-from .._base import TraceEstimator
+from .._accuracy.error_bar import (
+    ErrorBar,
+    independent_samples,
+    sum_of_independent,
+)
+from .._arguments import check_optional_integer, without_numpy
+from .._base import Kept, StoredKey, TraceEstimator, TraceState, init_state
 from .._deflation import Deflated, deflate, leading_range
-from .._hash import split
-from .._kept import Kept
-from .._operator import apply_block, space_of
-from .._orthogonal import column_dots, orthonormalise, products_to_check
-from .._samplers import NormalSampler, Sampler, check_sampler, draw_probes
-from .._sharding import side_by_side
-from .._standard_error import ErrorBar, independent_samples, sum_of_independent
-from .._state import StoredKey, TraceState, described, init_state
-from .._stream import without_numpy
+from .._linalg.tall import column_dots, orthonormalise, side_by_side
+from .._operators.block import apply_block, space_of
+from .._samplers import NormalSampler, Sampler, check_sampler
 
 # Products that are enough for three probes of the past and three fresh ones.
 _FEWEST = 6
@@ -133,22 +133,13 @@ class DeltaShiftEstimator(TraceEstimator):
     def __check_init__(self):
         name = type(self).__name__
         check_sampler(self.sampler, name, resphere=self.resphere, independent=True)
-        size = self.basis_size
-        if size is None:
-            return
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(
-                f"{name}: basis_size must be an int or None, got {size!r} of type "
-                f"{type(size).__name__}."
-            )
-        if size < 0:
-            raise ValueError(f"{name}: basis_size must not be negative, got {size}.")
+        what = "the most vectors of the basis"
+        check_optional_integer(self.basis_size, "basis_size", name, least=0, what=what)
 
     def init(self, key, operator):
         return init_state(key, operator, "DeltaShiftEstimator.init")
 
     def carry_over(self, state, fresh):
-        """What `refresh` uses again: all that is known of the past."""
         return TraceState(fresh.key, fresh.operator, state.kept)
 
     def compute(self, state, k):
@@ -157,24 +148,23 @@ class DeltaShiftEstimator(TraceEstimator):
         return self._next(state, state.kept.parts, k)
 
     def _first(self, state, k):
-        sketch_key, key = split(state.key, 2)
+        sketch_key, key = jax.random.split(state.key)
         space = space_of(state.operator)
         n, r = space.size, self._most_vectors(k)
         B = jnp.zeros((n, r), space.compute_dtype)
         if r:
-            sketch = draw_probes(self.sampler, sketch_key, r, space)
+            sketch = self._probes(sketch_key, r, space)
             B, _ = orthonormalise(apply_block(state.operator, sketch))
-        Omega = draw_probes(self.sampler, key, k - 2 * r, space)
+        Omega = self._probes(key, k - 2 * r, space)
         AB, products = _split(apply_block(state.operator, side_by_side(B, Omega)), r)
         exact = column_dots(B, AB)
         fresh = deflate(B, AB, Omega, products, resphere=self.resphere)
         gram, total = fresh.gram(n - r), jnp.sum(exact)
-        bar = independent_samples(fresh.samples, fresh.norms, gram[None], exact)
+        bar = fresh.error_bar(n - r, exact)
         one, nothing = jnp.ones_like(bar.standard_error), jnp.zeros_like
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
-            "largest_product": products_to_check(products),
             "weight_of_past": nothing(one),
         }
         if k >= _FEWEST:
@@ -190,7 +180,7 @@ class DeltaShiftEstimator(TraceEstimator):
                 nothing(one),
                 jnp.zeros(2, space.real_dtype),
             )
-            stats["kept"] = Kept(0, _finite(past), described(self))
+            stats["kept"] = Kept(0, _finite(past))
         G = fresh.G
         blocks = side_by_side(B, G), side_by_side(B, G / G.shape[1])
         return total + bar.mean, bar.standard_error, stats, blocks
@@ -205,8 +195,8 @@ class DeltaShiftEstimator(TraceEstimator):
         space = space_of(state.operator)
         Omega = side_by_side(
             B,
-            draw_probes(self.sampler, past.key.typed, p, space),
-            draw_probes(self.sampler, key, f, space),
+            self._probes(past.key.typed, p, space),
+            self._probes(key, f, space),
         )
         products = apply_block(state.operator, Omega)
         (AB, of_probes), (_, probes) = _split(products, r), _split(Omega, r)
@@ -245,13 +235,15 @@ class DeltaShiftEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": total.degrees_of_freedom,
-            "largest_product": products_to_check(products),
             "weight_of_past": mix.weights[2],
-            "kept": Kept(0, _finite(kept), described(self)),
+            "kept": Kept(0, _finite(kept)),
         }
         V = side_by_side(B, fresh.G, again.G)
         Z = side_by_side(B, a / f * fresh.G, b / p * again.G)
         return total.mean, total.standard_error, stats, (V, Z)
+
+    def _probes(self, key, number: int, space):
+        return self.sampler.sample(key, space.size, number, space.compute_dtype)
 
     def _most_vectors(self, k: int) -> int:
         size = max(min(3 * k // 10, k - _FEWEST), 0)
@@ -277,7 +269,7 @@ def _split(block: Inexact[Array, "n k"], first: int):
 def _error_bar(samples, gram, exact) -> ErrorBar:
     # In place of |A w|, that of what samples vary with: sqrt(mean |w_i^* A w_j|^2).
     norms = jnp.full(samples.shape, jnp.sqrt(_mean_product(gram, gram)))
-    return independent_samples(samples, norms, gram[None], exact[None])
+    return independent_samples(samples, norms, gram, exact[None])
 
 
 def _times(factor: Inexact[Array, ""], bar: ErrorBar) -> ErrorBar:

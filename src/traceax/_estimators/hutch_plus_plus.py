@@ -1,38 +1,20 @@
 """Hutch++: a randomised low-rank part, and Hutchinson on what it leaves."""
 
-import jax
 import jax.numpy as jnp
 
-from .._base import TraceEstimator
-from .._basis import growing_basis
+from .._accuracy.error_bar import gram_of, independent_samples
+from .._base import TraceEstimator, init_state
 from .._deflation import deflated_trace, with_basis
-from .._hash import split
-from .._kept import kept_parts
-from .._operator import extend_products, space_of
-from .._orthogonal import (
+from .._linalg.tall import (
     column_dots,
+    column_norms,
     combine,
+    extend,
     inner,
-    largest_entries,
-    power_of_two,
-    products_to_check,
-    sum_over_rows,
+    side_by_side,
 )
-from .._samplers import (
-    RademacherSampler,
-    Sampler,
-    check_sampler,
-    draw_probes,
-    laid_out,
-    ranges_of,
-)
-from .._sharding import side_by_side
-from .._staging import inlined
-from .._standard_error import GRAM_PROBES, gram, independent_samples
-from .._state import init_state
-
-# No sketch is as large, and four words for each probe have different positions.
-_APART = 2**29
+from .._operators.block import apply_block, space_of
+from .._samplers import RademacherSampler, Sampler, check_sampler
 
 
 class HutchPlusPlusEstimator(TraceEstimator):
@@ -75,110 +57,61 @@ class HutchPlusPlusEstimator(TraceEstimator):
         return init_state(key, operator, "HutchPlusPlusEstimator.init")
 
     def carry_over(self, state, fresh):
-        """What `refresh` uses again: the range of products."""
-        _, *products = kept_parts(state, 3)
-        return with_basis(state, fresh, *products)
+        kept = state.kept
+        if kept is None or state.basis is not None:
+            return with_basis(state, fresh, None, None)
+        _, AQ, APsi = kept.parts
+        return with_basis(state, fresh, AQ, APsi)
 
     def compute(self, state, k):
         if state.basis is not None:
             return deflated_trace(state, k, self.sampler, resphere=False)
-        operator = state.operator
-        known_Y, known_AQ, known_APsi = kept_parts(state, 3)
-        sketch_size = _sketch_size(state, k)
-        num_residual = k - 2 * sketch_size
-        # Barriers, or XLA draws probes wherever they are used, and sums over all entries
-        # of a block once more.
-        probes = self._probes(state, sketch_size, num_residual)
-        rows = jax.lax.optimization_barrier([block.T for block in probes])
-        Omega, Psi = (block.T for block in rows)
-        (Y,) = extend_products(operator, (Omega, known_Y))
-        Q, _ = growing_basis(Y)
+        operator, space = state.operator, space_of(state.operator)
+        n, dtype = space.size, space.compute_dtype
+        kept, nothing = state.kept, jnp.zeros((n, 0), dtype)
+        Q, AQ, APsi = [nothing] * 3 if kept is None else kept.parts
+        known, tested = Q.shape[1], APsi.shape[1]
+        m = _sketch_size(k, known, tested)
+        num_residual = max(k - 2 * m, tested)
+        if m == 0:
+            return deflated_trace(state, k, self.sampler, resphere=False)
+        # Of one sequence in turn: there is one draw to compile.
+        block = self.sampler.sample(state.key, n, 2 * max(m, num_residual), dtype)
+        Omega, Psi = block[:, ::2][:, :m], block[:, 1::2][:, :num_residual]
+        Y = apply_block(operator, Omega[:, known:])
+        if m > known:
+            basis = jnp.pad(Q, ((0, 0), (0, m - known)))
+            new, _ = extend(basis, Y, known)
+            Q = side_by_side(Q, new)
         # Of the probes themselves: what is left of them depends on all of the sketch,
         # and products with it could not be used again.
-        AQ, APsi = extend_products(operator, (Q, known_AQ), (Psi, known_APsi))
-        inside = inner(Psi, Q).conj().T
-        # Of columns first, as the basis needs them.
-        first = Y if sketch_size else APsi
-        largest = jnp.max(largest_entries(first))
-        tests = _residual_tests(Q, AQ, Psi, APsi, inside, power_of_two(largest))
-        dots, norms, products, low_rank = jax.lax.optimization_barrier(
-            (*tests, column_dots(Q, AQ))
-        )
+        block = side_by_side(Q[:, known:], Psi[:, tested:])
+        products = apply_block(operator, block)
+        AQ = side_by_side(AQ, products[:, : m - known])
+        APsi = side_by_side(APsi, products[:, m - known :])
+        inside = inner(Q, Psi)
+        G, AG = Psi - combine(Q, inside), APsi - combine(AQ, inside)
+        low_rank = column_dots(Q, AQ)
         residual, standard_error, freedom = independent_samples(
-            dots, norms, products, low_rank
+            column_dots(G, AG), column_norms(AG), gram_of(G, AG), low_rank
         )
         stats = {
-            "num_matvecs": k,
+            "num_matvecs": 2 * m + num_residual,
             "degrees_of_freedom": freedom,
-            "largest_product": products_to_check(first),
-            "kept": [Y, AQ, APsi],
+            "kept": [Q, AQ, APsi],
         }
-        G = Psi - combine(Q, inside)
         blocks = side_by_side(Q, G), side_by_side(Q, G / num_residual)
         return jnp.sum(low_rank) + residual, standard_error, stats, blocks
 
-    def passes(self, state, k):
-        """What each pass of a [`traceax.StreamedMean`][] multiplies."""
-        m = _size_of_new_sketch(k)
 
-        def probes():
-            return side_by_side(*self._probes(state, m, k - 2 * m))
+def _sketch_size(k: int, known: int, tested: int) -> int:
+    """How many probes sketch the range, of k products in all.
 
-        def basis(products):
-            return growing_basis(products[:, :m])[0]
-
-        def parts(products, AQ=None):
-            Y, APsi = products[:, :m], products[:, m:]
-            return [Y, Y if AQ is None else AQ, APsi]
-
-        return [probes, basis] if m else [probes], parts
-
-    def _probes(self, state, sketch_size, num_residual):
-        space = space_of(state.operator)
-        probes = ranges_of(laid_out(self.sampler, space))
-        if probes is not None:
-            # Of one sequence, far apart: there is one key to be hashed.
-            return [
-                probes(state.key, start, space.size, number, space.compute_dtype)
-                for start, number in ((0, sketch_size), (_APART, num_residual))
-            ]
-        sketch_key, residual_key = split(state.key, 2)
-        Omega = draw_probes(self.sampler, sketch_key, sketch_size, space)
-        return Omega, draw_probes(self.sampler, residual_key, num_residual, space)
-
-
-@inlined
-def _residual_tests(Q, AQ, Psi, APsi, inside, scale):
-    """`g_i^* A g_i`, `|A g_i|` and `g_i^* A g_j` of the first `g_i = (I - Q Q^*) psi_i`,
-    for products of about that scale."""
-
-    def sums(Q, AQ, Psi, APsi):
-        # In rows, as blocks are in memory.
-        G = (Psi.T - combine(Q, inside).T).T
-        AG = (APsi.T - combine(AQ, inside).T).T
-        scaled = (AG.T / scale.astype(AG.dtype)).T
-        products = gram(G, AG) if G.shape[1] > 2 * GRAM_PROBES else inner(G, AG)
-        return column_dots(G, AG), column_dots(scaled, scaled), products
-
-    dots, squares, products = sum_over_rows(sums, Q, AQ, Psi, APsi)
-    products = products[None, :GRAM_PROBES, :GRAM_PROBES]
-    return dots, scale * jnp.sqrt(jnp.real(squares)), products
-
-
-def _size_of_new_sketch(k: int) -> int:
+    `known` and `tested` are how many sketched it before, and were tested on the rest: no
+    more new products are taken than were allowed for, also where one probe less is wanted.
+    """
     # A single residual probe would leave the error unknown.
-    return k // 3 if k >= 4 else 0
-
-
-def _sketch_size(state, k: int) -> int:
-    size = _size_of_new_sketch(k)
-    known_Y, _, known_APsi = kept_parts(state, 3)
-    if known_Y is None:
-        return size
-    # No more new products than were allowed for, also where one probe less is wanted.
-    sketch, residual = known_Y.shape[1], known_APsi.shape[1]
-    while 2 * (size - sketch) + max(k - 2 * size - residual, 0) > (
-        k - state.kept.budget
-    ):
+    size, budget = (k // 3 if k >= 4 else 0), k - 2 * known - tested
+    while size > known and 2 * (size - known) + max(k - 2 * size - tested, 0) > budget:
         size -= 1
-    return size
+    return max(size, known)

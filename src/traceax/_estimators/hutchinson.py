@@ -1,39 +1,23 @@
 """The Girard-Hutchinson estimator."""
 
 import math
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
 
-from .._base import TraceEstimator
-from .._kept import Counted, Kept, kept_parts
-from .._operator import apply_block, extend_products, space_of
-from .._orthogonal import (
-    TILE,
-    column_dots,
-    column_norms,
-    dots_and_norms,
-    products_to_check,
-    there,
-)
-from .._product_cost import reads_large_matrix
-from .._samplers import RademacherSampler, Sampler, check_sampler, laid_out
-from .._sharding import columns, side_by_side
-from .._standard_error import GRAM_PROBES, gram, independent_samples
-from .._state import described, init_state
-from .._stream import (
-    CountedStream,
-    ProbeStream,
-    check_chunk_size,
-    chunk_size,
-    counted_chunk,
-    without_numpy,
-)
-from .._tolerance import empty_rows, phases, put, unknown_error, until
+from .._accuracy.error_bar import GRAM_PROBES, gram_of, independent_samples
+from .._arguments import check_optional_integer, without_numpy
+from .._growing import GrowingEstimator
+from .._linalg.tall import column_dots, column_norms
+from .._operators.block import Space, apply_block, columns_at_once, space_of
+from .._primitive import Columns
+from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
 
 
-class HutchinsonEstimator(TraceEstimator):
+class HutchinsonEstimator(GrowingEstimator):
     r"""The Girard-Hutchinson estimator, the mean of `w_j^* A w_j` over k probes.
 
     *Use when* the budget is a handful of products, as in a Jacobian trace inside a
@@ -50,6 +34,9 @@ class HutchinsonEstimator(TraceEstimator):
     | variance | real symmetric A, signs: `2 (|A|_F^2 - sum_i A_ii^2) / k` |
     | derivative | the exact gradient of the estimate, k products with dA |
 
+    `stats["samples"]` holds the `w_j^* A w_j`. The estimate is linear in A: the mean over
+    minibatches of samples with one key is that of the mean of their operators.
+
     **Arguments:**
 
     - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default. With
@@ -57,8 +44,8 @@ class HutchinsonEstimator(TraceEstimator):
     - `chunk_size`: how many probes are alive at once. Probes of the next chunk take
         their memory, and derivatives draw them again, so that memory does not grow with
         k. By default as many as have 2^20 entries together, which stay in the cache of a
-        CPU, and at least 4, in multiples of 8 where it is more. Other devices may be
-        faster with more. The value does not depend on it, but for rounding.
+        CPU, and at least 4; all of them on other devices. The value does not depend on
+        it, but for rounding.
 
     **Reference:** Girard, "A fast 'Monte-Carlo cross-validation' procedure for large
     least squares problems with noisy data", Numer. Math. 56 (1989),
@@ -71,221 +58,125 @@ class HutchinsonEstimator(TraceEstimator):
     chunk_size: int | None = eqx.field(
         default=None, static=True, converter=without_numpy
     )
+    products_per_unit: ClassVar[int] = 1
 
     def __check_init__(self):
-        check_sampler(self.sampler, type(self).__name__)
-        check_chunk_size(self.chunk_size, type(self).__name__)
+        name = type(self).__name__
+        check_sampler(self.sampler, name)
+        what = "the number of probes drawn at once"
+        check_optional_integer(self.chunk_size, "chunk_size", name, least=1, what=what)
 
-    def init(self, key, operator):
-        return init_state(key, operator, "HutchinsonEstimator.init")
+    def begin(self, state, room):
+        space = space_of(state.operator)
+        few = min(room, GRAM_PROBES, self._chunk(space.size))
+        return {
+            "samples": jnp.zeros(room, space.compute_dtype),
+            "norms": jnp.zeros(room, space.real_dtype),
+            # The first probes and their products, for the skewness of samples.
+            "first": jnp.zeros((2, few, space.size), space.compute_dtype),
+        }
 
-    def compute(self, state, k):
-        stream = self._stream(state, k)
-        size = stream.chunk_size
-        # Of each probe, of the first probes of each whole chunk, and, of a chunk that
-        # has only begun, the products of its first probes.
-        samples, norms, grams, head = _of_chunks(state, size)
-        of_probes = [] if samples is None else [(samples, norms)]
-        of_chunks = [] if grams is None else [grams]
-        done = 0 if samples is None else samples.shape[0]
+    def grow(self, state, buffers, count, width):
+        space = space_of(state.operator)
+        most = len(buffers["samples"])
+        chunk = min(self._chunk(space.size), width)
+        few = buffers["first"].shape[1]
 
-        def test(block):
-            (Y,) = extend_products(state.operator, (block, None))
-            return dots_and_norms(block, Y, min(size, TILE)), Y
+        def test(start, number):
+            Omega = draw_range(self.sampler, state.key, start, number, most, space)
+            Y = apply_block(state.operator, Omega)
+            tested = {"samples": column_dots(Omega, Y), "norms": column_norms(Y)}
+            return tested, (Omega, Y)
 
-        def test_whole(block):
-            tested, Y = test(block)
-            return tested, gram(block, Y)
+        def put(buffers, tested, start):
+            return {
+                name: jax.lax.dynamic_update_slice_in_dim(buffers[name], new, start, 0)
+                for name, new in tested.items()
+            }
 
-        begin, end = done // size * size, min((done // size + 1) * size, k)
-        if done > begin and end > done:
-            tested, Y = test(stream.draw(done, end - done))
-            of_probes.append(tested)
-            if head is not None:
-                head = side_by_side(head, Y)[:, :GRAM_PROBES]
-            if end == begin + size and head is not None:
-                first = stream.draw(begin, min(size, GRAM_PROBES))
-                of_chunks.append(gram(first, head)[None])
-                head = None
-            done = end
-        if done + size <= k:
-            tested, stacked = stream.map(test_whole, done // size)
-            of_probes.append(tuple(x.reshape(-1) for x in tested))
-            of_chunks.append(stacked)
-            done = k // size * size
-        Omega = stream.draw(0, k) if k < size else None
-        check = None
-        if done < k:
-            block = stream.draw(done, k - done) if done or Omega is None else Omega
-            tested, Y = test(block)
-            of_probes.append(tested)
-            head = columns(Y, 0, GRAM_PROBES)
-            # Norms take a pass over products, which the value alone can do without.
-            if done == 0:
-                check = products_to_check(Y)
+        tested, blocks = test(count, chunk)
+        first = buffers["first"]
+        if not isinstance(count, int) or count < few:
+            new = jnp.stack([block[:, :few].T for block in blocks])
+            # Rows beyond the last are dropped.
+            rows = jnp.arange(new.shape[1], dtype=jnp.int32) + count
+            whole = new.shape == first.shape and isinstance(count, int) and count == 0
+            first = new if whole else first.at[:, rows].set(new, mode="drop")
+        buffers = {**put(buffers, tested, count), "first": first}
+        whole, rest = divmod(width - chunk, chunk)
+        if whole:
+            starts = jnp.arange(1, whole + 1, dtype=jnp.int32) * chunk + count
+            stacked = jax.lax.map(lambda start: test(start, chunk)[0], starts)
+            tested = jax.tree.map(lambda x: x.reshape(-1), stacked)
+            buffers |= put(buffers, tested, count + chunk)
+        if rest:
+            start = count + width - rest
+            buffers |= put(buffers, test(start, rest)[0], start)
+        return buffers
 
-        samples, norms = jax.lax.optimization_barrier(
-            tuple(jnp.concatenate(x) for x in zip(*of_probes, strict=True))
+    def judge(self, state, buffers, count):
+        space = space_of(state.operator)
+        samples, (Omega, Y) = buffers["samples"], buffers["first"]
+        active = (
+            None
+            if isinstance(count, int)
+            else jnp.arange(len(samples), dtype=jnp.int32) < count
         )
-        if of_chunks:
-            grams = jnp.concatenate(of_chunks)
-            tested = grams
-        else:
-            assert Omega is not None
-            assert head is not None
-            tested = gram(Omega, head)[None]
-        value, standard_error, freedom = independent_samples(
-            samples, norms, tested, dimension=stream.n
+        bar = independent_samples(
+            samples,
+            buffers["norms"],
+            gram_of(Omega.T, Y.T),
+            dimension=space.size,
+            active=active,
         )
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.
-            standard_error = standard_error * math.sqrt(1 - k / stream.n)
-        stats = {
-            "num_matvecs": k,
-            "degrees_of_freedom": freedom,
-            "largest_product": norms if check is None else check,
-            "kept": [samples, norms, grams, head],
-        }
-        blocks = stream if Omega is None else (Omega, Omega / k)
-        return value, standard_error, stats, blocks
+            left = 1 - jnp.asarray(count).astype(space.real_dtype) / space.size
+            bar = bar._replace(standard_error=bar.standard_error * jnp.sqrt(left))
+        return bar, None
 
-    def passes(self, state, k):
-        """What each pass of a [`traceax.StreamedMean`][] multiplies."""
-        stream = self._stream(state, k)
-        n, size = stream.n, stream.chunk_size
-        whole = k // size * size
-
-        def of_chunks(block):
-            return block[:, :whole].T.reshape(-1, size, n)[:, :GRAM_PROBES]
-
-        def parts(Y):
-            Omega = stream.draw(0, k)
-            samples, norms = dots_and_norms(Omega, Y, min(size, TILE))
-            grams = head = None
-            if whole:
-                grams = jax.vmap(lambda x, y: gram(x.T, y.T))(
-                    of_chunks(Omega), of_chunks(Y)
-                )
-            if whole < k:
-                head = Y[:, whole:][:, :GRAM_PROBES]
-            return [samples, norms, grams, head]
-
-        return [lambda: stream.draw(0, k)], parts
-
-    def _stream(self, state, k):
-        space = space_of(state.operator)
-        sampler = laid_out(self.sampler, space)
-        size = chunk_size(self.chunk_size, self.sampler, space.size)
-        return ProbeStream(state.key, sampler, space.size, k, size, space.compute_dtype)
-
-    def loop_goes_on(self, state):
-        """Whether an estimate to a tolerance can use what is kept."""
-        del state
-        return True
-
-    def compute_until(self, state, k, tolerance, meter):
-        space = space_of(state.operator)
-        n, dtype = space.size, space.compute_dtype
-        sampler = laid_out(self.sampler, space)
-        widest = chunk_size(self.chunk_size, self.sampler, n)
-        wide = reads_large_matrix(state.operator)
-        size = min(widest, counted_chunk(n, k, wide=wide))
-        stream = ProbeStream(state.key, sampler, n, k, size, dtype)
-        draw = stream.source()
-        samples, norms, head, products = self._known(state, stream)
-        done, few = len(samples), len(products)
-        schedule = phases(k, widest, wide=wide, done=done)
-        growing = [
-            phase
-            for phase in schedule
-            if done < few and (phase.width < GRAM_PROBES or phase is schedule[0])
-        ]
-        # The step that takes the last of the first probes may take more.
-        room = max((phase.width for phase in growing), default=0)
-        head = jnp.pad(head, ((0, room), (0, 0)))
-
-        def step(carry, count, phase):
-            samples, norms, head, products = carry
-            block = draw(count, phase.width)
-            Y = apply_block(state.operator, block)
-            if phase in growing:
-
-                def grown():
-                    (longer,) = put([head], [Y.T], count)
-                    return longer, gram(draw(0, few), longer[:few].T)
-
-                # Where steps widen early, before they do all phases see the first probes.
-                head, products = jax.lax.cond(
-                    count < few, grown, lambda: (head, products)
-                )
-            tested = [column_dots(block, Y), column_norms(Y)]
-            samples, norms = put([samples, norms], tested, count)
-            return samples, norms, head, products
-
-        def look(carry, found, count, phase):
-            samples, norms, _, products = carry
-            bar = independent_samples(
-                samples, norms, products[None], dimension=n, active=there(count, k)
-            )
-            if not self.sampler.independent:
-                left = 1 - count.astype(space.real_dtype) / n
-                bar = bar._replace(standard_error=bar.standard_error * jnp.sqrt(left))
-            return bar, found
-
-        samples, norms = (jnp.pad(x, (0, k - done)) for x in (samples, norms))
-        reached = until(
-            tolerance,
-            meter,
-            schedule,
-            (samples, norms, head, products),
-            None,
-            step,
-            look,
-            unknown_error(space),
-            done=done,
+    def stand_in(self, state, buffers, count):
+        space, most = space_of(state.operator), len(buffers["samples"])
+        probes = Probes(
+            state.key, self.sampler, count, most, self._chunk(space.size), space
         )
-        mean, standard_error, freedom = reached.bar
-        samples, norms, head, products = reached.carry
-        kept = [
-            Counted(samples),
-            Counted(norms),
-            products,
-            Counted(head[:few], as_columns=True),
-        ]
-        stats = {
-            "num_matvecs": reached.taken,
-            "degrees_of_freedom": freedom,
-            "largest_product": norms,
-            "kept": Kept(1, kept, described(self), reached.taken),
-        }
-        return mean, standard_error, stats, CountedStream(reached.taken, stream)
+        if probes.size < most or not isinstance(count, int):
+            return probes
+        return [probes.chunk(0)]
 
-    def _known(self, state, stream):
-        """What a loop begins with: samples, norms, the products of the first probes as
-        rows, and the Gram matrix of these."""
-        space = space_of(state.operator)
-        few = min(stream.k, GRAM_PROBES)
-        rows = empty_rows(few, state.operator, stream.source())
-        samples, norms, grams, head = kept_parts(state, 4)
-        if samples is None:
-            nothing = jnp.zeros(0, stream.dtype), jnp.zeros(0, space.real_dtype)
-            return *nothing, rows, jnp.zeros((few, few), stream.dtype)
-        if grams is not None and grams.ndim == 3:
-            # Of the first chunk, which may be of fewer probes.
-            return samples, norms, rows[: len(grams[0])], grams[0]
-        (rows,) = put([rows], [head.T], 0)
-        return samples, norms, rows, gram(stream.draw(0, few), rows.T)
+    def more_stats(self, buffers):
+        return {"samples": buffers["samples"]}
+
+    def _chunk(self, n: int) -> int:
+        if self.chunk_size is None:
+            return columns_at_once(n)
+        return self.chunk_size
 
 
-def _of_chunks(state, size):
-    """What a state keeps, as chunks of this size go on from it.
+class Probes(Columns):
+    """The blocks `V = Omega` and `Z = Omega / count`, drawn again when needed."""
 
-    Of probes that a loop has taken only the first chunk's products are known.
-    """
-    samples, norms, grams, head = kept_parts(state, 4)
-    if grams is None or grams.ndim == 3:
-        return samples, norms, grams, head
-    if samples.shape[0] < size:
-        return samples, norms, None, head
-    few = min(size, GRAM_PROBES)
-    return samples, norms, grams[None, :few, :few], None
+    key: Key[Array, ""]
+    sampler: Sampler
+    count: int | Int[Array, ""]
+    most: int = eqx.field(static=True)
+    size: int = eqx.field(static=True)
+    space: Any = eqx.field(static=True)
+
+    def __init__(self, key, sampler, count, most: int, chunk: int, space: Space):
+        self.key, self.sampler, self.count, self.most = key, sampler, count, most
+        # In chunks of equal size.
+        number = math.ceil(most / min(chunk, most))
+        self.size = math.ceil(most / number)
+        if not isinstance(count, int):
+            # So that a loop that stopped early pays for what it took.
+            self.size = min(self.size, max(8, most // 8))
+        self.space = (space.size, space.compute_dtype)
+
+    def chunk(self, start):
+        n, dtype = self.space
+        space = Space(n, dtype, dtype, None)
+        V = draw_range(self.sampler, self.key, start, self.size, self.most, space)
+        active = jnp.arange(self.size, dtype=jnp.int32) + start < self.count
+        V = jnp.where(active[None, :], V, 0)
+        return V, V / jnp.asarray(self.count).astype(dtype)

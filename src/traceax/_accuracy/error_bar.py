@@ -1,0 +1,315 @@
+r"""Error bars: of independent samples, and of leave-one-out samples.
+
+Pure kernels on arrays. docs/error-bars.md has the derivations.
+"""
+
+import functools as ft
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
+
+from .._linalg.small import divisor, leading, matmul
+from .._linalg.tall import inner
+
+# How many probes the skewness is estimated from: n x 16 x 16 operations at most.
+GRAM_PROBES = 16
+# Errors in units of eps and of what is added up, for results exact but for rounding.
+_ROUNDING = 4
+
+
+class ErrorBar(NamedTuple):
+    """The mean of samples, its root mean square error, and how well that is known."""
+
+    mean: Inexact[Array, ""]
+    standard_error: Float[Array, ""]
+    degrees_of_freedom: Float[Array, ""]
+
+
+def independent_samples(
+    samples: Inexact[Array, " m"],
+    norms: Float[Array, " m"],
+    gram: Inexact[Array, "g g"],
+    exact: Inexact[Array, " e"] | None = None,
+    *,
+    dimension: int | None = None,
+    active: Bool[Array, " m"] | None = None,
+) -> ErrorBar:
+    r"""The error bar of the mean of independent samples `w_j^* A w_j`.
+
+    `active` says which samples there are, all by default; at least two of them.
+
+    `norms` are the `|A w_j|`, `gram` is `w_i^* A w_j` of the first probes (see
+    `gram_of`), and `exact` what else is added up to the value, for the error of
+    rounding. The error is unknown (NaN) for a single sample.
+
+    *Variance.* `V = s^2 / m`, with `s^2` the sample variance, but for ties: m signs can
+    agree by chance, with probability `2^(1 - m)`, so that `s^2 = 0` though the samples
+    vary. Where samples agree, `s^2` is the largest variance that samples of signs can
+    have, `2 |A|_F^2`, times that probability; `|A|_F^2` is the mean of `|A w_j|^2`.
+    Without it few probes would report an error of 0 for a wrong answer. Signs don't see a
+    multiple of the identity: given the `dimension` n, it is that of the traceless part,
+    the mean of `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased where no entry is
+    on the diagonal of that.
+
+    *Degrees of freedom* nu, of the Student t interval: one less than m for normal
+    samples, and fewer the more skewed they are, `1/nu = 1/(m-1) + c gamma^2 / m` (see
+    `_skewed`). Few samples don't show their skewness; their products do. The squared
+    skewness of `w^* A w` for a Hermitian A is `8 (tr A^3)^2 / (tr A^2)^3`, and
+    `M_ij M_jl M_li`, of three probes, is an unbiased estimate of `tr A^3`.
+    """
+    m = _number(samples, active)
+    samples, norms = leading(samples, active), leading(norms, active)
+    mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
+    if samples.shape[0] == 1:
+        return _unknown(mean)
+    magnitude = jnp.sum(jnp.abs(samples) + norms) / m
+    # Divided by it, squares neither over- nor underflow.
+    unit = divisor(magnitude)
+    deviations = leading((samples - mean) / unit.astype(samples.dtype), active)
+    lengths, sizes = norms / unit, jnp.abs(samples) / unit
+    seconds, thirds = _moments(deviations)
+    squares, along = jnp.sum(lengths**2), jnp.sum(sizes**2)
+    variance = sum(seconds) / (m - 1)
+    if dimension is not None and dimension > 2:
+        squares = jnp.maximum(dimension * squares - along, 0) / (dimension - 2)
+    tied = jnp.exp2(1.0 - m) * 2 * squares / m
+    variance = jnp.where(variance < 0.01 * tied, tied, variance) / m
+    skewness = jnp.maximum(
+        _squared_skewness(seconds, thirds, m),
+        _gram_squared_skewness(gram / unit.astype(gram.dtype), active),
+    )
+    inverse = 1 / (m - 1) + _skewed(skewness, m)
+    if exact is not None:
+        magnitude = magnitude + jnp.sum(jnp.abs(exact))
+    return _error_bar(mean, unit, variance, inverse, magnitude)
+
+
+def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
+    """The error bar of a sum of independent estimates, by Satterthwaite's rule."""
+    errors = jnp.stack([bar.standard_error for bar in bars])
+    freedoms = jnp.stack([bar.degrees_of_freedom for bar in bars])
+    unit = divisor(jnp.max(errors))
+    variances = (errors / unit) ** 2
+    variance = jnp.sum(variances)
+    known = jnp.where(freedoms > 0, freedoms, 1)  # 0 for what counts for nothing
+    uncertain = jnp.sum(variances**2 / known)
+    freedom = jnp.where(
+        variance == 0, jnp.max(freedoms), _ratio(variance**2, uncertain)
+    )
+    mean = jnp.sum(jnp.stack([bar.mean for bar in bars]))
+    return ErrorBar(mean, unit * jnp.sqrt(variance), freedom)
+
+
+def gram_of(
+    probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]
+) -> Inexact[Array, "g g"]:
+    """`w_i^* A w_j` of the first probes, from which `independent_samples` sees the
+    skewness."""
+    return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
+
+
+def leave_one_out_samples(
+    samples: Inexact[Array, " m"],
+    pairs: Inexact[Array, "m m"],
+    magnitude: Float[Array, ""],
+    orthogonal_dimension: ArrayLike | None = None,
+    *,
+    known: Bool[Array, "m m"] | None = None,
+    active: Bool[Array, " m"] | None = None,
+) -> ErrorBar:
+    r"""The error bar of the mean of leave-one-out samples.
+
+    Sample i, `t_i`, tests on probe i what the other probes built. The samples share
+    probes, are correlated, and their sample variance understates the error of their
+    mean up to tenfold. `pairs[i, j]`, `t_ij`, is sample i with probe j left out of
+    everything. The diagonal of `pairs` is not used. `magnitude` bounds what was added
+    up to a sample, for the error of rounding. `known` says which pairs are given, all
+    by default: the mean over these stands for the mean over all. `active` says which
+    samples there are, all by default; at least two of them.
+
+    *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not
+    depend on probe j. So `t_j - t` has mean 0 against `t_ij - t`, `t_i - t` against
+    `t_ji - t`, and
+
+        E[(t_i - t_ij)(t_j - t_ji)] = cov(t_i, t_j) + E[(t_ij - t)(t_ji - t)] .
+
+    For independent probes the last term is 0: given all but i and j, `t_ij` depends on
+    probe i alone, `t_ji` on probe j alone, and both have mean t. So the products on
+    the left estimate the covariances without bias. With `s^2` the sample variance,
+
+        V = s^2 / m + 1 / (m (m-1)) sum_{i != j} (t_i - t_ij)(t_j - t_ji)
+
+    is then an unbiased estimate of the variance of the mean: `E s^2` is the variance
+    of a sample less the mean covariance c of two, and that of the mean is
+    `(variance - c) / m + c`.
+
+    *Orthogonal probes.* Given all but i and j, orthonormal `u_i`, `u_j` are a uniform
+    pair in the complement, of dimension `N = orthogonal_dimension`. The quadratic
+    forms of a full orthonormal basis add up to a constant, so those of a pair have
+    correlation `-1 / (N - 1)`. The last term is `-var(t_ij) / (N - 1)` instead of 0,
+    and `var(t_ij) / (N - 1)` is added to V. About their mean, in place of t, the `t_ij`
+    vary less, by about V; adding that back gives the factor `(N - 1) / (N - 2)`.
+
+    The second term is noisy where it is small: V is kept at half of `s^2 / m` or above.
+
+    *Degrees of freedom.* V is the sum of what each probe contributes, `h_i`. By
+    Satterthwaite's rule a sum V has `2 V^2 / var V` of them, and contributions that
+    differ tell of its variance: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`. For normal
+    samples `J = 1/m`; where few probes make up V, J is larger. Half of the normal
+    value and 0.7 J are added; these two weights are measured, not derived. Skewness
+    counts as for independent samples.
+    """
+    m, samples = _number(samples, active), leading(samples, active)
+    mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
+    (most,) = samples.shape
+    if most == 1:
+        return _unknown(mean)
+    off_diagonal = ~jnp.eye(most, dtype=bool) if known is None else known
+    if active is not None:
+        off_diagonal = off_diagonal & active[:, None] & active[None, :]
+    deviations = leading(samples - mean, active)
+    differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
+    unit = divisor(magnitude)
+    deviations = deviations / unit.astype(samples.dtype)
+    differences = differences / unit.astype(samples.dtype)
+    alone = jnp.abs(deviations) ** 2
+    shared = jnp.sum(jnp.real(differences * differences.conj().T), axis=1)
+    if known is not None:
+        shared = shared * (m * (m - 1) / jnp.sum(known)).astype(shared.dtype)
+    factor = 1.0
+    if orthogonal_dimension is not None:
+        about = jnp.where(off_diagonal, (pairs - mean) / unit.astype(pairs.dtype), 0)
+        of_pairs = jnp.sum(jnp.abs(about) ** 2, axis=1)
+        shared = shared + of_pairs / (orthogonal_dimension - 1)
+        factor = (orthogonal_dimension - 1) / (orthogonal_dimension - 2)
+    scale = factor / (m * (m - 1))
+    contributions = scale * (alone + shared)
+    seconds, thirds = _moments(deviations)
+    variance = jnp.maximum(jnp.sum(contributions), scale * sum(seconds) / 2)
+    uneven = _ratio(jnp.sum(contributions**2), variance**2) - 1 / m
+    uneven = jnp.clip(uneven, 0, 1) / 2
+    skewness = _squared_skewness(seconds, thirds, m)
+    inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
+    return _error_bar(mean, unit, variance, inverse, magnitude)
+
+
+def cyclic_pairs(
+    first: Inexact[Array, " m"], second: Inexact[Array, " m"]
+) -> tuple[Inexact[Array, "m m"], Bool[Array, "m m"]]:
+    """`pairs` and `known` of neighbours, the last and the first sample being such.
+
+    `first[i]` is sample i with probe i + 1 left out as well, `second[i]` sample i + 1
+    with probe i left out.
+    """
+    (m,) = first.shape
+    here = jnp.arange(m)
+    there = (here + 1) % m
+    pairs = jnp.zeros((m, m), first.dtype)
+    pairs = pairs.at[here, there].set(first).at[there, here].set(second)
+    known = jnp.zeros((m, m), bool).at[here, there].set(True)
+    known = (known | known.T) & ~jnp.eye(m, dtype=bool)
+    return pairs, known
+
+
+def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
+    # The root of an estimated variance is too small on average, by 1 - 1 / (4 nu).
+    inverse_freedom = jnp.minimum(inverse_freedom, 1)
+    error = unit * jnp.sqrt(variance) * (1 + inverse_freedom / 4)
+    eps = jnp.finfo(error.dtype).eps
+    return ErrorBar(
+        mean, jnp.maximum(error, _ROUNDING * eps * magnitude), 1 / inverse_freedom
+    )
+
+
+def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:
+    real = jnp.finfo(mean.dtype).dtype
+    return ErrorBar(mean, jnp.full((), jnp.nan, real), jnp.zeros((), real))
+
+
+def _number(samples, active) -> int | Float[Array, ""]:
+    """How many samples there are."""
+    if active is None:
+        return samples.shape[0]
+    return jnp.sum(active).astype(jnp.finfo(samples.dtype).dtype)
+
+
+def _skewed(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
+    """What skewness adds to `1 / nu`.
+
+    The coverage of a two-sided t interval has the expansion (Hall, "The Bootstrap and
+    Edgeworth Expansion" (1992), doi:10.1007/978-1-4612-4384-7, section 2.6)
+
+        2 Phi(x) - 1 - 2 x phi(x) [(x^4 + 2 x^2 - 3) gamma^2 / 18 + ...] / m,
+
+    that of a t distribution `- 2 x phi(x) (x^2 + 1) / (4 nu)`. They agree at x = 1.96
+    for `1 / nu = 0.9 gamma^2 / m`. For few samples the expansion overstates: `m + 2` in
+    place of m, which is measured.
+    """
+    return jnp.asarray(0.9 * squared_skewness / (m + 2))
+
+
+def _moments(
+    deviations: Inexact[Array, " m"],
+) -> tuple[list[Float[Array, ""]], list[Float[Array, ""]]]:
+    """Sums of squares and of cubes of the real and of the imaginary parts."""
+    parts = [jnp.real(deviations)]
+    if jnp.iscomplexobj(deviations):
+        parts.append(jnp.imag(deviations))
+    return [jnp.sum(x**2) for x in parts], [jnp.sum(x**3) for x in parts]
+
+
+def _squared_skewness(
+    seconds: list[Float[Array, ""]], thirds: list[Float[Array, ""]], m: ArrayLike
+) -> Float[Array, ""]:
+    # Of the real and the imaginary parts, the larger; of rounding none.
+    eps = float(jnp.finfo(seconds[0].dtype).eps)
+    ratios = [
+        _cubed_ratio(third, second + m * eps**2)
+        for third, second in zip(thirds, seconds, strict=True)
+    ]
+    return jnp.asarray(m * ft.reduce(jnp.maximum, ratios))
+
+
+def _gram_squared_skewness(
+    gram: Inexact[Array, "g g"], active: Bool[Array, " m"] | None = None
+) -> Float[Array, ""]:
+    g, _ = gram.shape
+    # (tr A^3)^2 <= (tr A^2)^3, and a circular complex probe is half as skewed.
+    most = 4.0 if jnp.iscomplexobj(gram) else 8.0
+    if g < 3:
+        return jnp.full((), most, jnp.finfo(gram.dtype).dtype)
+    if active is not None:
+        # Probes that there are not have a Gram matrix of zeros.
+        g = jnp.minimum(jnp.sum(active), g).astype(jnp.finfo(gram.dtype).dtype)
+    triples = g * (g - 1) * (g - 2)
+    gram = jnp.where(jnp.eye(len(gram), dtype=bool), 0, gram)
+
+    def of(hermitian):
+        squared = matmul(hermitian, hermitian)
+        second = jnp.sum(jnp.abs(hermitian) ** 2) / (g * (g - 1))
+        third = jnp.sum(jnp.real(squared * hermitian.conj())) / triples
+        # The square of an estimate exceeds that of its mean by its variance, which is
+        # known for samples without skewness. Half of it is subtracted: from four or
+        # five probes rather a wide interval than a short one.
+        noise = 0.375 * most / triples
+        beyond = jnp.maximum(_cubed_ratio(third, second) - noise, 0)
+        return most * jnp.minimum(beyond, 1)
+
+    adjoint = gram.conj().T
+    skewness = of((gram + adjoint) / 2)
+    if jnp.iscomplexobj(gram):
+        skewness = jnp.maximum(skewness, of((gram - adjoint) / 2j))
+    return skewness
+
+
+def _ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
+    # Of what is at most about 1 if not rounding; 0 for 0/0.
+    tiny = jnp.finfo(y.dtype).tiny
+    safe = y > tiny
+    return jnp.where(safe, x / jnp.where(safe, y, 1), 0)
+
+
+def _cubed_ratio(third: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
+    # Of the square of the one to the cube of the other, which may not be representable.
+    return _ratio(third, second * jnp.sqrt(second)) ** 2

@@ -1,0 +1,240 @@
+r"""Krylov spaces: Arnoldi, block Lanczos, Lanczos of many vectors at once.
+
+Pure kernels. `product` maps an (n, m) block to the products of its columns. Every new
+block is orthogonalised against all before it, as often as it takes for a basis that is
+orthonormal to rounding in any precision, and a projected matrix is what it says:
+`T = K^* A K`.
+
+Breakdown is a success. Where a Krylov space stops growing, the residual is rounding;
+`extend` makes a direction of it, or fills one in, that is orthogonal to the space. The
+projected matrix stays a projection of A, and does not couple the space to that
+direction. Nothing is divided by the residual.
+
+| name | shape | |
+|---|---|---|
+| K | (n, k), k = m s | basis, the block of step j in columns `j m, ..., (j + 1) m - 1` |
+| H | (k, k + m) | factor, `[Omega, A K] = K H` up to what is orthogonal to K |
+| T | (k, k) | projected matrix, block tridiagonal up to rounding |
+| omega | (k, m) | coordinates of the m starting vectors, the columns of Omega |
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact, Int
+
+from .small import divisor, eigh, frobenius
+from .tall import column_norms, combine, extend, inner, largest_entry, put
+
+Product = Callable[[Inexact[Array, "n m"]], Inexact[Array, "n m"]]
+
+
+class Arnoldi(NamedTuple):
+    """A run of Arnoldi's method, of which some steps are done.
+
+    - `basis`: K; zeros where there is none yet.
+    - `factor`: H, but for the products with the last block.
+    - `pending`: these products, which make the next block.
+    """
+
+    basis: Inexact[Array, "n k"]
+    factor: Inexact[Array, "k km"]
+    pending: Inexact[Array, "n m"]
+
+
+def arnoldi_start(start: Inexact[Array, "n m"], most: int) -> Arnoldi:
+    """Before the first of at most so many steps."""
+    n, m = start.shape
+    k = m * most
+    basis = jnp.zeros((k, n), start.dtype).T
+    return Arnoldi(basis, jnp.zeros((k, k + m), start.dtype), start)
+
+
+def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
+    """After step `j = 0, 1, ...`, which takes m products."""
+    basis, factor, pending = run
+    start = j * pending.shape[1]
+    Q, R = extend(basis, pending, start)
+    factor = jax.lax.dynamic_update_slice_in_dim(factor, R, start, 1)
+    return Arnoldi(put(basis, Q, start), factor, product(Q))
+
+
+def arnoldi_factor(run: Arnoldi, steps: int | Int[Array, ""]) -> Inexact[Array, "k km"]:
+    """H after so many steps; zeros beyond."""
+    basis, factor, pending = run
+    last = inner(basis, pending)
+    return jax.lax.dynamic_update_slice_in_dim(
+        factor, last, steps * pending.shape[1], 1
+    )
+
+
+def arnoldi(
+    product: Product, start: Inexact[Array, "n m"], steps: int
+) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k km"]]:
+    """K and H, of any operator.
+
+    `m * steps <= n`. Takes `m * steps` products, O(n k^2) time, and the memory of K
+    and a few blocks (n, m).
+    """
+    run = jax.lax.fori_loop(
+        0,
+        steps,
+        lambda j, run: arnoldi_step(product, run, j),
+        arnoldi_start(start, steps),
+    )
+    return run.basis, arnoldi_factor(run, steps)
+
+
+class Projected(NamedTuple):
+    """A Hermitian operator in coordinates of a block Krylov space.
+
+    - `asymmetry`: the part of the projected matrix that a Hermitian operator would not
+        have, relative to the matrix.
+    """
+
+    T: Inexact[Array, "k k"]
+    omega: Inexact[Array, "k m"]
+    asymmetry: Float[Array, ""]
+
+
+def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
+    """Block Lanczos: what Arnoldi's factor is of a Hermitian operator."""
+    k = factor.shape[0]
+    m = factor.shape[1] - k
+    omega, columns = factor[:, :m], factor[:, m:]
+    block = jnp.arange(k) // m
+    distance = block[None, :] - block[:, None]
+    diagonal = jnp.where(distance == 0, columns, 0)
+    above = jnp.where(distance > 0, columns, 0)
+    T = (diagonal + diagonal.conj().T) / 2 + above + above.conj().T
+    # A Hermitian operator couples a block to the next one only.
+    foreign = jnp.where(distance > 1, columns, 0) + (diagonal - diagonal.conj().T) / 2
+    unit = divisor(largest_entry(T)).astype(T.dtype)
+    asymmetry = frobenius(foreign / unit) / divisor(frobenius(T / unit))
+    return Projected(T, omega, asymmetry)
+
+
+class RitzPairs(eqx.Module):
+    """Ritz pairs of one or more Krylov spaces of a Hermitian operator.
+
+    **Attributes:**
+
+    - `basis`: K, of shape (n, p), of which the first `width` columns span the starting
+        vectors.
+    - `values`: theta, the Ritz values.
+    - `vectors`: S; the Ritz vectors are `V = K S`.
+    - `probes`: Ritz coordinates of the starting vectors, scaled so that
+        `D = probes probes^*` has `E[V D V^*] = I`.
+    - `width`: the number of starting vectors.
+    """
+
+    basis: Inexact[Array, "n p"]
+    values: Float[Array, " p"]
+    vectors: Inexact[Array, "p p"]
+    probes: Inexact[Array, "p m"]
+    width: int = eqx.field(static=True)
+
+    @property
+    def ritz_vectors(self) -> Inexact[Array, "n p"]:
+        return combine(self.basis, self.vectors)
+
+    def first(self, size: int) -> "RitzPairs":
+        """The first pairs alone, of a run that took no more steps."""
+        return RitzPairs(
+            self.basis.T[:size].T,
+            self.values[:size],
+            self.vectors[:size, :size],
+            self.probes[:size],
+            self.width,
+        )
+
+
+class KrylovSpaces(NamedTuple):
+    """A Krylov space for each of m starting vectors.
+
+    - `basis[j, i]`: vector j of the space of starting vector i. Zero where that space
+        has fewer dimensions.
+    - `projected`: tridiagonal matrices.
+    - `norms`: of the starting vectors, which are `norms * basis[0]`.
+    - `asymmetry`: the largest coefficient that a Hermitian operator would not have,
+        relative to the largest norm of a product.
+    """
+
+    basis: Inexact[Array, "s m n"]
+    projected: Float[Array, "m s s"]
+    norms: Float[Array, " m"]
+    asymmetry: Float[Array, ""]
+
+    def ritz_pairs(self) -> RitzPairs:
+        """Those of all spaces; pair r of starting vector i at `i s + r`."""
+        steps, m, n = self.basis.shape
+        dtype = self.basis.dtype
+        values, vectors = jax.vmap(eigh)(self.projected)
+        own = jnp.eye(m, dtype=bool)
+        first = vectors[:, 0, :] * (self.norms / jnp.sqrt(1.0 * m))[:, None]
+        probes = jnp.where(own[:, None, :], first[:, :, None], 0)
+        # In the Krylov basis vector j of i comes at `j m + i`.
+        S = jnp.where(own[None, :, :, None], vectors.swapaxes(0, 1)[:, :, None], 0)
+        return RitzPairs(
+            self.basis.reshape(m * steps, n).T,
+            values.reshape(-1),
+            S.reshape(m * steps, m * steps).astype(dtype),
+            probes.reshape(m * steps, m).astype(dtype),
+            m,
+        )
+
+
+def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> KrylovSpaces:
+    """Lanczos from each of m vectors, independently; a product a step for all of them.
+
+    A space that stops growing is continued by zeros, and its matrix by a multiple of
+    the identity within the range of A, decoupled. O(n m s^2) time.
+    """
+    n, m = start.shape
+    dtype, real = start.dtype, jnp.finfo(start.dtype).dtype
+    eps = jnp.finfo(dtype).eps
+    precision = jax.lax.Precision.HIGHEST
+
+    def normalised(vectors, lengths):
+        return vectors / divisor(lengths)[:, None].astype(dtype)
+
+    def inside(basis, vectors):
+        # The part of each vector in its own space.
+        return jnp.einsum("jmn,mn->jm", basis.conj(), vectors, precision=precision)
+
+    def without(basis, vectors):
+        parts = inside(basis, vectors)
+        return vectors - jnp.einsum("jmn,jm->mn", basis, parts, precision=precision)
+
+    def step(j, carry):
+        basis, T, alive, scale, foreign = carry
+        W = product(basis[j].T).T
+        parts = inside(basis, W)
+        alpha = jnp.where(alive, jnp.real(parts[j]), T[:, 0, 0])
+        T = T.at[:, j, j].set(alpha)
+        scale = jnp.maximum(scale, column_norms(W.T))
+        # A Hermitian operator couples a vector to its neighbours only, and alike.
+        unexpected = jnp.abs(parts - T[:, :, j].T.astype(dtype))
+        foreign = jnp.maximum(foreign, jnp.max(jnp.where(alive, unexpected, 0)))
+        residual = without(basis, without(basis, W))
+        beta = column_norms(residual.T)
+        alive = beta > 10 * eps * scale
+        beta = jnp.where(alive, beta, 0)
+        following = without(basis, normalised(residual, beta))
+        following = normalised(following, column_norms(following.T))
+        following = jnp.where(alive[:, None], following, 0)
+        # The last step writes nothing: there is no vector after it.
+        basis = basis.at[j + 1].set(following, mode="drop")
+        T = T.at[:, j, j + 1].set(beta, mode="drop")
+        T = T.at[:, j + 1, j].set(beta, mode="drop")
+        return basis, T, alive, scale, foreign
+
+    norms = column_norms(start)
+    basis = jnp.zeros((steps, m, n), dtype).at[0].set(normalised(start.T, norms))
+    T, zeros = jnp.zeros((m, steps, steps), real), jnp.zeros(m, real)
+    carry = (basis, T, jnp.ones(m, bool), zeros, jnp.zeros((), real))
+    basis, T, _, scale, foreign = jax.lax.fori_loop(0, steps, step, carry)
+    return KrylovSpaces(basis, T, norms, foreign / divisor(jnp.max(scale)))

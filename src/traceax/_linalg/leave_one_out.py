@@ -1,0 +1,253 @@
+r"""Leaving one probe out of a low-rank approximation: downdates and resphering.
+
+Pure kernels on arrays. Shapes and names, after Epperly, Tropp and Webber, "XTrace:
+Making the Most of Every Sample in Stochastic Trace Estimation", SIAM J. Matrix Anal.
+Appl. 45 (2024), doi:10.1137/23M1548323, arXiv:2301.07825:
+
+| symbol | shape | meaning |
+|---|---|---|
+| `Omega` | n x m | probes, a column `w_i` each |
+| `Y` | n x m | `A Omega = Q R` |
+| `Q`, `R` | n x m, m x m | thin QR factorisation of `Y` |
+| `S` | m x m | `s_i` spans what `Y` loses from its range without column i |
+| `P_i` | n x n | `Q (I - s_i s_i^*) Q^*`, the projector on the range of `Y` without column i |
+| `X` | m x m | `x_i`, coordinates of `P_i w_i` in `Q` |
+| `g_i` | n | `(I - P_i) w_i`, the part of probe i that the others don't explain |
+| `a` | m | resphering factors |
+| `t_i` | | the trace estimated by testing probe i on what the others built |
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact
+
+from .small import (
+    divisor,
+    frobenius,
+    inverse_conjugate_transpose,
+    leading,
+    matmul,
+    svd,
+)
+from .tall import column_dots, combine, inner, power_of_two_scale
+
+
+class Grams(NamedTuple):
+    """What samples are made of: products of blocks with each other."""
+
+    W: Inexact[Array, "m m"]  # Q^* Omega
+    H: Inexact[Array, "m m"]  # Q^* A Q
+    T: Inexact[Array, "m m"]  # (A Q)^* Omega
+    squares: Float[Array, " m"]  # |w_i|^2
+    tested: Inexact[Array, " m"]  # w_i^* A w_i
+
+
+class LeaveOneOut(NamedTuple):
+    """What each probe keeps when the range found by the others is projected out."""
+
+    n: int
+    R: Inexact[Array, "m m"]
+    S: Inexact[Array, "m m"]
+    X: Inexact[Array, "m m"]
+    a: Float[Array, " m"]
+    left: Float[Array, " m"]  # |g_i|^2
+    basis: Inexact[Array, "m m"] | None  # the one meant, in Q, if it is another
+    number: Float[Array, ""] | int  # of probes
+
+
+def grams(
+    Omega: Inexact[Array, "n m"],
+    Q: Inexact[Array, "n m"],
+    AQ: Inexact[Array, "n m"],
+    R: Inexact[Array, "m m"] | None,
+    squares: Float[Array, " m"],
+    tested: Inexact[Array, " m"],
+) -> Grams:
+    """R is given for a Hermitian A, of which it is T: `(A Q)^* Omega = Q^* Y`."""
+    T = inner(AQ, Omega) if R is None else R
+    return Grams(inner(Q, Omega), inner(Q, AQ), T, squares, tested)
+
+
+def floor_diagonal(R: Inexact[Array, "m m"]) -> Inexact[Array, "m m"]:
+    """`R` with diagonal entries of modulus at least `eps |R|_F`.
+
+    `|R|_F = |Y|_F`, so the test is relative to the block itself. A diagonal entry
+    below the floor is rounding: the floor makes the triangle safe to invert and moves
+    `Q R` by no more than rounding has moved it already.
+    """
+    norm = frobenius(R)
+    floor = jnp.finfo(R.dtype).eps * divisor(norm)
+    small = jnp.eye(len(R), dtype=bool) & (jnp.abs(R) < floor)
+    return jnp.where(small, floor.astype(R.dtype), R)
+
+
+def left_out_of_dependent(
+    R: Inexact[Array, "m m"],
+) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
+    r"""`R^-* e_i` for probes that may be linearly dependent, and a change of basis.
+
+    Probes of finitely many values, such as signs, can be dependent, which a small n
+    makes likely. The columns of Q beyond the rank are then rounding, but for being
+    orthogonal to all of `Y`: tested on probe i they would not be independent of it.
+
+    With `R = W Sigma V^*`, `Q W` has the range of `Y` in its leading columns, of which
+    the returned basis zeroes the others. Column i is in the span of the others unless
+    `e_i` is orthogonal to the null space of R, that is of length 1 in the leading
+    columns of V. Leaving it out then loses nothing, and its column is 0; else it is
+    `Sigma^-1 V^* e_i`, in coordinates of `Q W`.
+    """
+    W, singular_values, VH = svd(R)
+    m = R.shape[0]
+    eps = jnp.finfo(R.dtype).eps
+    rank = singular_values > 16 * m * eps * jnp.max(singular_values)
+    safe = jnp.where(rank, singular_values, jnp.ones_like(singular_values))
+    VH = jnp.where(rank[:, None], VH, 0)
+    essential = jnp.sum(jnp.abs(VH) ** 2, axis=0) > 1 - jnp.sqrt(eps)
+    columns = jnp.where(essential[None, :], VH / safe[:, None].astype(R.dtype), 0)
+    return columns, jnp.where(rank[None, :], W, 0)
+
+
+def normalise_columns(x: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
+    """Columns of unit norm; zero columns stay zero."""
+    norms = jnp.linalg.norm(x, axis=0)
+    return x / divisor(norms)[None, :].astype(x.dtype)
+
+
+def leave_one_out(
+    W: Inexact[Array, "m m"],
+    squares: Float[Array, " m"],
+    R: Inexact[Array, "m m"],
+    n: int,
+    *,
+    resphere: bool,
+    active: Bool[Array, " m"] | None = None,
+) -> LeaveOneOut:
+    r"""The downdate of `Q` for every probe, in `O(m^3)`.
+
+    From `W = Q^* Omega` and the squares of the lengths of probes. `active` says which
+    columns there are, all by default; the others are 0.
+
+    *Downdate.* `R^-* e_i` is orthogonal to every column of `R` but the i-th, since
+    `(R^-* e_i)^* R e_j = e_i^* e_j`. So its direction `s_i` is what the range of `Y`
+    loses with column i, and `P_i` projects on the rest.
+
+    *Resphering.* Given the other probes `P_i` is fixed, of rank m - 1, and the
+    direction of `g_i` is uniform on the unit sphere of its complement, of dimension
+    `N = n - m + 1`. For a unit vector u uniform there `E[u u^*] = (I - P_i) / N`, so
+
+        a_i g_i g_i^*  with  a_i = N / |g_i|^2
+
+    has mean `I - P_i`, without the fluctuation of `|g_i|^2`. `|g_i|^2` is that of the
+    projected probe: with `n` for `|w_i|^2` the mean would be off by percents for
+    probes whose length varies. Without resphering, `a_i = 1`.
+    """
+    count = R.shape[1]
+    scaled = R / power_of_two_scale(R).astype(R.dtype)
+    if active is not None:
+        count = jnp.sum(active).astype(jnp.finfo(R.dtype).dtype)
+        here = active[:, None] & active[None, :]
+        scaled = jnp.where(here, scaled, jnp.eye(len(R), dtype=R.dtype))
+    if resphere:
+        columns, basis = inverse_conjugate_transpose(floor_diagonal(scaled)), None
+    else:
+        columns, basis = left_out_of_dependent(scaled)
+        R, W = (matmul(basis.conj().T, x) for x in (R, W))
+    S = normalise_columns(columns)
+    X = W - S * column_dots(S, W)[None, :]
+    left = squares - jnp.real(column_dots(X, X))
+    if active is not None:
+        left = jnp.where(active, left, 1)
+    a = (n - count + 1) / left if resphere else jnp.ones_like(left)
+    return LeaveOneOut(n, R, S, X, a, left, basis, count)
+
+
+def leave_one_out_traces(
+    of: Grams, loo: LeaveOneOut, *, resphere: bool
+) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Float[Array, ""]]:
+    r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
+
+    Also the magnitude of what is added up to a sample.
+
+    With `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
+
+        g_i^* A g_i = w_i^* A w_i - w_i^* A Q x_i - x_i^* r_i + x_i^* H x_i .
+
+    *Leaving out j as well* takes the unit vector t, the part of `s_j` orthogonal to
+    `s_i`, out of the projector too, and gives what it held of `w_i` back:
+
+        t = (s_j - c s_i) / sqrt(1 - |c|^2),        c = s_i^* s_j,
+        g_ij = g_i + b Q t,                         b = t^* x_i,
+        tr(P_ij A) = tr(P_i A) - t^* H t,           |g_ij|^2 = |g_i|^2 + |b|^2 .
+
+    Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding
+    (the block has lost rank) t is rounding, and so is what A does on it.
+    """
+    n, R, S, X, a, left, basis, count = loo
+    H, T = of.H, of.T
+    if basis is not None:
+        H = matmul(basis.conj().T, matmul(H, basis))
+        T = matmul(basis.conj().T, T)
+    HS = matmul(H, S)
+    L = R - matmul(H, X)  # column i is Q^* A g_i
+    K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
+    quadratics = of.tested - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
+    on_s = column_dots(S, HS)
+    on_range = jnp.trace(H) - on_s
+    tested = a.astype(H.dtype) * quadratics
+    samples = on_range + tested
+    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H)) + jnp.abs(tested) / count)
+
+    c, SHS = inner(S, S), inner(S, HS)
+    eps = jnp.finfo(left.dtype).eps
+    # 1 / (1 - |c|^2). Below b and the others lack their roots: each comes in pairs.
+    inverse = (1 / jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(H.dtype)
+
+    def on_t(x):
+        # t^* x_i = (s_j^* - conj(c) s_i^*) x_i / sqrt(1 - |c|^2)
+        return inner(x, S).conj() - c.conj() * column_dots(S, x)[:, None]
+
+    b, t_L, t_K = on_t(X), on_t(L), on_t(K)
+    t_H_t = inverse * (
+        on_s[None, :]
+        - c * SHS.T
+        - c.conj() * SHS
+        + jnp.abs(c).astype(H.dtype) ** 2 * on_s[:, None]
+    )
+    longer = inverse * jnp.abs(b).astype(H.dtype) ** 2
+    with_b = quadratics[:, None] + inverse * (b.conj() * t_L + b * t_K.conj())
+    with_b = with_b + longer * t_H_t
+    weight = jnp.ones_like(left)[:, None]
+    if resphere:
+        weight = (n - count + 2) / (left[:, None] + jnp.real(longer))
+    pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * with_b
+    return samples, pairs, magnitude
+
+
+def stand_in(
+    Omega: Inexact[Array, "n m"],
+    Q: Inexact[Array, "n m"],
+    loo: LeaveOneOut,
+    active: Bool[Array, " m"] | None = None,
+) -> list[tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]]:
+    r"""Blocks V, Z with `E[V Z^*] = I` that carry the low-rank part exactly.
+
+    With `G = [g_1 ... g_m]`, averaging `P_i + a_i g_i g_i^*` over the probes gives
+
+        V = [Q, G],    Z = [Q (I - S S^* / m), G diag(a) / m].
+
+    Each term has mean `I` for any fixed matrix it is paired with, so
+    `E <Z, B V> = tr B` for every B that does not depend on the probes.
+
+    Returned as the pairs of Q and of G. Columns that are not active are 0.
+    """
+    S, X = loo.S, loo.X
+    number = jnp.asarray(loo.number).astype(S.dtype)
+    kept = jnp.eye(len(S), dtype=S.dtype) - matmul(S, S.conj().T) / number
+    if loo.basis is not None:
+        kept = matmul(loo.basis, matmul(kept, loo.basis.conj().T))
+        X = matmul(loo.basis, X)
+    kept, X = leading(kept.T, active).T, leading(X.T, active).T
+    G = Omega - combine(Q, X)
+    weights = loo.a.astype(S.dtype) / number
+    return [(Q, combine(Q, kept)), (G, (G.T * weights[:, None]).T)]

@@ -1,0 +1,180 @@
+r"""Leaving one starting vector out of a block Krylov space.
+
+The space `K_s(Omega)` of m probes holds that of any m - 1 of them. In coordinates of
+its basis the operator is the projected matrix T of order k = m s, so every space of
+m - 1 or m - 2 probes is found by block Lanczos on T, without a product.
+
+| name | shape | |
+|---|---|---|
+| T | (k, k) | projected matrix |
+| omega | (k, m) | coordinates of the probes |
+| Y | (k, p), p = (m - 1) s | orthonormal basis of a space without one or two probes; zero columns where it has fewer dimensions |
+| g | (k,) | along `(I - Y Y^*) omega_i`, of a probe i left out |
+
+Everywhere fewer steps may be taken than T and omega, which are 0 beyond, have room for.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact, Int
+
+from .small import divisor, eigh, frobenius, householder, leading, matmul, squares, svd
+
+
+class LeftOut(NamedTuple):
+    """Spaces without one probe, or without two, and what they leave of the probes.
+
+    Lane i is without probe i, lane m + i without i and i + 1.
+
+    - `spaces`: of every lane, the columns of Y as rows.
+    - `own`: unit vectors along what a lane's space leaves of probe i.
+    - `following`: and of probe i + 1.
+    - `dimensions`: of the complement of the space, in all n dimensions.
+    """
+
+    spaces: Inexact[Array, "l p k"]
+    own: Inexact[Array, "l k"]
+    following: Inexact[Array, "l k"]
+    dimensions: Float[Array, " l"]
+
+
+def leave_probes_out(
+    T: Inexact[Array, "k k"],
+    omega: Inexact[Array, "k m"],
+    n: int,
+    steps: int | Int[Array, ""],
+) -> LeftOut:
+    """`LeftOut` for m probes, in O(k^3 m) time and O(k^2 m) memory.
+
+    Starting vectors are independent, so leaving one out leaves an independent space.
+    A direction is kept if it is more than rounding: what depends on the probe left out
+    must not enter its space, not even as noise.
+    """
+    k, m = omega.shape
+    size = frobenius(T)
+    tiny = 30 * jnp.finfo(T.dtype).eps
+    probes = omega.T
+
+    def lane(i, left_out):
+        # Rows. Those left out are zeros.
+        start = jnp.roll(probes, -(i + left_out), axis=0)[: m - 1]
+        start = leading(start, jnp.arange(m - 1) < m - left_out)
+
+        def step(j, carry):
+            Y, W, scale = carry
+            # Left singular vectors, which tell what is rounding, as columns of Q and
+            # R do not.
+            Q, R = householder(_without(Y, W).T)
+            vectors, sizes, _ = svd(R)
+            kept = leading(matmul(Q, vectors).T, sizes > tiny * scale)
+            Q = _unit_rows(_without(Y, kept))
+            Y = jax.lax.dynamic_update_slice_in_dim(Y, Q, j * (m - 1), 0)
+            # Of the second block on, what is rounding is told by the size of T.
+            return Y, matmul(Q, T.T), size
+
+        Y = jnp.zeros(((m - 1) * (k // m), k), T.dtype)
+        Y, _, _ = jax.lax.fori_loop(0, steps, step, (Y, start, frobenius(omega)))
+        own, following = _tested(Y, jnp.stack([probes[i], probes[(i + 1) % m]]))
+        return Y, own, following, _complement(Y, n)
+
+    lanes = jnp.tile(jnp.arange(m), 2), jnp.repeat(jnp.array([1, 2]), m)
+    return LeftOut(*jax.lax.map(lambda x: lane(*x), lanes))
+
+
+def shortened(
+    left_out: LeftOut, omega: Inexact[Array, "k m"], n: int, steps: int | Int[Array, ""]
+) -> LeftOut:
+    """Of the spaces without one probe, those of so many steps."""
+    m = omega.shape[1]
+
+    def lane(Y, probe):
+        Y = leading(Y, _first(Y.shape[0], (m - 1) * steps))
+        tested = _tested(Y, probe[None])[0]
+        return Y, tested, tested, _complement(Y, n)
+
+    return LeftOut(*jax.vmap(lane)(left_out.spaces[:m], omega.T))
+
+
+def ritz_pairs(
+    T: Inexact[Array, "k k"], count: int | Int[Array, ""]
+) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
+    """Eigenvalues and eigenvectors of the leading block of order `count` of T.
+
+    Eigenvalues beyond are copies of the last, so that functions are finite there, with
+    vectors of 0.
+    """
+    there = _first(T.shape[0], count)
+    block = leading(leading((T + T.conj().T) / 2, there).T, there).T
+    # Decoupled, and above all that there is: the ones beyond come last.
+    above = divisor(2 * jnp.max(jnp.sum(jnp.abs(block), axis=1), initial=0))
+    filled = block + jnp.diag(jnp.where(there, 0, above).astype(T.dtype))
+    values, vectors = eigh(filled)
+    vectors = leading(leading(vectors, there).T, there).T
+    return jnp.where(there, values, values[count - 1]), vectors
+
+
+def _first(size: int, count: int | Int[Array, ""]) -> Bool[Array, " size"]:
+    return jnp.arange(size, dtype=jnp.int32) < count
+
+
+def _without(Y: Inexact[Array, "p k"], W: Inexact[Array, "q k"]):
+    return W - matmul(matmul(W, Y.conj().T), Y)
+
+
+def _unit_rows(x: Inexact[Array, "q k"]) -> Inexact[Array, "q k"]:
+    lengths = jnp.linalg.norm(x, axis=1, keepdims=True)
+    return x / divisor(lengths).astype(x.dtype)
+
+
+def _tested(Y: Inexact[Array, "p k"], probes: Inexact[Array, "q k"]):
+    # Along what the space leaves of the probes.
+    return _unit_rows(_without(Y, _without(Y, probes)))
+
+
+def _complement(Y: Inexact[Array, "p k"], n: int) -> Float[Array, ""]:
+    return n - jnp.round(jnp.sum(squares(Y)))
+
+
+def coupling_of(
+    left_out: LeftOut, vectors: Inexact[Array, "k k"], m: int
+) -> Inexact[Array, "k k"]:
+    r"""`S^* C S` with `C = mean_i (Y_i Y_i^* + d_i g_i g_i^*)`, `E[K C K^*] = I`.
+
+    With the unit vector `g_i`, uniform in the d_i-dimensional complement of the space
+    without probe i, `E[d_i g_i g_i^*]` is the projector to that complement.
+    """
+    k = vectors.shape[0]
+    spaces, g = left_out.spaces[:m].reshape(-1, k), left_out.own[:m]
+    weights = left_out.dimensions[:m, None].astype(g.dtype)
+    C = matmul(spaces.T, spaces.conj()) + matmul(g.T, weights * g.conj())
+    return matmul(vectors.conj().T, matmul(C / m, vectors))
+
+
+class SampleWeights(NamedTuple):
+    """Weights on Ritz values of every leave-one-out sample.
+
+    Sample i of a function is `sum_j samples[i, j] f(theta_j)`; `pairs_first[i]` is
+    sample i with probe i + 1 left out as well, `pairs_second[i]` sample i + 1 with
+    probe i left out.
+    """
+
+    samples: Float[Array, "m k"]
+    pairs_first: Float[Array, "m k"]
+    pairs_second: Float[Array, "m k"]
+
+
+def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k k"]) -> SampleWeights:
+    """The diagonals of `S^* C_i S`, for every lane's own matrix."""
+    lanes, p, k = left_out.spaces.shape
+    m = lanes // 2
+    inside = matmul(left_out.spaces.reshape(-1, k), vectors.conj())
+    of_spaces = jnp.sum(squares(inside).reshape(lanes, p, k), axis=1)
+
+    def of(g):
+        tested = squares(matmul(g, vectors.conj()))
+        return of_spaces + left_out.dimensions[:, None] * tested
+
+    own, following = of(left_out.own), of(left_out.following)
+    return SampleWeights(own[:m], own[m:], following[m:])

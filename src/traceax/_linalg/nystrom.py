@@ -1,0 +1,164 @@
+r"""Leaving one probe out of a Nystrom approximation, and what the probes need for it.
+
+Pure kernels on arrays. Shapes and names:
+
+| symbol | shape | meaning |
+|---|---|---|
+| `U` | n x k | orthonormal probes |
+| `T` | k x k | coordinates of the probes in U that are left out without resphering |
+| `Y` | n x k | `A U` |
+| `H` | k x k | `U^* Y` |
+| `mu` | | the multiple of the identity that is added to A |
+| `C` | k x k | `C^* C = H^-1` |
+| `F` | n x k | the Nystrom approximation of `A + mu I` is `F F^*` |
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact
+
+from .leave_one_out import leave_one_out, left_out_of_dependent
+from .leave_one_out import stand_in as leave_one_out_stand_in
+from .small import divisor, frobenius, inverse_root, matmul, squares
+from .tall import column_dots, combine, inner, orthonormalise, power_of_two_scale
+
+
+class NystromTraces(NamedTuple):
+    """Leave-one-out traces of `A / scale + mu I`, which is of order 1 and positive.
+
+    - `samples`, `pairs`: `t_i`, and `t_ij` with probe j left out as well.
+    - `mu`: the multiple of the identity that was added.
+    - `magnitude`: of what is added up to a sample, for the error of rounding.
+    - `wrong`: whether A is not semidefinite, or has another sign.
+    - `scale`: a power of two with the sign of A.
+    """
+
+    samples: Float[Array, " k"]
+    pairs: Float[Array, "k k"]
+    mu: Float[Array, ""]
+    magnitude: Float[Array, ""]
+    wrong: Bool[Array, ""]
+    scale: Float[Array, ""]
+
+
+def nystrom_traces(
+    U: Inexact[Array, "n k"],
+    T: Inexact[Array, "k k"],
+    Y: Inexact[Array, "n k"],
+    sign: int,
+    *,
+    resphere: bool,
+    active: Bool[Array, " k"] | None = None,
+) -> NystromTraces:
+    r"""Leave-one-out traces from `Y = A U`.
+
+    With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
+    approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
+    i it is `F (I - q_i q_i^*) F^*`, where the unit vector `q_i` is along
+    `H^{-1/2} e_i`: its range is orthogonal to `H^{1/2} e_j` for every other j. And
+
+        u_i^* (A + mu I - F (I - q_i q_i^*) F^*) u_i = 1 / |H^{-1/2} e_i|^2 .
+
+    Given the other columns, `u_i` is uniform on the unit sphere of their complement,
+    of dimension n - k + 1, outside which the remainder vanishes: hence
+
+        tr_i = |F|^2 - |F q_i|^2 + (n - k + 1) / |H^{-1/2} e_i|^2 .
+
+    *Leaving out j as well*, for `t_ij`: the pair `q_i`, `q_j` spans what is lost, with
+    `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
+    All of this holds for any `C` with `C^* C = H^-1`, and `C e_i` for `H^{-1/2} e_i`.
+
+    Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i`
+    takes the place of `e_i`, and 1 that of n - k + 1.
+
+    Departures from the source (its Algorithm 4 factors `Omega^* Y` by Cholesky): the
+    basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding. That
+    moves the eigenvalues of `H` by up to about `eps |Y|_F`; products from an iterative
+    solver move them by more, which shows in `H` not being Hermitian: `mu` is
+    `|H - H^*|_F` where that is more than rounding. A floor of `mu` itself under the
+    eigenvalues would lift half of those that should equal `mu`, and bias the value by a
+    multiple of `mu n`; a floor of `mu / 2` does not.
+    """
+    n, k = U.shape
+    one = jnp.eye(k, dtype=Y.dtype)
+    count, outside = k, jnp.zeros_like(one)
+    if active is not None:
+        count = jnp.sum(active).astype(jnp.finfo(Y.dtype).dtype)
+        outside = jnp.where(active[:, None], 0, one)
+    if resphere:
+        left_out, dimension = one, n - count + 1
+    else:
+        left_out, basis = left_out_of_dependent(T + outside)
+        U, Y, dimension = combine(U, basis), combine(Y, basis), 1
+    H = inner(U, Y)
+    # That of a semidefinite A, and easier to find than the largest entry of Y.
+    scale = sign * power_of_two_scale(jnp.diagonal(H))
+    inverse = (1 / scale).astype(Y.dtype)
+    H, Y = H * inverse, Y * inverse
+    norm = jnp.sqrt(jnp.sum(squares(Y)))
+    nonzero = norm != 0
+    norm = divisor(norm)
+    eps = jnp.finfo(Y.dtype).eps
+    noise = frobenius(H - H.conj().T)
+    mu = eps * norm
+    mu = jnp.where(noise > count**0.5 * mu, noise, mu)
+    Y_mu = Y + mu.astype(Y.dtype) * U
+    # Columns that there are not take no part: eigenvalues of order 1 of their own.
+    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * one
+    H_mu = H_mu + outside * norm.astype(Y.dtype)
+    C, least = inverse_root(H_mu, mu / 2)
+    # A tag can be wrong: neither noise nor rounding does this.
+    limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
+    wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
+    F = combine(Y_mu, C.conj().T)
+    halves = matmul(C, left_out)
+    squared = inner(F, F)
+    weights = jnp.real(column_dots(halves, halves))
+    # A probe that the others span has nothing left to test.
+    remainders = jnp.where(weights == 0, 0, 1 / divisor(weights))
+    all_columns = jnp.sum(jnp.real(jnp.diagonal(squared)))
+    weighted = matmul(squared, halves)
+    lost_by_one = jnp.real(column_dots(halves, weighted)) * remainders
+    samples = all_columns - lost_by_one + dimension * remainders
+
+    # Those of q_i and q_j, once divided by the lengths of both.
+    products, lost = inner(halves, halves), inner(halves, weighted)
+    of_two = remainders[:, None] * remainders[None, :]
+    sine_squared = jnp.maximum(1 - jnp.abs(products) ** 2 * of_two, eps)
+    lost_by_two = lost_by_one[:, None] + lost_by_one[None, :]
+    lost_by_two = lost_by_two - 2 * jnp.real(products.conj() * lost) * of_two
+    dimension = dimension + 1 if resphere else 1
+    pairs = all_columns + (dimension * remainders[:, None] - lost_by_two) / sine_squared
+    # Where all is explained, n mu is added and subtracted again; it has the rounding of
+    # eigenvalues that should equal mu: at most a few times `mu sqrt(n)`, measured.
+    magnitude = all_columns + mu * math.sqrt(n) / eps
+    # A zero operator is explained by no column.
+    samples, pairs, mu, magnitude = (
+        jnp.where(nonzero, x, 0) for x in (samples, pairs, mu, magnitude)
+    )
+    return NystromTraces(samples, pairs, mu, magnitude, wrong, scale)
+
+
+def stand_in(
+    U: Inexact[Array, "n k"],
+    T: Inexact[Array, "k k"],
+    AU: Inexact[Array, "n k"],
+    *,
+    resphere: bool,
+    active: Bool[Array, " k"] | None = None,
+) -> list[tuple[Inexact[Array, "n k"], Inexact[Array, "n k"]]]:
+    """Blocks V, Z of the form that XTrace has, from the range of `A Omega`, `Omega = U T`.
+
+    The Nystrom factor itself is not differentiated.
+    """
+    Omega = combine(U, T)
+    Q, R = orthonormalise(AU)
+    if active is not None:
+        Q = jnp.where(active[None, :], Q, 0)
+    W, sizes = inner(Q, Omega), jnp.real(column_dots(Omega, Omega))
+    loo = leave_one_out(
+        W, sizes, matmul(R, T), len(Q), resphere=resphere, active=active
+    )
+    return leave_one_out_stand_in(Omega, Q, loo, active)

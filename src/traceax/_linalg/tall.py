@@ -1,0 +1,229 @@
+"""Dense linear algebra of tall blocks `(n, k)`.
+
+Large blocks are only ever multiplied: by each other, for matrices of order k, and by
+these. That is as fast as memory on any device, and needs only sums of order k x k between
+devices that hold rows of a block. In memory a block is its transpose, a vector after the
+other: products with an operator are batched over the leading axis.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact, Int, UInt32
+
+from .small import cholesky, divisor, frobenius, householder, matmul
+
+# Up to this many rows Householder reflections compile several times faster than products,
+# and run as fast.
+_FEW_ROWS = 2048
+# Passes of orthonormalisation. Two or three is the rule for blocks that lack rank.
+_MOST_PASSES = 10
+
+
+def inner(x: Inexact[Array, "n k"], y: Inexact[Array, "n m"]) -> Inexact[Array, "k m"]:
+    """`X^* Y` in full precision."""
+    return matmul(x.conj().T, y)
+
+
+def combine(
+    block: Inexact[Array, "n k"], small: Inexact[Array, "k m"]
+) -> Inexact[Array, "n m"]:
+    """`block small`, laid out in memory as blocks are."""
+    return matmul(small.T, block.T).T
+
+
+def side_by_side(*blocks: Inexact[Array, "n _"]) -> Inexact[Array, "n k"]:
+    """The columns of all blocks."""
+    return jnp.concatenate([block.T for block in blocks]).T
+
+
+def put(
+    buffer: Inexact[Array, "n most"],
+    new: Inexact[Array, "n width"],
+    start: int | Int[Array, ""],
+) -> Inexact[Array, "n most"]:
+    """A buffer with new columns from `start` on."""
+    if buffer.shape == new.shape:
+        return new
+    return jax.lax.dynamic_update_slice_in_dim(buffer.T, new.T, start, 0).T
+
+
+def column_dots(
+    x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]
+) -> Inexact[Array, " k"]:
+    """`x_i^* y_i` for every column i."""
+    return jnp.sum(x.T.conj() * y.T, axis=1)
+
+
+def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+    """`|x_i|` for every column i, safe against under- and overflow of squares."""
+    scale = power_of_two_scale(x)
+    return scale * jnp.linalg.norm(x.T / scale.astype(x.dtype), axis=1)
+
+
+def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
+    """The largest modulus of an entry, 0 for an empty block."""
+    return jnp.max(jnp.abs(block), initial=0)
+
+
+def power_of_two_scale(block: Inexact[Array, "..."]) -> Float[Array, ""]:
+    """A power of two within a factor 4 below the largest entry; 1 for a zero block.
+
+    Dividing by it is exact, and squares neither overflow nor underflow afterwards.
+    """
+    largest = largest_entry(block)
+    info = jnp.finfo(largest.dtype)
+    # Rounded to no digits behind the leading one, and not up to infinity.
+    scale = jax.lax.reduce_precision(largest / 2, info.nexp, 0)
+    return jnp.where(jnp.isfinite(largest), divisor(scale), largest)
+
+
+def orthonormalise(
+    block: Inexact[Array, "n k"],
+) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"]]:
+    r"""The thin QR factorisation, `Q (n, k)` and an upper triangular `R (k, k)`.
+
+    `Q` is orthonormal to rounding for blocks of any rank. Short blocks are left to
+    LAPACK's reflections, long ones are factorised by products: Cholesky-QR. With
+    `G = Y^* Y = L L^*` the block `Y L^-*` is orthonormal in exact arithmetic, and in
+    floating-point arithmetic up to the condition of G. Applied again it gains as many
+    digits as the first time (shifted Cholesky-QR; Fukaya, Kannan, Nakatsukasa, Yamamoto
+    and Yanagisawa, SIAM J. Sci. Comput. 42 (2020), doi:10.1137/18M1218212).
+
+    - Where G is singular to rounding, a multiple of the identity is added, so that
+        Cholesky succeeds and the next pass finds a better block.
+    - One well-conditioned pass is enough, and is recognised from G. So random probes
+        and the products of an operator with a flat spectrum take a single pass.
+    - A block that lacks rank is given a rounding error: random numbers of size eps. Its
+        own errors need not fill all of Q, if entries are exactly 0.
+
+    `k <= n`. O(n k^2) a pass; one block besides the given one and the result.
+    """
+    n, k = block.shape
+    dtype = block.dtype
+    largest, scale = largest_entry(block), power_of_two_scale(block).astype(dtype)
+    if n <= _FEW_ROWS:
+        Q, R = householder(block / scale)
+        return Q, R * scale
+    rows = block.T / scale
+
+    def another_pass(state):
+        rows, R, _, i = state
+        factor = _factorise(inner(rows.T, rows.T), n)
+        # Before the first pass whose G is singular, so that the next ones see it.
+        lacks_rank = ~factor.regular & (i == 0)
+        rows = jax.lax.cond(
+            lacks_rank, lambda x: x + eps * noise(k, n, dtype, 0), lambda x: x, rows
+        )
+        inverse = jnp.where(lacks_rank, one, factor.inverse.conj())
+        lower = jnp.where(lacks_rank, one, factor.lower)
+        rows = matmul(inverse, rows)
+        return rows, matmul(lower.conj().T, R), factor.settled, i + 1
+
+    one = jnp.eye(k, dtype=dtype)
+    eps = jnp.finfo(dtype).eps.astype(dtype)
+    rows, R, _, _ = jax.lax.while_loop(
+        lambda state: ~state[2] & (state[3] < _MOST_PASSES),
+        another_pass,
+        (rows, one, jnp.array(False), 0),
+    )
+    # 0 for a block of zeros, of which Q is the fill.
+    return rows.T, R * jnp.where(largest == 0, 0, scale)
+
+
+def signs(words: UInt32[Array, " w"], n: int, dtype) -> Float[Array, " n"]:
+    """`+1` and `-1` from the bits of `n / 32` words."""
+    bits = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None, :]) & 1
+    return 1 - 2 * bits.reshape(-1)[:n].astype(dtype)
+
+
+def noise(k: int, n: int, dtype, number: int | Int[Array, ""]) -> Inexact[Array, "k n"]:
+    """Rows of signs, the same ones for the same number."""
+    key = jax.random.fold_in(jax.random.key(0), number)
+    words = jax.random.bits(key, (-(-k * n // 32),), jnp.uint32)
+    return signs(words, k * n, jnp.finfo(dtype).dtype).reshape(k, n).astype(dtype)
+
+
+class _Factor(NamedTuple):
+    """`G = L L^*`, perhaps with a multiple of the identity added to G."""
+
+    lower: Inexact[Array, "k k"]  # L
+    inverse: Inexact[Array, "k k"]  # L^-1
+    regular: Bool[Array, ""]  # nothing had to be added
+    settled: Bool[Array, ""]  # Y L^-* is orthonormal to rounding
+
+
+def _factorise(gram: Inexact[Array, "k k"], n: int) -> _Factor:
+    """L, L^-1 and what they are good for, of the Gram matrix of a block of n rows."""
+    k = gram.shape[0]
+    eps = jnp.finfo(gram.dtype).eps
+    one = jnp.eye(k, dtype=gram.dtype)
+    norm = divisor(_bound(gram))
+    # Above the errors of G and of its factorisation.
+    shift = (k + 32 + n**0.25) * eps * norm
+    _, inverse = cholesky(gram + shift.astype(gram.dtype) * one)
+    of_inverse = _bound(matmul(inverse.conj().T, inverse))
+    regular = 4 * shift * of_inverse <= 1
+    shift = jnp.where(regular, 0, shift)
+    lower, inverse = cholesky(gram + shift.astype(gram.dtype) * one)
+    # The loss of orthogonality is about eps times the condition.
+    return _Factor(lower, inverse, regular, regular & (norm * of_inverse <= 16))
+
+
+def _bound(hermitian: Inexact[Array, "k k"]) -> Float[Array, ""]:
+    # Of the largest eigenvalue, and equal to it for multiples of the identity.
+    rows = jnp.max(jnp.sum(jnp.abs(hermitian), axis=1), initial=0)
+    return jnp.minimum(rows, frobenius(hermitian))
+
+
+def extend(
+    basis: Inexact[Array, "n most"],
+    block: Inexact[Array, "n m"],
+    start: int | Int[Array, ""],
+) -> tuple[Inexact[Array, "n m"], Inexact[Array, "most m"]]:
+    r"""Columns `start, ..., start + m - 1` of an orthonormal basis, and of its factor R.
+
+    `basis` is 0 from column `start` on. With the result Q in place the given block is
+    `[basis, Q] R`, up to rounding.
+
+    Each pass takes from the block what it has in common with the basis, and
+    orthonormalises the rest. An orthonormal block that has at most half of its length in
+    common with the basis keeps the rest to rounding, so that a second pass is enough. A
+    rest that was rounding, or 0, because the basis spans the block already, points
+    anywhere: signs of rounding size are added, others for each `start`, and it is taken
+    again.
+    """
+    n, m = block.shape
+    most = basis.shape[1]
+    if isinstance(start, int) and start == 0:
+        Q, R = orthonormalise(block)
+        return Q, jnp.pad(R, ((0, most - m), (0, 0)))
+    if isinstance(start, int):
+        basis = basis.T[:start].T
+    dtype = block.dtype
+    eps = jnp.finfo(dtype).eps
+    fill = noise(m, n, dtype, start).T
+
+    def another_pass(state):
+        Q, common, factor, _, i = state
+        inside = inner(basis, Q)
+        rest = Q - combine(basis, inside)
+        largest = largest_entry(rest)
+        rounding = jnp.where(largest == 0, 1, eps * largest).astype(dtype)
+        Q, R = orthonormalise(rest + rounding * fill)
+        common = common + matmul(inside, factor)
+        factor = matmul(jnp.where(largest == 0, 0, R), factor)
+        return Q, common, factor, frobenius(inside), i + 1
+
+    scale = power_of_two_scale(block).astype(dtype)
+    nothing = jnp.zeros((basis.shape[1], m), dtype)
+    unknown = jnp.zeros((), jnp.finfo(dtype).dtype)
+    Q, common, factor, *_ = jax.lax.while_loop(
+        lambda state: (state[4] < 2) | ((state[3] > 0.5) & (state[4] < 5)),
+        another_pass,
+        (block / scale, nothing, jnp.eye(m, dtype=dtype), unknown, 0),
+    )
+    columns = jnp.pad(common, ((0, most - common.shape[0]), (0, 0)))
+    columns = jax.lax.dynamic_update_slice_in_dim(columns, factor, start, 0)
+    return Q, columns * scale

@@ -1,0 +1,267 @@
+"""The mean of operators over minibatches as a linear operator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Inexact, PyTree, Real, Shaped
+
+from .._arguments import kind_of
+from .block import TAGS, as_function, register, space_of, tags_of
+
+_WHERE = "traceax.MeanLinearOperator"
+# A mean inherits these where no weight is negative.
+_SEMIDEFINITE = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
+
+
+class MeanLinearOperator(lx.AbstractLinearOperator):
+    r"""The mean `sum_b w_b A_b / sum_b w_b` of the operators of B minibatches.
+
+    ```python
+    def hessian(batch):
+        def gradient(parameters, _):
+            return jax.grad(loss)(parameters, batch)
+
+        return lineax.JacobianLinearOperator(
+            gradient, parameters, tags=lineax.symmetric_tag
+        )
+
+    operator = traceax.MeanLinearOperator(hessian, batches)
+    traceax.trace(key, operator, 40)
+    ```
+
+    Use it for the Hessian of a loss over a data set that is too large for one product.
+
+    | | |
+    |---|---|
+    | time | a product is one pass over the data: one product with each of the B operators |
+    | memory | that of one minibatch, whatever B is, for products and for derivatives |
+    | accumulated in | the dtype of the result, and at least 32 bits |
+    | differentiable | to any order that the operators are, forward and reverse |
+
+    Under `jax.vmap` over vectors there is still one pass over the data, and k vectors
+    times one minibatch in memory. A reverse-mode derivative computes each product again
+    rather than store what it needs of every minibatch. It is with respect to `batches`,
+    `weights`, and arrays that `make_operator` closes over.
+
+    `lineax.linearise` does nothing: it would have to store that of every minibatch.
+
+    The mean is known to be symmetric, diagonal, tridiagonal, triangular, or to have a
+    unit diagonal where the operators are, and without weights also to be semidefinite.
+    For all else there are tags.
+
+    **Arguments:**
+
+    - `make_operator`: a function of one minibatch that returns a lineax operator. It
+        may close over arrays, traced ones included. It is called when the mean is made:
+        what it reads then is what counts.
+    - `batches`: a PyTree of arrays, all with a leading axis of length B. Minibatch b is
+        the PyTree of their b-th entries.
+    - `weights`: of shape `(B,)`, real, such as the number of examples in each minibatch;
+        equal if not given. They must not sum to zero.
+    - `tags`: what is known of the mean, such as `lineax.positive_semidefinite_tag`.
+
+    **Raises:**
+
+    - `TypeError` if `make_operator` isn't a function or doesn't return a lineax
+        operator, or for weights that aren't a real array.
+    - `ValueError` if `batches` has no leaves, scalar ones, ones of different leading
+        axes, or no minibatches, or for weights of another shape than `(B,)`.
+    """
+
+    _product: Callable  # of a minibatch and a vector
+    batches: PyTree[Shaped[Array, "batches ..."]]
+    weights: Real[Array, " batches"] | None
+    tags: frozenset[object] = eqx.field(static=True)
+    _structures: tuple[tuple[Any, ...], Any] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        make_operator: Callable[[Any], lx.AbstractLinearOperator],
+        batches: PyTree[Shaped[Array, "batches ..."]],
+        *,
+        weights: Real[Array, " batches"] | None = None,
+        tags: object = (),
+    ):
+        if not callable(make_operator):
+            raise TypeError(
+                f"{_WHERE}: make_operator must be a function of a minibatch, got "
+                f"{kind_of(make_operator)}; pass (make_operator, batches)."
+            )
+        self.batches = jtu.tree_map(_as_array, batches)
+        self.weights = _check_weights(weights, _number_of_batches(self.batches))
+        structures, inherited = _look(make_operator, self.batches)
+        # Of dictionaries, for example, which can't be hashed.
+        leaves, treedef = jtu.tree_flatten(structures)
+        self._structures = tuple(leaves), treedef
+        tags = tags if isinstance(tags, set | frozenset | tuple | list) else (tags,)
+        if weights is not None:
+            inherited -= _SEMIDEFINITE
+        self.tags = frozenset(tags) | inherited
+        if self.tags & _SEMIDEFINITE and not space_of(self).is_complex:
+            self.tags |= {lx.symmetric_tag}
+
+        def product(batch, vector):
+            return make_operator(batch).mv(vector)
+
+        def example():
+            zeros = jtu.tree_map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.in_structure()
+            )
+            return _first(self.batches), zeros
+
+        self._product = eqx.filter_closure_convert(product, *jax.eval_shape(example))
+
+    def mv(self, vector):
+        structure = self.out_structure()
+        weights = _normalised(self.weights, _number_of_batches(self.batches))
+
+        # What a derivative needs of each minibatch is the minibatch. The sum is outside,
+        # so that it isn't kept either.
+        def term(batch, weight):
+            def scaled(x):
+                x = x.astype(_dtype_of_sums(x))
+                return x * weight.astype(x.dtype)
+
+            return jtu.tree_map(scaled, self._product(batch, vector))
+
+        term = jax.checkpoint(term, prevent_cse=False)
+
+        def add(total, batch_and_weight):
+            return jtu.tree_map(jnp.add, total, term(*batch_and_weight)), None
+
+        # A zero that differs between the devices of `jax.shard_map` as the sum will.
+        arrays = jtu.tree_leaves(eqx.filter((self, vector), eqx.is_array))
+        zero = sum(jnp.zeros_like(x, jnp.float32, ()) for x in arrays)
+        start = jtu.tree_map(
+            lambda leaf: jnp.full(leaf.shape, zero, _dtype_of_sums(leaf)), structure
+        )
+        total, _ = jax.lax.scan(add, start, (self.batches, weights))
+        return jtu.tree_map(lambda x, leaf: x.astype(leaf.dtype), total, structure)
+
+    def as_matrix(self) -> Inexact[Array, "m n"]:
+        return as_function(self).as_matrix()
+
+    def transpose(self):
+        if lx.is_symmetric(self):
+            return self
+        tags = lx.transpose_tags(self.tags)
+        return _changed(self, lambda operator: operator.transpose(), tags)
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        leaves, treedef = self._structures
+        return jtu.tree_unflatten(treedef, leaves)[0]
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        leaves, treedef = self._structures
+        return jtu.tree_unflatten(treedef, leaves)[1]
+
+
+def _changed(mean: MeanLinearOperator, change: Callable, tags) -> MeanLinearOperator:
+    """The mean of what `change` makes of each operator."""
+
+    def make(batch):
+        def product(vector):
+            return mean._product(batch, vector)
+
+        return change(lx.FunctionLinearOperator(product, mean.in_structure()))
+
+    return MeanLinearOperator(make, mean.batches, weights=mean.weights, tags=tags)
+
+
+def _first(batches: PyTree[Array]) -> PyTree[Array]:
+    return jtu.tree_map(lambda x: x[0], batches)
+
+
+def _dtype_of_sums(x: Any) -> np.dtype:
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _normalised(
+    weights: Real[Array, " batches"] | None, number: int
+) -> Inexact[Array, " batches"]:
+    if weights is None:
+        return jnp.full(number, 1 / number)
+    with jax.numpy_dtype_promotion("standard"):
+        # Integers take the default floating-point dtype.
+        dtype = jnp.promote_types(jnp.result_type(weights.dtype, float), jnp.float32)
+    weights = weights.astype(dtype)
+    return weights / jnp.sum(weights)
+
+
+def _look(make: Callable, batches: PyTree[Array]) -> tuple[Any, frozenset[object]]:
+    """The structures, and what is known, of every operator, whatever its values."""
+    found = []
+
+    def look(batches):
+        operator = make(_first(batches))
+        if not isinstance(operator, lx.AbstractLinearOperator):
+            raise TypeError(
+                f"{_WHERE}: make_operator must return a lineax linear operator, got "
+                f"{kind_of(operator)}; wrap it, as lineax.MatrixLinearOperator does."
+            )
+        structures = operator.in_structure(), operator.out_structure()
+        found.append((structures, tags_of(operator)))
+
+    jax.eval_shape(look, batches)
+    return found[-1]
+
+
+#
+# Arguments
+#
+
+
+def _as_array(x: Any) -> Array:
+    x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+    if eqx.is_array(x) and x.ndim > 0:
+        return x
+    raise ValueError(
+        f"{_WHERE}: the leaves of batches must be arrays with a leading axis of "
+        f"minibatches, got {kind_of(x)}; let make_operator close over what they share."
+    )
+
+
+def _number_of_batches(batches: PyTree[Array]) -> int:
+    numbers = sorted({leaf.shape[0] for leaf in jtu.tree_leaves(batches)})
+    if len(numbers) != 1 or numbers[0] == 0:
+        raise ValueError(
+            f"{_WHERE}: the leaves of batches must have a leading axis of one length, at "
+            f"least 1, got lengths {numbers}; stack minibatches along a new axis."
+        )
+    return numbers[0]
+
+
+def _check_weights(weights: Any, number: int) -> Real[Array, " batches"] | None:
+    if weights is None:
+        return None
+    if not eqx.is_array(weights) and not isinstance(weights, np.ndarray):
+        raise TypeError(
+            f"{_WHERE}: weights must be an array of shape ({number},), got "
+            f"{kind_of(weights)}; pass jax.numpy.asarray(weights)."
+        )
+    kinds = (jnp.floating, jnp.integer)
+    if not any(jnp.issubdtype(weights.dtype, kind) for kind in kinds):
+        raise TypeError(
+            f"{_WHERE}: weights must be real, got dtype {weights.dtype}; scale the "
+            "operators in make_operator instead."
+        )
+    if weights.shape != (number,):
+        raise ValueError(
+            f"{_WHERE}: weights must have shape ({number},), got {weights.shape}; give "
+            "one for each minibatch."
+        )
+    return jnp.asarray(weights)
+
+
+register(
+    MeanLinearOperator,
+    lambda check, operator: not operator.tags.isdisjoint(TAGS[check]),
+    lambda operator: _changed(operator, lx.conj, operator.tags),
+)

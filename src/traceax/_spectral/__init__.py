@@ -1,0 +1,1 @@
+"""Traces of functions of an operator."""

@@ -1,0 +1,319 @@
+r"""The derivatives of `tr f(A)`, and of `f(A)` itself.
+
+With Ritz pairs `(theta, V)` and a Hermitian matrix C such that `E[V C V^*] = I`, the
+estimate `tr(C f(Theta))` of `tr f(A)` has the derivative
+
+    tr((F o C) V^* dA V),    F_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j),
+
+V and C held fixed (Daleckii and Krein; Higham, "Functions of Matrices" (2008), theorem
+3.11, doi:10.1137/1.9780898717778): `V (F o C) V^*` stands in for `f'(A)`.
+
+*Second derivatives.* `f'(A)` depends on A as well:
+
+    d f'(A) [dB] = L(A, dB),   the Frechet derivative of f',
+
+for which `L(A, dB) V D V^*` stands in, with `E[V D V^*] = I`, too. So the block
+`Z = V (F o C)`, which is paired with `dA V`, is given the tangent `L(A, dB) V D`. It is
+linear in `W = dB V`, and found by projection to a space G that holds it, with Ritz
+values mu of A:
+
+    L(A, dB) V D ~ G (N o (G^* W)) D,    N the divided differences of f' at (mu, theta).
+
+Here D is made of the probes alone. C, which holds all of the Krylov space, would be of
+lower variance, but needs `L(A, dB)` on that whole space: the next space is too small
+for it, and the derivative would be biased. The transpose is of the same form. G comes
+from the block Krylov space of `[[A, W], [0, T]]`, of which the function f' holds
+`L(A, dB)` in its corner (Mathias, "A Chain Rule for Matrix Functions and Applications",
+SIAM J. Matrix Anal. Appl. 17 (1996), doi:10.1137/S0895479895283409).
+"""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Float, Inexact, Int, PyTree
+
+from .._linalg.krylov import RitzPairs, arnoldi, lanczos
+from .._linalg.small import divisor, eigh, matmul, squares
+from .._linalg.tall import column_dots, combine, inner, largest_entry, orthonormalise
+from .._operators.block import apply_block
+from .._primitive import StandIn
+from .function import SpectralFunction, derivative, divided_differences
+
+
+class SpectralBlocks(StandIn):
+    r"""Ritz pairs, and the matrix that makes them a stand-in for the identity.
+
+    **Attributes:**
+
+    - `pairs`: of p Ritz values.
+    - `coupling`: the matrix C.
+    - `count`: how many of the pairs there are, where that is known at run time only.
+        Values beyond are copies of one of them, everything else is 0 there.
+    - `sizes`: numbers of pairs, ascending up to p, that derivatives may cut the blocks
+        to.
+    """
+
+    pairs: RitzPairs
+    coupling: Inexact[Array, "p p"]
+    count: Int[Array, ""] | None = None
+    sizes: tuple[int, ...] = eqx.field(static=True, default=())
+
+    def derivative(self, primal, tangent):
+        """Of `tr f(A)`, in the structure of the function's results.
+
+        `primal` is `(operator, function)`.
+        """
+        if not jtu.tree_leaves(tangent):
+            return None
+        if self.count is None:
+            leaves = self._of_first(len(self.coupling), primal, tangent)
+        else:
+            # As many pairs as any lane needs.
+            which = smallest_of(self.sizes, self.count)
+            branches = [
+                lambda size=size: self._of_first(size, primal, tangent)
+                for size in self.sizes
+            ]
+            leaves = jax.lax.switch(which, branches)
+        return primal[1].tree(leaves, self.pairs.values.dtype)
+
+    def _of_first(self, size, primal, tangent) -> list[Inexact[Array, ""] | None]:
+        pairs, C = self.pairs.first(size), self.coupling[:size, :size]
+        (operator, function), (t_operator, t_function) = primal, tangent
+        of_operator = _of_operator(pairs, C, operator, function, t_operator)
+        of_function = _of_function(pairs, C, operator, function, t_function)
+        return [_add(*of) for of in zip(of_operator, of_function, strict=True)]
+
+
+def smallest_of(sizes: tuple[int, ...], count: Int[Array, ""]) -> Int[Array, ""]:
+    """Which of the ascending sizes is enough for a count, in all lanes of a `vmap`."""
+    return jnp.sum(eqxi.unvmap_max(count) > jnp.asarray(sizes[:-1], jnp.int32))
+
+
+def _of_operator(pairs, C, operator, function, t_operator):
+    nothing = [None for _ in function(pairs.values)]
+    if not jtu.tree_leaves(t_operator):
+        return nothing
+    V = pairs.ritz_vectors
+    W = product_tangent(operator, t_operator, V)
+    if W is None:
+        return nothing
+    differences = divided_differences(function, pairs.values, pairs.values)
+    corrections = second_order(operator, function, pairs)
+
+    def of_leaf(F, correction):
+        dtype = np.result_type(F.dtype, V.dtype)
+        inside = F.conj().astype(dtype) * C.astype(dtype)
+        Z = combine(V.astype(dtype), inside) + correction.astype(dtype)
+        total = jnp.sum(column_dots(Z, W.astype(dtype)))
+        return total if jnp.iscomplexobj(F) else jnp.real(total)
+
+    return [of_leaf(*of) for of in zip(differences, corrections, strict=True)]
+
+
+def _of_function(pairs, C, operator, function, t_function):
+    if not jtu.tree_leaves(t_function):
+        return [None for _ in function(pairs.values)]
+    points = final(pairs.values, of=operator)
+    _, slopes = eqx.filter_jvp(lambda fn: fn(points), (function,), (t_function,))
+    weights = jnp.real(jnp.diagonal(C))
+    # A leaf may not depend on what others close over.
+    return [None if x is None else jnp.sum(weights.astype(x.dtype) * x) for x in slopes]
+
+
+def _add(x, y):
+    if x is None or y is None:
+        return y if x is None else x
+    return x + y
+
+
+#
+# Second derivatives
+#
+
+
+def product_tangent(
+    operator: lx.AbstractLinearOperator, t_operator: PyTree, V: Inexact[Array, "n p"]
+) -> Inexact[Array, "n p"] | None:
+    """`dA V`, of a fixed V. `None` stands for 0."""
+    V = jax.lax.stop_gradient(V)
+    return eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (t_operator,))[1]
+
+
+@eqx.filter_custom_jvp
+def second_order(
+    operator: lx.AbstractLinearOperator, function: SpectralFunction, pairs: RitzPairs
+) -> list[Inexact[Array, "n p"]]:
+    """Zeros for every leaf of the function, whose derivative is that of Z."""
+    del operator
+    return [jnp.zeros_like(pairs.basis) for _ in function(pairs.values)]
+
+
+@second_order.def_jvp
+def _second_order_jvp(primals, tangents):
+    operator, function, pairs = primals
+    zeros = second_order(operator, function, pairs)
+    W = product_tangent(operator, tangents[0], pairs.ritz_vectors)
+    if W is None:
+        return zeros, [None for _ in zeros]
+    operator, function = final((operator, function))
+
+    def slopes(points):
+        return derivative(function, points)
+
+    return zeros, frechet(operator, slopes, pairs, W)
+
+
+@eqx.filter_custom_jvp
+def _final(arrays: PyTree, x: PyTree) -> PyTree:
+    del arrays
+    return x
+
+
+@_final.def_jvp
+def _refuse(primals, tangents):
+    raise NotImplementedError(
+        "This derivative is not implemented. Estimates of spectral functions have first "
+        "derivatives of any kind, and second ones with respect to the operator; f(A) as "
+        "an operator has first derivatives. Third derivatives, and second ones that mix "
+        "the operator and what the function closes over, are missing."
+    )
+
+
+def final(tree: PyTree, of: PyTree = ()) -> PyTree:
+    """The same, whose derivatives raise an error, also those along arrays of `of`."""
+    arrays, rest = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(_final(eqx.filter(of, eqx.is_array), arrays), rest)
+
+
+def frechet(
+    operator: lx.AbstractLinearOperator,
+    function: Callable[[Array], list[Array]],
+    pairs: RitzPairs,
+    W: Inexact[Array, "n p"],
+) -> list[Inexact[Array, "n p"]]:
+    """`L(A, dB) V D` for every leaf of a function, of `W = dB V`. Linear in W.
+
+    Takes about `4 p` products with A, and as many again where it is transposed.
+    """
+    D = matmul(pairs.probes, pairs.probes.conj().T)
+
+    def of_leaf(i):
+        def weights(values):
+            N = divided_differences(function, values, pairs.values)[i]
+            return N.astype(W.dtype)
+
+        def forward(_, W):
+            values, G = _space(operator, W, pairs)
+            return combine(G, matmul(weights(values) * inner(G, W), D))
+
+        def backward(_, cotangent):
+            Y = cotangent.conj()
+            values, G = _space(operator, Y, pairs)
+            inside = weights(values).conj() * matmul(inner(G, Y), D)
+            return combine(G, inside).conj()
+
+        return linear(forward, backward, W)
+
+    return [of_leaf(i) for i in range(len(function(pairs.values)))]
+
+
+def linear(forward: Callable, backward: Callable, x: Any) -> Any:
+    """A linear function with its transpose, both given the identity besides."""
+    # Nothing is solved: the identity that stands for the system is never applied.
+    return jax.lax.custom_linear_solve(lambda x: x, x, forward, backward)
+
+
+def _space(
+    operator: lx.AbstractLinearOperator, W: Inexact[Array, "n p"], pairs: RitzPairs
+) -> tuple[Float[Array, " q"], Inexact[Array, "n q"]]:
+    """Ritz pairs of A in a space that holds `L(A, dB) V`, for `W = dB V`."""
+    n, p = W.shape
+    m = pairs.width
+    steps = p // m
+    if (2 * steps + 1) * m >= n:
+        basis = jnp.eye(n, dtype=W.dtype)
+    else:
+        S = pairs.vectors
+        T = matmul(S * pairs.values[None, :].astype(S.dtype), S.conj().T)
+        W = combine(W, S.conj().T)
+        # The size of W is free: the corner is linear in it.
+        ratio = divisor(largest_entry(T)) / divisor(largest_entry(W))
+        W = W * ratio.astype(W.dtype)
+
+        def product(block):
+            x, y = block[:n], block[n:]
+            above = apply_block(operator, x) + combine(W, y)
+            return jnp.concatenate([above, matmul(T, y)])
+
+        above, below = jnp.zeros((n, m), W.dtype), jnp.eye(p, m, dtype=W.dtype)
+        start = jnp.concatenate([above, below])
+        whole, _ = arnoldi(product, start, 2 * steps + 1)
+        basis, _ = orthonormalise(whole[:n, m:])
+    projected = inner(basis, apply_block(operator, basis))
+    values, vectors = eigh((projected + projected.conj().T) / 2)
+    return values, combine(basis, vectors)
+
+
+#
+# f(A) x, and its derivative
+#
+
+
+def _in_krylov_space(operator, function, x, steps):
+    """`V f(Theta) c`, with the vector's coordinates c; and the Ritz pairs."""
+    product = ft.partial(apply_block, operator)
+    pairs = lanczos(product, x[:, None], steps).ritz_pairs()
+    (f,) = function(pairs.values)
+    inside = matmul(pairs.vectors, f[:, None].astype(x.dtype) * pairs.probes)
+    return combine(pairs.basis, inside)[:, 0], pairs
+
+
+@eqx.filter_custom_jvp
+def function_product(operator, function, x, steps) -> Inexact[Array, " n"]:
+    """`f(A) x`, by Lanczos. Linear in x."""
+
+    def forward(_, x):
+        return _in_krylov_space(operator, function, x, steps)[0]
+
+    def backward(_, y):
+        def conjugate(points):
+            return [f.conj() for f in function(points)]
+
+        return _in_krylov_space(operator, conjugate, y.conj(), steps)[0].conj()
+
+    return linear(forward, backward, x)
+
+
+@function_product.def_jvp
+def _function_product_jvp(primals, tangents):
+    operator, function, x, steps = primals
+    t_operator, t_function, t_x, _ = tangents
+    y = function_product(operator, function, x, steps)
+    parts = [None if t_x is None else function_product(operator, function, t_x, steps)]
+    if jtu.tree_leaves((t_operator, t_function)):
+        operator, function, x = final((operator, function, x))
+    if jtu.tree_leaves(t_function):
+        _, t_y = eqx.filter_jvp(
+            lambda fn: _in_krylov_space(operator, fn, x, steps)[0],
+            (function,),
+            (t_function,),
+        )
+        parts.append(t_y)
+    if jtu.tree_leaves(t_operator):
+        _, pairs = _in_krylov_space(operator, function, x, steps)
+        W = product_tangent(operator, t_operator, pairs.ritz_vectors)
+        if W is not None:
+            (image,) = frechet(operator, function, pairs, W)
+            # `L(A, dA) V D` with D = c c^*.
+            c = pairs.probes / divisor(jnp.sum(squares(pairs.probes))).astype(x.dtype)
+            parts.append(combine(image, c)[:, 0])
+    return y, sum((x for x in parts if x is not None), jnp.zeros_like(y))

@@ -1,0 +1,192 @@
+"""A function of one real variable, as data; its divided differences, and sums of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float, Inexact, PyTree
+
+from .._arguments import kind_of
+from .._linalg.small import divisor
+from .._linalg.tall import largest_entry
+
+_NEEDS_NUMBERS = (
+    "fn is traced, for an eigenvalue that is not known yet; write it with jax.numpy, "
+    "such as jnp.log for math.log, and jnp.where for if."
+)
+
+
+class SpectralFunction(eqx.Module):
+    """A function of eigenvalues, one by one. What it closes over are leaves.
+
+    **Attributes:**
+
+    - `fn`: maps a real scalar to a PyTree of scalars.
+    """
+
+    fn: Any
+
+    def __call__(self, points: Float[Array, "..."]) -> list[Inexact[Array, "..."]]:
+        """The leaves of `fn` at every point."""
+        flat = jtu.tree_leaves(jax.vmap(self.fn)(points.reshape(-1)))
+        return [_inexact(x, points.dtype).reshape(points.shape) for x in flat]
+
+    def tree(self, leaves: list[Any], dtype: Any) -> PyTree:
+        """Leaves, one for each of the function's, in the structure of its result."""
+        points = jax.ShapeDtypeStruct((1,), dtype)
+        shapes = jax.eval_shape(jax.vmap(self.fn), points)
+        return jtu.tree_structure(shapes).unflatten(leaves)
+
+
+def _inexact(x: Array, real: Any) -> Inexact[Array, "..."]:
+    kind = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return x.astype(np.result_type(real, np.complex64) if kind else real)
+
+
+def spectral_function(fn: Any, dtype: Any, where: str) -> SpectralFunction:
+    """The function, once checked, as it is now.
+
+    A program that is kept for later calls sees the values of leaves alone. What a
+    Python function reads may have changed since, so it is traced anew. Functions that
+    are jitted are JAX's to keep, unless they close over tracers.
+
+    Raises `TypeError` for what can't be called, `ValueError` for a function that
+    doesn't map a scalar to scalars.
+    """
+    if isinstance(fn, SpectralFunction):
+        return fn
+    if not callable(fn):
+        raise TypeError(
+            f"{where}: fn must be a function of a real scalar, got "
+            f"{kind_of(fn)}; pass jnp.log, for example. The arguments start "
+            "(key, fn, operator, k)."
+        )
+
+    def of_arrays(x):
+        # A constant may be a Python number.
+        return jtu.tree_map(jnp.asarray, fn(x))
+
+    scalar = jax.ShapeDtypeStruct((), dtype)
+    try:
+        made = eqx.filter_closure_convert(of_arrays, scalar)
+    except jax.errors.JAXTypeError as error:
+        error.add_note(f"{where}: {_NEEDS_NUMBERS}")
+        raise
+    shapes = [x.shape for x in jtu.tree_leaves(jax.eval_shape(made, scalar))]
+    if not shapes or any(shapes):
+        raise ValueError(
+            f"{where}: fn must map a scalar to a scalar, or to a PyTree of scalars, "
+            f"got results of shapes {shapes}; it is applied to every eigenvalue alone."
+        )
+    traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
+    if isinstance(fn, jax.stages.Wrapped) and not traced:
+        return SpectralFunction(fn)
+
+    def as_data(x):
+        return jnp.array(x) if isinstance(x, np.ndarray) else x
+
+    return SpectralFunction(jtu.tree_map(as_data, made))
+
+
+def derivative(
+    function: Callable[[Array], list[Array]], points: Float[Array, "..."]
+) -> list[Inexact[Array, "..."]]:
+    """The derivative of every leaf."""
+    return jax.jvp(function, (points,), (jnp.ones_like(points),))[1]
+
+
+def divided_differences(
+    function: Callable[[Array], list[Array]],
+    x: Float[Array, " p"],
+    y: Float[Array, " q"],
+) -> list[Inexact[Array, "p q"]]:
+    """`(f(x_i) - f(y_j)) / (x_i - y_j)` for every leaf f, and f' where they are equal.
+
+    The quotient cancels where f changes little. There it is the mean of f' between the
+    points, by the Gauss rule of two points. Of the two the one with the smaller error
+    is taken: the rounding of f divided by the distance, or the square of how much the
+    rule differs from the middle or the mean of the ends.
+
+    An infinite f' (a square root at 0) is replaced by the difference quotient over a
+    distance of rounding size: the points are no better known.
+    """
+    X, Y = jnp.broadcast_arrays(x[:, None], y[None, :])
+    eps = jnp.finfo(x.dtype).eps
+    distance = X - Y
+    middle, offset = (X + Y) / 2, distance / (2 * 3**0.5)
+    tiny = eps * jnp.maximum(largest_entry(x), largest_entry(y))
+    tiny = jnp.where(tiny == 0, eps, tiny)
+    equal = distance == 0
+    safe = jnp.where(equal, 1, distance)
+
+    def of_leaf(f_x, f_y, slope_x, slope_y, below, above, between, base, shifted):
+        f_x, f_y = f_x[:, None], f_y[None, :]
+        secant = (f_x - f_y) / safe.astype(f_x.dtype)
+        mean = (below + above) / 2
+        of_ends = (slope_x[:, None] + slope_y[None, :]) / 2
+        off = jnp.maximum(jnp.abs(mean - between), jnp.abs(mean - of_ends))
+        of_mean = off * (off / divisor(jnp.abs(mean)))
+        of_secant = eps * jnp.maximum(jnp.abs(f_x), jnp.abs(f_y)) / jnp.abs(safe)
+        quotient = (shifted - base) / tiny.astype(base.dtype)
+        mean = jnp.where(jnp.isfinite(mean), mean, quotient)
+        return jnp.where(equal | (of_mean <= of_secant), mean, secant)
+
+    parts = (
+        *(function(points) for points in (x, y)),
+        *(derivative(function, points) for points in (x, y)),
+        *(derivative(function, middle + by) for by in (-offset, offset, 0)),
+        *(function(points) for points in (middle, middle + tiny)),
+    )
+    return [of_leaf(*of) for of in zip(*parts, strict=True)]
+
+
+#
+# Sums of its values
+#
+
+
+def weighted_sums(
+    weights: Inexact[Array, "... k"], f: Inexact[Array, "... k"]
+) -> Inexact[Array, "..."]:
+    """`sum_j weights_j f_j`, where a weight of 0 counts for nothing.
+
+    Also if f is infinite there.
+    """
+    f = jnp.broadcast_to(f, weights.shape)
+    dtype = np.result_type(weights.dtype, f.dtype)
+    terms = weights.astype(dtype) * f.astype(dtype)
+    return jnp.sum(jnp.where(weights == 0, 0, terms), axis=-1)
+
+
+def rounding_errors(
+    function: SpectralFunction,
+    values: Float[Array, " k"],
+    weights: Float[Array, " k"],
+) -> list[Float[Array, ""]]:
+    """What errors of rounding in the operator make of each leaf's sum.
+
+    They move every eigenvalue by up to about eps times the largest: nothing to most
+    functions, much to a root or a logarithm of a small one.
+    """
+    moved = values + jnp.finfo(values.dtype).eps * jnp.max(jnp.abs(values))
+    return [
+        weighted_sums(jnp.abs(weights), jnp.abs(f_moved - f))
+        for f, f_moved in zip(function(values), function(moved), strict=True)
+    ]
+
+
+def remaining(
+    b: Float[Array, ""], a: Float[Array, ""], most: float
+) -> Float[Array, ""]:
+    """The error that is left after changes by a, and then by b in as many steps.
+
+    If so many steps leave the fraction `r = b / a` of the error, `b r / (1 - r)`. r is
+    taken for at most `most`.
+    """
+    ratio = jnp.clip(b / divisor(a), 0, most)
+    return b * ratio / (1 - ratio)

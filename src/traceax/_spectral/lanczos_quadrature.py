@@ -1,0 +1,183 @@
+"""Stochastic Lanczos quadrature."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._accuracy.error_bar import GRAM_PROBES, independent_samples
+from .._arguments import check_optional_integer, without_numpy
+from .._linalg.krylov import KrylovSpaces, lanczos
+from .._linalg.small import divisor, eigh, matmul
+from .._linalg.tall import inner, largest_entry
+from .._operators.block import apply_block, space_of
+from .._samplers import RademacherSampler, Sampler, check_sampler
+from .base import (
+    SpectralEstimator,
+    SpectralOutcome,
+    probes_and_steps,
+    ritz_values,
+)
+from .blocks import SpectralBlocks
+from .function import (
+    SpectralFunction,
+    remaining,
+    rounding_errors,
+    weighted_sums,
+)
+
+
+class LanczosQuadratureEstimator(SpectralEstimator):
+    r"""Stochastic Lanczos quadrature: the mean of `w_j^* f(A) w_j` over m probes.
+
+    Each form is a Gauss quadrature, whose nodes and weights come from s steps of
+    Lanczos from the probe.
+
+    *Use when* the spectrum is flat, so that there is nothing to find in it, or when
+    O(n k^2) work beyond the products is too much: that of a probe is O(n s^2), on its
+    own. Everywhere else [`traceax.KrylovAwareEstimator`][] is more accurate.
+
+    | | |
+    |---|---|
+    | operator | symmetric or Hermitian, PyTrees, complex |
+    | products | m s, k less at most 2 |
+    | beyond the products | O(n k s) time, three n x k blocks; derivatives hold five |
+    | bias | of the quadrature; none where f is a polynomial of degree 2 s - 1 |
+    | standard error | of probes, from their spread; and of the quadrature, from its last steps or a bracket (below) |
+    | derivative | `tr((F o C) V^* dA V)` with the Ritz vectors V of all probes, k products with dA; second ones take 4 k more |
+
+    *The error of the quadrature* is extrapolated from its last steps. Where a number is
+    known that no eigenvalue is below (a shift of a semidefinite operator, in
+    [`traceax.logdet`][]) it is the distance between Gauss and Gauss-Radau rules
+    instead, which bracket the truth if derivatives of the function alternate in sign.
+
+    **Arguments:**
+
+    - `num_probes`: m. By default about `0.9 sqrt(k)`.
+    - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default.
+
+    **Reference:** Golub and Meurant, "Matrices, Moments and Quadrature with
+    Applications" (2010), doi:10.1515/9781400833889; Ubaru, Chen and Saad, "Fast
+    Estimation of tr(f(A)) via Stochastic Lanczos Quadrature", SIAM J. Matrix Anal.
+    Appl. 38 (2017), doi:10.1137/16M1104974.
+    """
+
+    num_probes: int | None = eqx.field(
+        default=None, static=True, converter=without_numpy
+    )
+    sampler: Sampler = RademacherSampler()
+
+    def __check_init__(self):
+        name, what = type(self).__name__, "how many forms are averaged"
+        check_optional_integer(self.num_probes, "num_probes", name, least=1, what=what)
+        check_sampler(self.sampler, name, independent=True)
+
+    def compute(self, state, k):
+        operator, function = state.operator, state.function
+        space = space_of(operator)
+        n = space.size
+        m, steps = probes_and_steps(self.num_probes, k)
+        Omega = self.sampler.sample(state.key, n, m, space.compute_dtype)
+        krylov = lanczos(ft.partial(apply_block, operator), Omega, steps)
+        pairs = krylov.ritz_pairs()
+        flat, result = ritz_values(pairs.values, krylov.asymmetry, operator)
+        pairs = eqx.tree_at(lambda pairs: pairs.values, pairs, flat)
+        coupling = matmul(pairs.probes, pairs.probes.conj().T)
+        weights = jnp.real(jnp.diagonal(coupling))
+        squares = m * weights.reshape(m, steps)
+        # What the forms are made of, between probes: for the skewness of samples.
+        across = matmul(inner(Omega, pairs.basis), pairs.vectors).reshape(m, m, steps)
+        own = jnp.einsum("iir->ir", across)
+        gram_weights = (across * own.conj()[None])[:GRAM_PROBES, :GRAM_PROBES]
+        rounding = rounding_errors(function, flat, weights)
+        if state.lower is None or steps == 1:
+            quadrature = _quadrature_errors(function, krylov, flat)
+        else:
+            quadrature = _bracket(function, krylov, flat, squares, state.lower)
+        means, errors, freedoms = [], [], []
+        for leaf, *others in zip(function(flat), quadrature, rounding, strict=True):
+            f = leaf.reshape(m, steps)
+            samples = weighted_sums(squares, f)
+            # A multiple of the identity has no part in the spread. In a unit in which
+            # squares neither over- nor underflow.
+            varying = f - jnp.mean(samples) / n
+            unit = divisor(largest_entry(varying))
+            varying = varying / unit.astype(f.dtype)
+            norms = unit * jnp.sqrt(weighted_sums(squares, jnp.abs(varying) ** 2))
+            gram = weighted_sums(gram_weights, varying[None, :GRAM_PROBES])
+            bar = independent_samples(samples, norms, gram)
+            means.append(bar.mean)
+            errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
+            freedoms.append(bar.degrees_of_freedom)
+        stats = {"num_matvecs": m * steps, "result": result}
+        blocks = SpectralBlocks(pairs, coupling)
+        return SpectralOutcome(means, errors, freedoms, stats, blocks)
+
+
+def _rule(
+    krylov: KrylovSpaces, projected: Float[Array, "m t t"]
+) -> tuple[Float[Array, "m t"], Float[Array, "m t"]]:
+    """Nodes and weights of the quadrature of each starting vector."""
+    nodes, vectors = jax.vmap(eigh)(projected)
+    return nodes, krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
+
+
+def _bracket(
+    function: SpectralFunction,
+    krylov: KrylovSpaces,
+    values: Float[Array, " ms"],
+    gauss_weights: Float[Array, "m s"],
+    lower: Float[Array, ""],
+) -> list[Float[Array, ""]]:
+    """How far Gauss rules are from Gauss-Radau rules with a node at `lower`.
+
+    For a function whose derivatives alternate in sign, such as a logarithm or an
+    inverse, the truth lies between the two.
+    """
+    projected = krylov.projected
+    theta, vectors = jax.vmap(eigh)(projected[:, :-1, :-1])
+    beta = projected[:, -1, -2]
+    distance = theta - lower
+    # A Ritz value at the end of the spectrum is that end: there is nothing to add.
+    tiny = jnp.finfo(theta.dtype).eps * largest_entry(theta)
+    safe = jnp.where(distance > tiny, distance, 1)
+    terms = jnp.where(distance > tiny, vectors[:, -1, :] ** 2 / safe, 0)
+    last = lower + beta**2 * jnp.sum(terms, axis=1)
+    nodes, weights = _rule(krylov, projected.at[:, -1, -1].set(last))
+    radau = function(jnp.maximum(nodes, lower))
+    gauss = function(values.reshape(nodes.shape))
+    return [
+        jnp.abs(jnp.mean(weighted_sums(gauss_weights, f) - weighted_sums(weights, g)))
+        for f, g in zip(gauss, radau, strict=True)
+    ]
+
+
+def _quadrature_errors(
+    function: SpectralFunction, krylov: KrylovSpaces, values: Float[Array, " ms"]
+) -> list[Float[Array, ""]]:
+    """How far the mean is from its limit in the number of steps, of each leaf.
+
+    With h a third of the steps, the last h of them changed the mean by b and the h
+    before by a. NaN for a single step, which tells nothing.
+    """
+    steps = krylov.projected.shape[1]
+    if steps == 1:
+        return [jnp.full((), jnp.nan, values.dtype) for _ in function(values)]
+    h = max(steps // 3, 1)
+    low, high = jnp.min(values), jnp.max(values)
+
+    def means(s):
+        nodes, weights = _rule(krylov, krylov.projected[:, :s, :s])
+        # Rounding must not take a node out of the function's domain.
+        leaves = function(jnp.clip(nodes, low, high))
+        return [jnp.mean(weighted_sums(weights, f)) for f in leaves]
+
+    depths = [steps, steps - h, steps - 2 * h]
+    known = [means(s) for s in depths if s >= 1]
+    last = [jnp.abs(x - y) for x, y in zip(*known[:2], strict=True)]
+    if len(known) == 2:
+        return last
+    before = [jnp.abs(x - y) for x, y in zip(*known[1:], strict=True)]
+    return [remaining(b, a, 0.9) for b, a in zip(last, before, strict=True)]

@@ -1,0 +1,108 @@
+"""f(A) as a linear operator."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.flatten_util as jfu
+import jax.numpy as jnp
+import lineax as lx
+
+from .._arguments import without_numpy
+from .._operators import block
+from .._operators.block import apply_block, as_data, is_known, space_of
+from .blocks import function_product
+from .function import SpectralFunction, spectral_function
+
+
+class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
+    r"""The operator `f(A)` of a symmetric or Hermitian A, applied by Lanczos.
+
+    ```python
+    square_root = traceax.MatrixFunctionLinearOperator(operator, jnp.sqrt, 30)
+    traceax.trace(key, square_root, 40)
+    ```
+
+    A product takes s products with A, O(n s^2) time and s vectors of memory. It is
+    exact for polynomials of degree below s, and for a space that stops growing.
+    Differentiable once with respect to A and to what `fn` closes over, to any order to
+    the vector.
+
+    **Arguments:**
+
+    - `operator`: a square lineax operator, over arrays or PyTrees, that is tagged
+        symmetric (real) or semidefinite (real or complex).
+    - `fn`: a function of a real scalar.
+    - `num_steps`: s, a positive int; more than n are not used.
+    - `tags`: what is known of f(A), such as `lineax.positive_semidefinite_tag`.
+
+    **Raises:** `TypeError` and `ValueError` as [`traceax.trace_function`][] does, and
+    `ValueError` for an operator that isn't known to be Hermitian.
+    """
+
+    operator: lx.AbstractLinearOperator
+    fn: SpectralFunction
+    num_steps: int = eqx.field(static=True)
+    tags: frozenset[object] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        operator: lx.AbstractLinearOperator,
+        fn: Callable,
+        num_steps: int,
+        tags: object = (),
+    ):
+        where = "traceax.MatrixFunctionLinearOperator"
+        space = block.check_operator(operator, where, "(operator, fn, num_steps)")
+        if not block.is_hermitian(operator):
+            raise ValueError(
+                f"{where}: operator must be known to be Hermitian, got one without a "
+                "tag of that; give it lineax.symmetric_tag (if it is real) or "
+                "lineax.positive_semidefinite_tag."
+            )
+        num_steps = without_numpy(num_steps)
+        if type(num_steps) is not int or num_steps < 1:
+            kind = ValueError if type(num_steps) is int else TypeError
+            raise kind(f"{where}: num_steps must be a positive int, got {num_steps!r}.")
+        self.operator = as_data(operator)
+        self.fn = spectral_function(fn, space.real_dtype, where)
+        if len(self.fn(jnp.ones((), space.real_dtype))) != 1:
+            raise ValueError(f"{where}: fn must return one scalar, not several.")
+        self.num_steps = min(num_steps, space.size)
+        several = isinstance(tags, set | frozenset | tuple | list)
+        self.tags = frozenset(tags if several else (tags,))
+
+    def mv(self, vector):
+        flat, unravel = jfu.ravel_pytree(vector)
+        x = flat.astype(space_of(self.operator).compute_dtype)
+        y = function_product(self.operator, self.fn, x, self.num_steps)
+        return unravel(y.astype(flat.dtype))
+
+    def as_matrix(self):
+        space = space_of(self.operator)
+        identity = jnp.eye(space.size, dtype=space.compute_dtype)
+        return apply_block(self, identity).astype(space.dtype)
+
+    def transpose(self):
+        if not space_of(self.operator).is_complex:
+            return self
+        return eqx.tree_at(lambda x: x.operator, self, lx.conj(self.operator))
+
+    def in_structure(self):
+        return self.operator.in_structure()
+
+    def out_structure(self):
+        return self.operator.out_structure()
+
+
+def _known(check, operator: MatrixFunctionLinearOperator) -> bool:
+    # A function keeps the structure, and has the sign that it is tagged with.
+    own, *_ = block.TAGS[check]
+    kept = check in (lx.is_symmetric, lx.is_diagonal)
+    return own in operator.tags or (kept and is_known(check, operator.operator))
+
+
+block.register(
+    MatrixFunctionLinearOperator,
+    _known,
+    lambda operator: lx.conj(block.as_function(operator)),
+)

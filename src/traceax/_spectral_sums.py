@@ -1,0 +1,327 @@
+"""Log-determinants, inverses, norms, densities: uses of `trace_function`."""
+
+import math
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
+
+from ._accuracy.tolerance import make_tolerance
+from ._arguments import check_real_scalar, known_number
+from ._base import init_state
+from ._estimate import Estimate
+from ._linalg.tall import largest_entry, power_of_two_scale
+from ._operators.block import is_positive_semidefinite, space_of
+from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._spectral.base import Accuracy, SpectralEstimator
+from ._spectral.function import SpectralFunction
+from ._trace_function import estimate_function
+
+# Made once: programs for these are kept.
+_LOG = SpectralFunction(jnp.log)
+_EXP = SpectralFunction(jnp.exp)
+_RECIPROCAL = SpectralFunction(jnp.reciprocal)
+_ENTROPY = SpectralFunction(jax.scipy.special.entr)
+_IDENTITY = SpectralFunction(lambda x: x)
+
+
+def logdet(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    shift: ArrayLike = 0.0,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `log det(A + shift I)` from at most `k` products with A.
+
+    The first job of a Gaussian process: `traceax.logdet(key, kernel, 100,
+    shift=noise)`, differentiable with respect to the kernel and to the noise.
+
+    A shift costs nothing and takes nothing of the accuracy: Krylov spaces of A and of
+    `A + shift I` are the same, and eigenvalues that are all but `shift` drop out of
+    the error. `shift=` and a lineax sum with a multiple of the identity are the same.
+
+    **Arguments:** those of [`traceax.trace_function`][], and
+
+    - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite.
+    - `shift`: a real scalar, may be traced and differentiated.
+
+    **Returns:** a [`traceax.Estimate`][].
+    """
+    where = "traceax.logdet"
+    operator, lower = _shifted(operator, shift, where)
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(
+        where, key, _LOG, operator, k, estimator, accuracy, throw, lower=lower
+    )
+
+
+def trace_inverse(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    shift: ArrayLike = 0.0,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `tr (A + shift I)^-1` from at most `k` products with A.
+
+    For an operator that isn't Hermitian, or one that has a good solver, use
+    `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)`, whose k
+    counts solves.
+
+    **Arguments:** those of [`traceax.logdet`][].
+
+    **Returns:** a [`traceax.Estimate`][].
+    """
+    where = "traceax.trace_inverse"
+    operator, lower = _shifted(operator, shift, where)
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(
+        where, key, _RECIPROCAL, operator, k, estimator, accuracy, throw, lower=lower
+    )
+
+
+def schatten_norm(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    p: ArrayLike = 1.0,
+    rtol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `(sum_i |lambda_i|^p)^(1/p)` of a symmetric or Hermitian operator.
+
+    `p=1` is the nuclear norm, `p=2` the Frobenius norm.
+
+    **Arguments:** those of [`traceax.trace_function`][] but `atol`, and
+
+    - `p`: a positive scalar, may be traced.
+    - `rtol`: relative to the norm.
+
+    **Returns:** a [`traceax.Estimate`][]; its error bar is that of the sum, through the
+    derivative of the root.
+    """
+    where = "traceax.schatten_norm"
+    hint = "write p=1.0 for the nuclear norm, p=2.0 for that of Frobenius."
+    check_real_scalar(p, "p", where, hint)
+    known = known_number(p)
+    if known is not None and not 0 < known < math.inf:
+        raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}")
+    space = space_of(init_state(key, operator, where).operator)
+    power = jnp.asarray(p, space.real_dtype)
+    # Powers of large or small eigenvalues leave the range of numbers.
+    unit = _size_of_parameters(operator, space.real_dtype)
+    scaled = operator * (1 / unit).astype(space.dtype)
+    # A relative error of the norm is one p times as large of the sum.
+    if rtol is not None:
+        make_tolerance(rtol, None, level, space.real_dtype, where)
+        rtol = jnp.asarray(rtol).astype(space.real_dtype) * power
+    accuracy = Accuracy(rtol, None, level, progress_meter)
+    total = estimate_function(
+        where,
+        key,
+        SpectralFunction(_Power(power)),
+        scaled,
+        k,
+        estimator,
+        accuracy,
+        throw,
+    )
+    # The root of a sum, and the slope there for its error.
+    positive = total.value > 0
+    safe = jnp.where(positive, total.value, 1)
+    exponent = (1 / power).astype(safe.dtype)
+    value = jnp.where(positive, unit.astype(safe.dtype) * safe**exponent, 0)
+    value = jnp.where(jnp.isnan(total.value), total.value, value)
+    slope = jnp.where(positive, value / (safe / exponent), 1)
+    error = total._standard_error
+    error = jnp.where(error < 0, error, error * jax.lax.stop_gradient(slope))
+    return eqx.tree_at(lambda e: (e.value, e._standard_error), total, (value, error))
+
+
+def _size_of_parameters(operator: lx.AbstractLinearOperator, real) -> Float[Array, ""]:
+    """A power of two next to the largest of the operator's parameters, or 1."""
+    leaves = [x for x in jax.tree.leaves(operator) if eqx.is_inexact_array(x)]
+    sizes = [largest_entry(x).astype(real) for x in leaves]
+    if not sizes:
+        return jnp.ones((), real)
+    return jax.lax.stop_gradient(power_of_two_scale(jnp.stack(sizes)))
+
+
+class _Power(eqx.Module):
+    p: Float[Array, ""]
+
+    def __call__(self, x):
+        # The derivative of a power at 0 is not that of its two-argument form.
+        magnitude = jnp.abs(x)
+        positive = magnitude > 0
+        safe = jnp.where(positive, magnitude, 1)
+        power = jnp.where(positive, safe ** self.p.astype(x.dtype), 0)
+        # Not a norm, where p is only known when the program runs.
+        return jnp.where(self.p > 0, power, jnp.nan)
+
+
+def von_neumann_entropy(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `-tr(A log A)` in nats, of a density matrix or a normalised Laplacian.
+
+    `0 log 0 = 0`. The operator isn't normalised: divide it by its trace first.
+
+    **Arguments:** those of [`traceax.trace_function`][]. The operator must be positive
+    semidefinite.
+
+    **Returns:** a [`traceax.Estimate`][].
+    """
+    where = "traceax.von_neumann_entropy"
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(
+        where, key, _ENTROPY, operator, k, estimator, accuracy, throw
+    )
+
+
+def estrada_index(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `tr exp(A)`, of the adjacency matrix of a graph.
+
+    **Arguments:** those of [`traceax.trace_function`][].
+
+    **Returns:** a [`traceax.Estimate`][].
+
+    **Reference:** Estrada, "Characterization of 3D molecular structure", Chem. Phys.
+    Lett. 319 (2000), doi:10.1016/S0009-2614(00)00158-5.
+    """
+    where = "traceax.estrada_index"
+    accuracy = Accuracy(rtol, atol, level, progress_meter)
+    return estimate_function(where, key, _EXP, operator, k, estimator, accuracy, throw)
+
+
+class SpectralDensity(eqx.Module):
+    """An estimated distribution of eigenvalues: weights at points, n in all.
+
+    **Attributes:**
+
+    - `points`: real, where the weights are.
+    - `weights`: how many eigenvalues each stands for. Leaving probes out can make
+        single ones slightly negative; sums of many are not.
+    """
+
+    points: Float[Array, " p"]
+    weights: Float[Array, " p"]
+
+    def integrate(self, fn: Callable[[Array], Array]) -> Inexact[Array, ""]:
+        """The sum of a function over the eigenvalues, of arrays elementwise."""
+        return jnp.sum(self.weights * fn(self.points))
+
+    def count(self, upper: Real[Array, "..."]) -> Float[Array, "..."]:
+        """How many eigenvalues are at most `upper`."""
+
+        def of(bound):
+            return jnp.sum(jnp.where(self.points <= bound, self.weights, 0))
+
+        return jnp.vectorize(of)(jnp.asarray(upper))
+
+    def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
+        """Eigenvalues per unit, every point spread to a normal density of `width`.
+
+        Raises `ValueError` for a width that isn't positive, as far as it is known.
+        """
+        where = "traceax.SpectralDensity.density"
+        hint = "it is the standard deviation of what each point is spread to."
+        check_real_scalar(width, "width", where, hint)
+        known = known_number(width)
+        if known is not None and not known > 0:
+            raise ValueError(f"{where}: width must be positive, got {width}; {hint}")
+
+        def of(point):
+            z = (point.astype(self.points.dtype) - self.points) / width
+            return jnp.sum(self.weights * jnp.exp(-(z**2) / 2))
+
+        return jnp.vectorize(of)(jnp.asarray(at)) / (width * math.sqrt(2 * math.pi))
+
+
+def spectral_density(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    throw: bool = True,
+) -> SpectralDensity:
+    """Estimates the distribution of eigenvalues of a symmetric or Hermitian operator.
+
+    **Arguments:** those of [`traceax.trace_function`][], without a tolerance.
+
+    **Returns:** a [`traceax.SpectralDensity`][]. Not differentiable.
+    """
+    where = "traceax.spectral_density"
+    estimate = estimate_function(
+        where, key, _IDENTITY, operator, k, estimator, Accuracy(), throw
+    )
+    points, weights = jax.lax.stop_gradient(
+        (estimate.stats["ritz_values"], estimate.stats["ritz_weights"])
+    )
+    return SpectralDensity(points, weights)
+
+
+def _shifted(
+    operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str
+) -> tuple[lx.AbstractLinearOperator, Float[Array, ""] | None]:
+    """`A + shift I`, and what no eigenvalue of it is below, if A is semidefinite."""
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        return operator, None  # refused later
+    if isinstance(shift, int | float) and shift == 0:
+        return operator, None
+    check_real_scalar(
+        shift,
+        "shift",
+        where,
+        "add anything else to the operator, such as a lineax.DiagonalLinearOperator.",
+    )
+    dtype = space_of(operator).dtype
+    scalar = jnp.asarray(shift).astype(jnp.finfo(dtype).dtype)
+    identity = lx.IdentityLinearOperator(operator.in_structure())
+    total = operator + identity * scalar.astype(dtype)
+    if not is_positive_semidefinite(operator):
+        return total, None
+    if isinstance(shift, int | float) and shift > 0:
+        total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
+    return total, jax.lax.stop_gradient(scalar)

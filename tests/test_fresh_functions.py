@@ -1,0 +1,318 @@
+"""Functions that are made, or read something else, between two calls: numbers of now.
+
+A program that is kept for later calls must not keep what a Python function read.
+"""
+
+import functools
+import math
+import random
+import sys
+import types
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import PSD, assert_close, float_dtype
+
+import traceax as tx
+
+pytestmark = pytest.mark.transforms
+N = 6
+SIGNS = tx.HutchinsonEstimator()  # exact for diagonal operators
+
+
+class Holding(lx.AbstractLinearOperator):
+    """An operator of one's own, whose `mv` reads what it holds."""
+
+    held: object
+
+    def mv(self, vector):
+        return self.held(vector) if callable(self.held) else self.held.product(vector)
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct((N,), float_dtype())
+
+    out_structure = in_structure
+    as_matrix = transpose = None  # not needed
+
+
+for check in (
+    lx.is_symmetric,
+    lx.is_positive_semidefinite,
+    lx.is_negative_semidefinite,
+):
+    check.register(Holding)(lambda operator: False)
+
+
+def _function(fn, n=N, closure_convert=False):
+    structure = jax.ShapeDtypeStruct((n,), float_dtype())
+    return lx.FunctionLinearOperator(fn, structure, closure_convert=closure_convert)
+
+
+MAKERS = {
+    "converted": functools.partial(_function, closure_convert=True),
+    "unconverted": _function,
+    "jacobian": lambda fn: lx.JacobianLinearOperator(
+        lambda x, _: fn(x), jnp.ones(N, float_dtype()), closure_convert=False
+    ),
+    "custom": Holding,
+    "mean": lambda fn, n=N: tx.MeanLinearOperator(
+        lambda batch: _function(lambda v: batch * fn(v), n), jnp.ones(2, float_dtype())
+    ),
+}
+
+
+def _trace(operator, estimator=SIGNS, k=4):
+    return tx.trace(jr.key(0), operator, k, estimator, throw=False).value
+
+
+#
+# What is set from outside
+#
+
+
+class Scale:
+    """Equal to any other of its name."""
+
+    name, scale = "scale", 1.0
+
+    def product(self, v):
+        return self.scale * v
+
+    def __eq__(self, other):
+        return isinstance(other, Scale) and self.name == other.name
+
+    def __hash__(self):
+        return hash(self.name)
+
+
+class Callable(Scale):
+    __call__ = Scale.product
+
+
+MODULE = types.ModuleType("settings_of_a_test")
+
+
+def _of_module(v):
+    import settings_of_a_test  # noqa: PLC0415  # pyright: ignore
+
+    return v * settings_of_a_test.scale
+
+
+def _of_default(v, held=[1.0]):  # noqa: B006
+    return held[0] * v
+
+
+def _reads(file=""):
+    """How a number is set, and a function, the same one each time, that reads it."""
+    table, numbers, array, scale = {}, [1.0], np.ones(N, float_dtype()), Callable()
+    (default,) = _of_default.__defaults__  # pyright: ignore
+    rule = jax.custom_jvp(lambda x: x)
+    rule.defjvp(lambda x, t: (x[0], numbers[-1] * t[0]))
+
+    def save(c):
+        np.save(file, np.full(N, c, float_dtype()))
+
+    def setter(x, name="scale"):
+        return functools.partial(setattr, x, name)
+
+    return {
+        "dictionary": (lambda c: table.update(a=c), lambda v: table["a"] * v),
+        "list": (numbers.append, lambda v: numbers[-1] * v),
+        "number": (
+            lambda c: table.update(a=jnp.asarray(c)),
+            lambda v: float(table["a"]) * v,
+        ),
+        "rule": (numbers.append, lambda v: jax.jvp(rule, (v,), (v,))[1]),
+        "NumPy array": (array.fill, lambda v: array * v),
+        "file": (save, lambda v: np.load(file) * v),
+        "math": (setter(math, "tau"), lambda v: math.tau * v),
+        "module": (setter(MODULE), _of_module),
+        "default": (functools.partial(default.__setitem__, 0), _of_default),
+        "bound method": (setter(scale), scale.product),
+        "callable object": (setter(scale), scale),
+        "partial": (setter(scale), functools.partial(Scale.product, scale)),
+        "class": (setter(Scale), Callable()),
+    }
+
+
+@pytest.fixture
+def reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(math, "tau", math.tau)
+    monkeypatch.setattr(Scale, "scale", 1.0)
+    monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
+    return _reads(tmp_path / "array.npy")
+
+
+@pytest.mark.parametrize(
+    ("name", "maker"),
+    [
+        *((name, "unconverted") for name in _reads()),
+        *((name, "converted") for name in ("list", "rule", "module", "default")),
+        *((name, "jacobian") for name in ("list", "module")),
+        *((name, "custom") for name in ("list", "module", "bound method", "class")),
+        *((name, "mean") for name in ("list", "module", "callable object")),
+    ],
+)
+def test_what_a_function_reads_is_read_anew(name, maker, reads):
+    assign, fn = reads[name]
+    for c in (2.0, 3.0):
+        assign(c)
+        assert_close(_trace(MAKERS[maker](fn)), N * c)
+
+
+@pytest.mark.parametrize("estimator", [SIGNS, tx.XTraceEstimator(), None])
+def test_kept_operators_are_read_anew(estimator, reads):
+    assign, fn = reads["module"]
+    operator = _function(fn)
+    for c in (2.0, 3.0):
+        assign(c)
+        # A multiple of the identity: exact for any probes.
+        assert_close(_trace(operator, estimator), N * c, rtol=1e-5)
+
+
+def test_objects_that_are_not_callable_are_read_anew():
+    first, second = Scale(), Scale()
+    for c in (2.0, 3.0):
+        first.scale, second.scale = c, -c
+        assert_close(_trace(Holding(first)), N * c)
+        assert_close(_trace(Holding(second)), -N * c)
+
+
+#
+# What changes by itself
+#
+
+COUNT, GENERATOR = [0], np.random.default_rng(0)
+
+
+def _count(v):
+    COUNT[0] += 1
+    return COUNT[0] * v
+
+
+DRAWS = {
+    "counter": lambda: lambda v: 1.0 * _count(v),
+    "the same counter": lambda: _count,
+    "random": lambda: lambda v: random.random() * v,
+    "NumPy": lambda: lambda v: GENERATOR.random() * v,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "maker"),
+    [*(("counter", maker) for maker in MAKERS), *((x, "unconverted") for x in DRAWS)],
+)
+def test_what_changes_by_itself_is_not_kept(name, maker):
+    first, second = (_trace(MAKERS[maker](DRAWS[name]())) for _ in range(2))
+    assert first != second
+
+
+@pytest.mark.parametrize("maker", ["converted", "unconverted", "mean"])
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("simplified", [False, True])
+def test_one_entry_of_many(maker, as_array, simplified):
+    # Constants of a program, which some versions of JAX abbreviate or compare.
+    name = "jax_use_simplified_jaxpr_constants"
+    before = getattr(jax.config, name)
+    jax.config.update(name, simplified)
+    try:
+        for c in (1.0, 5.0):
+            diagonal = np.ones(3000, float_dtype())
+            diagonal[1234] = c
+            held = as_array(diagonal)
+            operator = MAKERS[maker](lambda v, d=held: d * v, 3000)
+            assert_close(_trace(operator, k=1), 2999 + c, rtol=1e-6)
+    finally:
+        jax.config.update(name, before)
+
+
+#
+# Traced values
+#
+
+MODEL = types.SimpleNamespace()
+HOLDERS = {
+    "object": lambda w: (setattr(MODEL, "w", w), lambda v: MODEL.w * v)[1],
+    "closure": lambda w: lambda v: w * v,
+    "partial": lambda w: functools.partial(jnp.multiply, w),
+}
+
+
+@pytest.mark.parametrize(
+    ("holder", "maker"),
+    [
+        *(("object", maker) for maker in MAKERS),
+        *((holder, "unconverted") for holder in ("closure", "partial")),
+        *((holder, "custom") for holder in ("closure", "partial")),
+    ],
+)
+def test_traced_values(holder, maker):
+    def value(w):
+        return _trace(MAKERS[maker](HOLDERS[holder](w)))
+
+    one = jnp.ones((), float_dtype())
+    lanes = jnp.stack([2 * one, 3 * one])
+    assert_close(value(2 * one), 2 * N)
+    assert_close(jax.jit(jax.grad(value))(one), N)
+    assert_close(jax.grad(value)(2 * one), N)
+    assert_close(jax.jit(value)(3 * one), 3 * N)
+    assert_close(jax.jit(jax.value_and_grad(value))(4 * one), (4 * N, N))
+    assert_close(jax.vmap(value)(lanes), N * lanes)
+    total, _ = jax.lax.scan(lambda t, w: (t + value(w), None), 0 * one, lanes)
+    assert_close(total, 5 * N)
+
+
+def test_traced_values_in_objects_without_an_estimator():
+    def value(w):
+        return _trace(MAKERS["unconverted"](HOLDERS["object"](w)), None)
+
+    one = jnp.ones((), float_dtype())
+    assert_close(jax.jit(jax.grad(value))(one), N, rtol=1e-5)
+
+
+#
+# What is compiled
+#
+
+
+class Counting(tx.TraceEstimator):
+    """Hutchinson's estimator, counting how often it is traced."""
+
+    def init(self, key, operator):
+        return tx.init_state(key, operator)
+
+    def compute(self, state, k):
+        RUNS.append(k)
+        return SIGNS.compute(state, k)
+
+
+class Linear(eqx.Module):
+    a: jax.Array
+
+    def product(self, v):
+        return self.a @ v
+
+
+RUNS = []
+LEAVES = {
+    "matrix": lx.MatrixLinearOperator,
+    "sum": lambda a: lx.DiagonalLinearOperator(a[0]) + lx.MatrixLinearOperator(a) / 2,
+    "tagged": lambda a: lx.TaggedLinearOperator(lx.MatrixLinearOperator(a), PSD),
+    "custom": lambda a: Holding(Linear(a)),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_operators_of_arrays_compile_once(name):
+    before = len(RUNS)
+    identity = jnp.eye(N, dtype=float_dtype())
+    for c in (1.0, 2.0, 3.0):
+        operator = LEAVES[name](c * identity)
+        expected = jnp.trace(jax.vmap(operator.mv)(identity))
+        assert_close(_trace(operator, Counting()), expected)
+    assert len(RUNS) == before + 1
