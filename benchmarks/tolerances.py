@@ -37,11 +37,11 @@ import numpy as np
 from jax.scipy.stats import norm
 
 import traceax as tx
-from traceax import _tolerance
-from traceax._estimate import student_t_quantile
-from traceax._operator import space_of
+from traceax._accuracy import tolerance as tolerance_module
+from traceax._accuracy.tolerance import FEWEST, make_tolerance, step_width
+from traceax._estimate import student_t_quantile, two_sided
+from traceax._operators.block import space_of
 from traceax._progress import NO_PROGRESS_METER
-from traceax._tolerance import FEWEST, make_tolerance, phases
 
 PSD = lx.positive_semidefinite_tag
 ESTIMATORS = {
@@ -54,11 +54,13 @@ RTOLS = (1e-1, 1e-2, 1e-3)
 
 def looks(most):
     """The numbers of probes at which error bars are looked at."""
-    found, start = [], 0
-    for phase in phases(most):
-        found += range(start + phase.width, phase.end + 1, phase.width)
-        start = phase.end
-    return [count for count in found if count >= FEWEST]
+    width = step_width(most, FEWEST)
+    found, due = [], FEWEST
+    for count in range(width, most + 1, width):
+        if count >= due or count + width > most:
+            found.append(count)
+            due = count + max(width, count // 3)
+    return found
 
 
 def normal(chains):
@@ -75,9 +77,8 @@ def normal(chains):
             for m in looks(512):
                 mean = sums[:, m - 1] / m
                 s = np.sqrt((squares[:, m - 1] - m * mean**2) / (m - 1))
-                quantile = float(
-                    student_t_quantile(jnp.asarray(0.975), jnp.asarray(m - 1.0))
-                )
+                freedom = jnp.asarray(m - 1.0)
+                quantile = float(student_t_quantile(two_sided(0.95), freedom))
                 half = quantile * s / np.sqrt(m) * (1 + 1 / (4 * (m - 1)))
                 half = half * (1 + widening / m)
                 stop = open_ & (half <= tolerance)
@@ -282,8 +283,8 @@ def own_loop(operator, k, estimator, rtol, kind):
             return getattr(jax.lax, name)
 
         def while_loop(self, proceed, body, init):
-            # No phase of steps has more than four.
-            return eqxi.while_loop(proceed, body, init, max_steps=4, kind=kind)
+            steps = k // step_width(k, FEWEST)
+            return eqxi.while_loop(proceed, body, init, max_steps=steps, kind=kind)
 
     class Jax:
         lax = Lax()
@@ -292,8 +293,9 @@ def own_loop(operator, k, estimator, rtol, kind):
             return getattr(jax, name)
 
     state = estimator.init(jr.key(0), operator)
-    tolerance = make_tolerance(rtol, None, 0.95, space_of(operator), "loops")
-    with unittest.mock.patch.object(_tolerance, "jax", Jax()):
+    dtype = space_of(operator).compute_dtype
+    tolerance = make_tolerance(rtol, None, 0.95, dtype, "loops")
+    with unittest.mock.patch.object(tolerance_module, "jax", Jax()):
         return estimator.compute_until(state, k, tolerance, NO_PROGRESS_METER)[0]
 
 

@@ -17,6 +17,7 @@ both.
 
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -82,30 +83,40 @@ def path_of_training():
     return found
 
 
+@eqx.filter_jit
+def estimate_alone(key, parameters, k):
+    return tx.trace(key, hessian(parameters), k, tx.XTraceEstimator()).value
+
+
 def from_scratch(key, path, k):
-    """An estimate after each step, by XTrace."""
+    """The value after each step, by XTrace."""
     keys = jax.random.split(key, len(path))
-    estimator = tx.XTraceEstimator()
-    return [
-        tx.trace(key, hessian(parameters), k, estimator)
-        for key, parameters in zip(keys, path, strict=True)
-    ]
+    return [estimate_alone(*given, k) for given in zip(keys, path, strict=True)]
+
+
+@eqx.filter_jit
+def estimate_next(past, key, parameters, k):
+    """An estimate with the help of the state of the last one, `None` for the first."""
+    estimator, operator = tx.DeltaShiftEstimator(), hessian(parameters)
+    state = (
+        estimator.init(key, operator)
+        if past is None
+        else estimator.refresh(past, key, operator)
+    )
+    estimate = estimator.estimate(state, k)
+    # Without the operator, which is new in each step.
+    past = eqx.tree_at(lambda state: state.operator, estimate.state, None)
+    return past, estimate.value, estimate.confidence_interval()
 
 
 def tracked(key, path, k):
-    """An estimate after each step, from the state of the one before."""
-    first, *keys = jax.random.split(key, len(path))
-    estimator = tx.DeltaShiftEstimator()
-    state = estimator.init(first, hessian(path[0]))
-    estimates = [estimator.estimate(state, 2 * k)]
-    for key, parameters in zip(keys, path[1:], strict=True):
-        state = estimator.refresh(estimates[-1].state, key, hessian(parameters))
-        estimates.append(estimator.estimate(state, k))
-    return estimates
-
-
-def values(estimates):
-    return np.asarray([estimate.value for estimate in estimates])
+    """The value and the interval after each step, from the state of the one before."""
+    keys, past, found = jax.random.split(key, len(path)), None, []
+    for step, (key, parameters) in enumerate(zip(keys, path, strict=True)):
+        number = 2 * k if step == 0 else k
+        past, *estimate = estimate_next(past, key, parameters, number)
+        found.append(estimate)
+    return [np.asarray(part) for part in zip(*found, strict=True)]
 
 
 def main(figure):
@@ -115,7 +126,7 @@ def main(figure):
     print(f"{STEPS} steps, {REPEATS} runs, root mean square error of the trace")
 
     def report(name, runs):
-        errors = np.stack([values(run) for run in runs]) - truth
+        errors = np.asarray(runs) - truth
         relative = (errors / truth) ** 2
         all_steps, later = (np.sqrt(np.mean(relative[:, s:])) for s in (0, STEPS // 2))
         print(f"{name:26s} {100 * all_steps:.2f} %, second half {100 * later:.2f} %")
@@ -126,10 +137,10 @@ def main(figure):
         scratch[k] = [from_scratch(key, path, k) for key in keys]
         errors[k] = report(f"from scratch, {k} products", scratch[k])
     runs = [tracked(key, path, PRODUCTS) for key in keys]
-    error = report(f"tracked, {PRODUCTS} products", runs)
+    error = report(f"tracked, {PRODUCTS} products", [values for values, _ in runs])
     assert error < errors[2 * PRODUCTS], "tracking saves half of the products"
 
-    intervals = np.asarray([[e.confidence_interval() for e in run] for run in runs])
+    intervals = np.asarray([interval for _, interval in runs])
     inside = (intervals[..., 0] <= truth) & (truth <= intervals[..., 1])
     print(f"95 % intervals that hold the truth: {100 * inside.mean():.0f} %")
     # Errors of neighbouring steps are alike, so there are few independent ones.
@@ -137,11 +148,9 @@ def main(figure):
 
     steps = np.arange(1, STEPS + 1)
     plt.figure(figsize=(7, 4))
-    plt.plot(
-        steps, values(scratch[PRODUCTS][0]), ".", color="0.6", label="from scratch"
-    )
+    plt.plot(steps, scratch[PRODUCTS][0], ".", color="0.6", label="from scratch")
     plt.fill_between(steps, *intervals[0].T, alpha=0.3, label="tracked, 95 % interval")
-    plt.plot(steps, values(runs[0]), color="C0", label="tracked")
+    plt.plot(steps, runs[0][0], color="C0", label="tracked")
     plt.plot(steps, truth, "k--", linewidth=1, label="exact")
     plt.xlabel("step of training")
     plt.ylabel("trace of the Hessian")
