@@ -352,10 +352,10 @@ def test_steps():
     for most in range(1, 200):
         for fewest in (FEWEST, FEWEST // 2):
             width = step_width(most, fewest)
-            assert min(most, fewest) <= width <= max(fewest + fewest // 2, 1)
+            assert min(most, fewest) <= width < 2 * fewest
             assert width <= most
-            # The same number of steps, or one more, of less left over.
-            assert most % width <= most % fewest if most >= fewest else width == most
+            # Less is left over than by the narrowest steps.
+            assert most % width <= most % min(fewest, most)
 
 
 def test_wrong_arguments(key):

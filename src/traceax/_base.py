@@ -266,7 +266,7 @@ class TraceEstimator(eqx.Module):
         tolerance = None
         if rtol is not None or atol is not None:
             tolerance = make_tolerance(rtol, atol, level, dtype, where)
-            check_meter(progress_meter, where)
+        check_meter(progress_meter, where)
         return estimate_trace(self, state, k, tolerance, progress_meter, throw=throw)
 
     def refresh(

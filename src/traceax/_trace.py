@@ -114,7 +114,7 @@ def trace(
     tolerance = None
     if rtol is not None or atol is not None:
         tolerance = make_tolerance(rtol, atol, level, space.compute_dtype, where)
-        check_meter(progress_meter, where)
+    check_meter(progress_meter, where)
     if estimator is not None:
         if not isinstance(estimator, TraceEstimator):
             raise TypeError(

@@ -167,6 +167,9 @@ def apply_block(
 
     if n == 0 or k == 0:
         return block
+    if k == 1:
+        # Of many lanes, as in the training step of a flow, half of the time of a `vmap`.
+        return product(block.T[0])[None].T
     if k > (few := columns_at_once(n)):
         return jax.lax.map(product, block.T, batch_size=few).T
     return jax.vmap(product)(block.T).T
