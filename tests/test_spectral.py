@@ -1033,7 +1033,9 @@ def _of_global(x):
 
 def _mutable(kind):
     """A function of eigenvalues, `c x`, and how to set c."""
-    counter, values, array = _Counter(1.0), [1.0], np.ones(2)
+    counter, values = _Counter(1.0), [1.0]
+    # Of the working precision: JAX itself keeps what it converts.
+    array = np.ones(2, float_dtype())
     module = _Module({"factor": 1.0})
     match kind:
         case "object":

@@ -34,7 +34,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
     |---|---|
     | operator | any, PyTrees, complex |
     | products | k, all used: 2 (k // 3) on the range, l = k - 2 (k // 3) on the rest; all on the rest for k < 4 |
-    | beyond the products | O(n k^2) time, six n x k/3 blocks; the derivative holds three |
+    | beyond the products | O(n k^2) time, seven n x k/3 blocks; the derivative as many |
     | bias | none |
     | standard error | from the residual probes; NaN for k = 1 |
     | derivative | `<Z, dA V>` with `V = [Q, G]`, `Z = [Q, G / l]`; k - k // 3 products with dA; unbiased for any dA |

@@ -35,7 +35,7 @@ class XNysTraceEstimator(GrowingEstimator):
     |---|---|
     | operator | tagged positive or negative semidefinite, any dtype, PyTrees |
     | products | k, all used |
-    | beyond the products | O(n k^2) time, three n x k blocks; the derivative holds seven |
+    | beyond the products | O(n k^2) time, five n x k blocks; the derivative holds seven |
     | bias | none, but for rounding |
     | standard error | from leaving out pairs of probes, so that correlations count; NaN for k = 1 |
     | derivative | `<Z, dA V>` with the leave-one-out blocks of the range of `A Omega`, 2k products with dA; unbiased for any dA |

@@ -31,7 +31,7 @@ class XTraceEstimator(GrowingEstimator):
     |---|---|
     | operator | any, PyTrees, complex |
     | products | 2 (k // 2); all k for k < 4, where it is Hutchinson's estimator |
-    | beyond the products | O(n k^2) time, four n x k/2 blocks; the derivative holds six |
+    | beyond the products | O(n k^2) time, eight n x k/2 blocks; the derivative holds ten |
     | bias | none |
     | standard error | from leaving out pairs of probes, so that correlations count; NaN for k = 1 |
     | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
