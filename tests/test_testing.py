@@ -9,7 +9,7 @@ from helpers import ESTIMATORS, is_x64
 
 import traceax as tx
 from traceax.testing import STATISTICAL_CHECKS, check_trace_estimator
-from traceax.testing._calls import CHECKS
+from traceax.testing._calls import CHECKS, Subject
 
 # It takes long: one of the estimators in either mode.
 IN_64_BIT = ["xtrace"]
