@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from ._accuracy.error_bar import ErrorBar
 from ._accuracy.tolerance import FEWEST, Looked, met_or_failed, step_width, until
@@ -179,6 +179,13 @@ class GrowingEstimator(TraceEstimator):
         grown = Grown(self._resized(state, kept.parts, count), count, count)
         budget = self.products_per_unit * count
         return with_parts(state, kept=Kept(budget, grown, kept.owner))
+
+
+def active_of(count: int | Int[Array, ""], most: int) -> Bool[Array, " {most}"] | None:
+    """Which of the units that there is room for there are; `None` for a full buffer."""
+    if isinstance(count, int):
+        return None
+    return jnp.arange(most, dtype=jnp.int32) < count
 
 
 def _enough(parts: Any, fewest: int) -> bool:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, Key
 
 from .._accuracy.error_bar import GRAM_PROBES, gram_of, independent_samples
 from .._arguments import check_optional_integer, without_numpy
-from .._growing import GrowingEstimator
+from .._growing import GrowingEstimator, active_of
 from .._linalg.tall import column_dots, column_norms
 from .._operators.block import Space, apply_block, columns_at_once, space_of
 from .._primitive import Columns
@@ -117,11 +117,7 @@ class HutchinsonEstimator(GrowingEstimator):
     def judge(self, state, buffers, count):
         space = space_of(state.operator)
         samples, (Omega, Y) = buffers["samples"], buffers["first"]
-        active = (
-            None
-            if isinstance(count, int)
-            else jnp.arange(len(samples), dtype=jnp.int32) < count
-        )
+        active = active_of(count, len(samples))
         bar = independent_samples(
             samples,
             buffers["norms"],

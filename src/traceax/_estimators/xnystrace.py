@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._accuracy.error_bar import ErrorBar, leave_one_out_samples
 from .._estimate import RESULTS
-from .._growing import GrowingEstimator
+from .._growing import GrowingEstimator, active_of
 from .._linalg.nystrom import nystrom_traces, stand_in
 from .._linalg.tall import extend, put
 from .._operators.block import (
@@ -94,10 +94,10 @@ class XNysTraceEstimator(GrowingEstimator):
     def judge(self, state, buffers, count):
         U, T, AU = (buffers[name] for name in ("U", "T", "AU"))
         n = len(U)
-        active, number = None, count
-        if not isinstance(count, int):
-            active = jnp.arange(U.shape[1], dtype=jnp.int32) < count
-            number = count.astype(jnp.finfo(U.dtype).dtype)
+        active = active_of(count, U.shape[1])
+        number = (
+            count if isinstance(count, int) else count.astype(jnp.finfo(U.dtype).dtype)
+        )
         # Zero is both.
         sign = 1 if is_positive_semidefinite(state.operator) else -1
         found = nystrom_traces(U, T, AU, sign, resphere=self.resphere, active=active)
@@ -116,7 +116,5 @@ class XNysTraceEstimator(GrowingEstimator):
         return ErrorBar(value, error, bar.degrees_of_freedom), result
 
     def stand_in(self, state, buffers, count):
-        active = None
-        if not isinstance(count, int):
-            active = jnp.arange(buffers["U"].shape[1], dtype=jnp.int32) < count
+        active = active_of(count, buffers["U"].shape[1])
         return stand_in(**buffers, resphere=self.resphere, active=active)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._accuracy.error_bar import leave_one_out_samples
 from .._deflation import deflated_trace, with_basis
-from .._growing import GrowingEstimator
+from .._growing import GrowingEstimator, active_of
 from .._linalg.leave_one_out import grams, leave_one_out, leave_one_out_traces, stand_in
 from .._linalg.tall import column_dots, extend, put
 from .._operators.block import apply_block, is_hermitian, space_of
@@ -119,11 +119,7 @@ class XTraceEstimator(GrowingEstimator):
             buffers[name] for name in ("Omega", "Q", "AQ", "R", "squares", "tested")
         )
         n, most = Q.shape
-        active = (
-            None
-            if isinstance(count, int)
-            else jnp.arange(most, dtype=jnp.int32) < count
-        )
+        active = active_of(count, most)
         T = R if is_hermitian(state.operator) else None
         of = grams(Omega, Q, AQ, T, squares, tested)
         loo = leave_one_out(of.W, squares, R, n, resphere=self.resphere, active=active)
