@@ -3,6 +3,7 @@
 import operator as op
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -59,6 +60,21 @@ def check_key(key: Any, where: str) -> Key[Array, ""]:
         "jax.random.key(0), split several with jax.random.split and use jax.vmap over "
         "them. It is the first argument."
     )
+
+
+class StoredKey(eqx.Module):
+    """A typed key as an ordinary array, which `eqx.tree_serialise_leaves` can save."""
+
+    data: Array
+    implementation: Any = eqx.field(static=True)
+
+    def __init__(self, key: Key[Array, ""]):
+        self.data = jax.random.key_data(key)
+        self.implementation = jax.random.key_impl(key)
+
+    @property
+    def typed(self) -> Key[Array, ""]:
+        return jax.random.wrap_key_data(self.data, impl=self.implementation)
 
 
 def check_budget(k: Any, where: str) -> int:

@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ._accuracy.error_bar import ErrorBar
 from ._accuracy.tolerance import FEWEST, Looked, met_or_failed, step_width, until
-from ._base import Kept, TraceEstimator, init_state, kept_of, with_parts
+from ._base import NO_ROWS, Kept, TraceEstimator, init_state, kept_of, with_parts
 from ._estimate import RESULTS
-from ._linalg.tall import side_by_side
+from ._linalg.tall import Rows, side_by_side
 from ._primitive import Blocks, Columns
 
 
@@ -80,6 +80,16 @@ class GrowingEstimator(TraceEstimator):
         """What `compute` returns for a state, or a budget, that has another algorithm.
         Optional: by default `None`, for none."""
         return None
+
+    def judge_rows(
+        self,
+        state: Any,
+        buffers: PyTree,
+        count: int | Int[Array, ""],
+        rows: Rows,
+    ) -> tuple[ErrorBar, RESULTS | None]:
+        """As `judge`, of groups of rows of the diagonal. Optional."""
+        raise TypeError(NO_ROWS.format(type(self).__name__))
 
     def more_stats(self, buffers: PyTree) -> dict[str, Array]:
         """More `stats`. Optional."""
@@ -193,3 +203,29 @@ def _enough(parts: Any, fewest: int) -> bool:
     if not isinstance(parts, Grown):
         return False
     return not isinstance(parts.count, int) or parts.count >= fewest
+
+
+class ByRows(GrowingEstimator):
+    """The same estimator, of sums over groups of rows of the diagonal."""
+
+    estimator: GrowingEstimator
+    rows: Rows = eqx.field(static=True)
+
+    @property
+    def products_per_unit(self) -> int:  # pyright: ignore
+        return self.estimator.products_per_unit
+
+    def check(self, operator, where):
+        self.estimator.check(operator, where)
+
+    def begin(self, state, room):
+        return self.estimator.begin(state, room)
+
+    def grow(self, state, buffers, count, width):
+        return self.estimator.grow(state, buffers, count, width)
+
+    def judge(self, state, buffers, count):
+        return self.estimator.judge_rows(state, buffers, count, self.rows)
+
+    def stand_in(self, state, buffers, count):
+        return self.estimator.stand_in(state, buffers, count)

@@ -17,6 +17,7 @@ an estimator, and an estimator may use anything inside `compute`.
 """
 
 import abc
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -29,7 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._estimate import RESULTS, UNKNOWN
-from ._linalg.tall import column_dots, side_by_side
+from ._linalg.tall import Rows, column_dots, side_by_side
 from ._operators.block import apply_block, columns_at_once
 
 
@@ -94,6 +95,10 @@ class Algorithm(eqx.Module):
     @abc.abstractmethod
     def run(self, primal: PyTree) -> tuple[Outcome, StandIn]:
         """The estimate. `primal` is the only part that is differentiated."""
+
+    def plain(self, primal: PyTree) -> bool:
+        """Whether JAX may differentiate `run` itself, without the rule. Optional."""
+        return False
 
 
 #
@@ -180,6 +185,8 @@ def estimate(algorithm: Algorithm, primal: PyTree) -> Outcome:
         algorithm, primal = eqx.combine(arrays, static)
         dynamic, rest = eqx.partition(algorithm, eqx.is_array)
         algorithm = eqx.combine(jax.lax.stop_gradient(dynamic), rest)
+        if algorithm.plain(primal):
+            return _run(algorithm, primal)[0]
         return eqxi.filter_primitive_bind(estimate_p, algorithm, primal, False)
 
     meshes = [jax.typeof(x).sharding.mesh for x in jtu.tree_leaves(arrays)]
@@ -221,16 +228,28 @@ class Columns(StandIn):
         """V and Z, of shape `(n, c)`, from column `start` on, `size` of them."""
 
     def derivative(self, primal, tangent):
-        """`<Z, dA V>`, a chunk at a time: nothing of a chunk is kept for the next one."""
+        return self.paired(primal, tangent, lambda Z, B: jnp.sum(column_dots(Z, B)))
+
+    def paired(
+        self,
+        primal: PyTree,
+        tangent: PyTree,
+        pairing: Callable[[Array, Array], Array],
+        product: Callable[[Any, Array], Array] = apply_block,
+    ) -> Array | None:
+        """`<Z, dA V>`, a chunk at a time: nothing of a chunk is kept for the next one.
+
+        `product` is what is differentiated, of an operator and V.
+        """
         if not jtu.tree_leaves(tangent):
             return None
 
         def pair(start):
             V, Z = jax.lax.stop_gradient(self.chunk(start))
             _, products = eqx.filter_jvp(
-                lambda operator: apply_block(operator, V), (primal,), (tangent,)
+                lambda operator: product(operator, V), (primal,), (tangent,)
             )
-            return jnp.sum(column_dots(Z, products))
+            return pairing(Z, products)
 
         if self.size >= self.most:
             return pair(0)
@@ -282,3 +301,15 @@ class Blocks(Columns):
 
         V, Z = zip(*jtu.tree_map(columns, self.pairs), strict=True)
         return side_by_side(*V), side_by_side(*Z)
+
+
+class RowWise(StandIn):
+    """The same blocks, paired row by row: `d A_rr = sum_j conj(Z_rj) (dA V)_rj`."""
+
+    columns: Columns
+    rows: Rows = eqx.field(static=True)
+
+    def derivative(self, primal, tangent):
+        return self.columns.paired(
+            primal, tangent, lambda Z, B: self.rows(jnp.sum(Z.conj() * B, axis=1))
+        )

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.tolerance import SMALL, make_tolerance
+from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
 from ._arguments import check_budget, check_key
 from ._base import TraceEstimator, TraceState, estimate_trace
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
+from ._linalg.tall import Rows
 from ._operators.block import (
     Space,
     check_operator,
@@ -26,6 +27,7 @@ from ._operators.block import (
 )
 from ._operators.known_diagonal import KnownDiagonal, known_diagonal
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from ._samplers import NormalSampler, RademacherSampler
 
 
 class CHOICES(eqx.Enumeration):
@@ -109,60 +111,87 @@ def trace(
     - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
     """
     where = "traceax.trace"
-    space, key = check_operator(operator, where), check_key(key, where)
-    k = check_budget(k, where)
+    check_operator(operator, where)
+    dtype = space_of(operator).compute_dtype
     tolerance = None
     if rtol is not None or atol is not None:
-        tolerance = make_tolerance(rtol, atol, level, space.compute_dtype, where)
-    check_meter(progress_meter, where)
-    if estimator is not None:
-        if not isinstance(estimator, TraceEstimator):
-            raise TypeError(
-                f"{where}: estimator must be a traceax.TraceEstimator, got "
-                f"{estimator!r}; pass an instance, such as traceax.XTraceEstimator()."
-            )
-        estimate = estimator.estimate(
-            estimator.init(key, operator),
-            k,
-            rtol=rtol,
-            atol=atol,
-            level=level,
-            progress_meter=progress_meter,
-            throw=throw,
-        )
-        return _with_choice(estimate, CHOICES.given)
+        tolerance = make_tolerance(rtol, atol, level, dtype, where)
+    return estimate_whole(
+        where, key, operator, k, estimator, tolerance, progress_meter, throw=throw
+    )
 
+
+def estimate_whole(
+    where: str,
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: TraceEstimator | None,
+    tolerance: Tolerance | None,
+    meter: ProgressMeter,
+    *,
+    rows: Rows | None = None,
+    throw: bool,
+) -> Estimate:
+    """The estimate of a front door: exact parts, and an estimator for the rest.
+
+    Of groups of rows of the diagonal if `rows` are given, as an array.
+    """
+    space, key = check_operator(operator, where), check_key(key, where)
+    k = check_budget(k, where)
+    check_meter(meter, where)
     state = TraceState(key, operator)
-    split = _split(operator, k)
-    if split.rest is None:
-        estimate = Estimate(
-            jnp.zeros((), space.compute_dtype),
-            jnp.zeros((), space.real_dtype),
-            RESULTS.successful,
-            {"num_matvecs": jnp.asarray(0), "degrees_of_freedom": jnp.asarray(jnp.inf)},
-            state,
+    if estimator is not None and not isinstance(estimator, TraceEstimator):
+        raise TypeError(
+            f"{where}: estimator must be a traceax.TraceEstimator, got "
+            f"{estimator!r}; pass an instance, such as traceax.XTraceEstimator()."
         )
-        choice = CHOICES.structure
+    choice, split = CHOICES.given, _Split(None, 0, None, operator)
+    if estimator is None:
+        choice, split = CHOICES.structure, _split(operator, k)
+    if split.rest is None:
+        nothing = jnp.zeros(space.size, space.compute_dtype)
+        nothing = jnp.sum(nothing) if rows is None else rows(nothing)
+        stats = {"num_matvecs": jnp.asarray(0)}
+        stats["degrees_of_freedom"] = jnp.full_like(nothing, jnp.inf, space.real_dtype)
+        estimate = Estimate(nothing, nothing.real, RESULTS.successful, stats, state)
     else:
         budget = k - split.num_matvecs
-        few = tolerance is None or space.size <= SMALL
-        estimator, choice = _choose(split.rest, budget, exact=few)
+        if estimator is None:
+            few = tolerance is None or space.size <= SMALL
+            estimator, choice = _choose(split.rest, budget, rows, exact=few)
+        exact = None if split.exact is None else _summed(split.exact, rows)
         if tolerance is not None:
-            tolerance = tolerance.of_part(split.factor, split.exact)
-        rest_state = estimator.init(key, split.rest)
+            tolerance = tolerance.of_part(split.factor, exact)
         estimate = estimate_trace(
-            estimator, rest_state, budget, tolerance, progress_meter, throw=False
+            estimator,
+            estimator.init(key, split.rest),
+            budget,
+            tolerance,
+            meter,
+            rows=rows,
+            throw=False,
         )
     if split.exact is not None or split.factor is not None:
         real = has_real_trace(operator)
         # What was kept is of the rest alone: the state is one that begins anew.
-        estimate = _combine(estimate, state, split, space, real=real)
+        estimate = _combine(estimate, state, split, space, rows, real=real)
     estimate = _with_choice(estimate, choice)
     return raise_failure(estimate) if throw else estimate
 
 
+def _summed(diagonal: Inexact[Array, " n"], rows: Rows | None) -> Inexact[Array, "*g"]:
+    return jnp.sum(diagonal) if rows is None else rows(diagonal)
+
+
 def _combine(
-    estimate: Estimate, state: TraceState, split: "_Split", space: Space, *, real: bool
+    estimate: Estimate,
+    state: TraceState,
+    split: "_Split",
+    space: Space,
+    rows: Rows | None,
+    *,
+    real: bool,
 ) -> Estimate:
     """`factor * estimate + exact part`."""
     value = estimate.value.astype(space.compute_dtype)
@@ -171,12 +200,13 @@ def _combine(
         factor = split.factor.astype(space.compute_dtype)
         value, error = value * factor, error * jnp.abs(factor)
     if split.exact is not None:
+        exact = _summed(split.exact, rows)
         # The sum is rounded; an error of 0 says that all of it is exact.
-        magnitude = jnp.abs(value) + jnp.abs(split.exact)
+        magnitude = jnp.abs(value) + jnp.abs(exact)
         rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
         error = jnp.where(error > 0, jnp.maximum(error, rounding), error)
-        value = value + split.exact
-    failed = ~jnp.isfinite(value) & (estimate.result == RESULTS.successful)
+        value = value + exact
+    failed = ~jnp.isfinite(value).all() & (estimate.result == RESULTS.successful)
     result = RESULTS.where(failed, RESULTS.nonfinite, estimate.result)
     dtype = space.dtype
     if real:
@@ -197,23 +227,25 @@ def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
 
 
 def _choose(
-    operator: lx.AbstractLinearOperator, k: int, *, exact: bool
+    operator: lx.AbstractLinearOperator, k: int, rows: Rows | None, *, exact: bool
 ) -> tuple[TraceEstimator, CHOICES]:
+    # Of a single entry probes of any length see little; signs see the least of the others.
+    given = (NormalSampler(), True) if rows is None else (RademacherSampler(), False)
     semidefinite = is_semidefinite(operator)
     if exact and k >= space_of(operator).size:
         return HutchinsonEstimator(), CHOICES.budget
     if semidefinite and k >= 2:
-        return XNysTraceEstimator(), CHOICES.xnystrace
+        return XNysTraceEstimator(*given), CHOICES.xnystrace
     if not semidefinite and k >= 4:
-        return XTraceEstimator(), CHOICES.xtrace
+        return XTraceEstimator(*given), CHOICES.xtrace
     return HutchinsonEstimator(), CHOICES.hutchinson
 
 
 class _Split(NamedTuple):
-    """An operator as `factor * rest` and a part of known trace. `None` stands for 1, and
-    for a part that there is not."""
+    """An operator as `factor * rest` and a part of known diagonal. `None` stands for 1,
+    and for a part that there is not."""
 
-    exact: Inexact[Array, ""] | None
+    exact: Inexact[Array, " n"] | None
     num_matvecs: int
     factor: Inexact[Array, ""] | None
     rest: lx.AbstractLinearOperator | None
@@ -237,7 +269,7 @@ def _split(operator: lx.AbstractLinearOperator, k: int) -> _Split:
         # Too few products to read every diagonal: take those that cost none.
         terms, used = _terms(operator, None, most_products=0), 0
     with jax.numpy_dtype_promotion("standard"):
-        known = [x.times(jnp.sum(x.diagonal.read())) for x in terms if x.diagonal]
+        known = [x.times(x.diagonal.read()) for x in terms if x.diagonal]
         rest = [x for x in terms if x.diagonal is None]
         exact = ft.reduce(op.add, known) if known else None
         if not rest:

@@ -7,10 +7,11 @@ import functools as ft
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
+from .._linalg.leave_one_out import RowSamples
 from .._linalg.small import divisor, leading, matmul
-from .._linalg.tall import inner
+from .._linalg.tall import RowMoments, inner
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
 GRAM_PROBES = 16
@@ -194,6 +195,57 @@ def leave_one_out_samples(
     return _error_bar(mean, unit, variance, inverse, magnitude)
 
 
+def independent_rows(moments: RowMoments, m: int | Int[Array, ""]) -> ErrorBar:
+    """Of the means of m independent samples, by group: `V = s^2 / m`.
+
+    Signs may agree by chance (see `independent_samples`): then the variance is that of
+    `sum_s A_rs w_s`, times that probability.
+    """
+    mean, deviations, squares, unit = moments
+    number = jnp.asarray(m).astype(deviations.dtype)
+    tied = jnp.exp2(1 - number) * jnp.maximum(squares / number - jnp.abs(mean) ** 2, 0)
+    variance = deviations / jnp.maximum(number - 1, 1)
+    variance = jnp.where(variance < 0.01 * tied, tied, variance) / number
+    size = jnp.sqrt(squares / number)
+    return _row_bar(mean, unit, variance, size, 1 / jnp.maximum(number - 1, 1), number)
+
+
+def row_error_bar(of: RowSamples, active: Bool[Array, " m"] | None = None) -> ErrorBar:
+    """Of the means of leave-one-out samples, by group.
+
+    As `leave_one_out_samples`, from pairs of neighbours instead of all pairs: `O(n m)`.
+    """
+    unit = divisor(jnp.max(jnp.abs(of.samples)))
+    samples, pairs, swapped, following = (x / unit.astype(x.dtype) for x in of[:4])
+    m, dimension = samples.shape[1], of.dimension
+    here = jnp.ones(m, bool) if active is None else active
+    number = jnp.sum(here).astype(jnp.finfo(samples.dtype).dtype)
+
+    def mean_of(x):
+        return jnp.sum(jnp.where(here, x, 0), axis=1) / number.astype(x.dtype)
+
+    mean = mean_of(samples)
+    deviations = samples - mean[:, None]
+    alone = mean_of(jnp.abs(deviations) ** 2) / (number - 1)
+    moments = _moments(jnp.where(here, deviations, 0), axis=1)
+    inverse = 1 / (number - 1) + _skewed(_squared_skewness(*moments, number), number)
+    shared = mean_of(jnp.real((samples - pairs) * (following - swapped).conj()))
+    about = mean_of(jnp.abs(pairs - mean[:, None]) ** 2)
+    shared = shared + about / (dimension - 1)
+    factor = 1 / (1 - 1 / (dimension - 1))
+    variance = factor * jnp.maximum(alone + shared, alone / 2)
+    size = mean_of(jnp.abs(samples))
+    return _row_bar(mean, unit, variance, size, inverse, number)
+
+
+def _row_bar(mean, unit, variance, magnitude, inverse, number) -> ErrorBar:
+    mean, magnitude = mean * unit.astype(mean.dtype), magnitude * unit
+    bar = _error_bar(mean, unit, variance, inverse, magnitude)
+    error = jnp.where(number > 1, bar.standard_error, jnp.nan)
+    freedom = jnp.broadcast_to(bar.degrees_of_freedom, error.shape)
+    return ErrorBar(mean, error, freedom)
+
+
 def cyclic_pairs(
     first: Inexact[Array, " m"], second: Inexact[Array, " m"]
 ) -> tuple[Inexact[Array, "m m"], Bool[Array, "m m"]]:
@@ -250,13 +302,14 @@ def _skewed(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
 
 
 def _moments(
-    deviations: Inexact[Array, " m"],
+    deviations: Inexact[Array, "*g m"], axis: int | None = None
 ) -> tuple[list[Float[Array, ""]], list[Float[Array, ""]]]:
     """Sums of squares and of cubes of the real and of the imaginary parts."""
     parts = [jnp.real(deviations)]
     if jnp.iscomplexobj(deviations):
         parts.append(jnp.imag(deviations))
-    return [jnp.sum(x**2) for x in parts], [jnp.sum(x**3) for x in parts]
+    powers = [[jnp.sum(x**p, axis=axis) for x in parts] for p in (2, 3)]
+    return powers[0], powers[1]
 
 
 def _squared_skewness(

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from .._estimate import RESULTS, check_level, student_t_quantile, two_sided
+from .._linalg.small import divisor
 from .._progress import ProgressMeter
 from .error_bar import ErrorBar
 
@@ -37,13 +38,16 @@ class Tolerance(eqx.Module):
     - `rtol`, `atol`: half of the interval at most `atol + rtol |value|`.
     - `level`: of the interval.
     - `factor`, `offset`: the value is `factor` times that of the loop, plus `offset`.
+    - `norm`: of several values, `"largest"` or `"root mean square"`, of which the
+        tolerance is; `None` for each on its own.
     """
 
     rtol: Float[Array, ""]
     atol: Float[Array, ""]
     level: float = eqx.field(static=True)
     factor: Inexact[Array, ""]
-    offset: Inexact[Array, ""]
+    offset: Inexact[Array, "*g"]
+    norm: str | None = eqx.field(static=True, default=None)
 
     def met(self, bar: ErrorBar) -> Bool[Array, ""]:
         """Whether the interval of the whole value is short enough.
@@ -61,6 +65,10 @@ class Tolerance(eqx.Module):
         )
         size = jnp.abs(factor * mean + offset).astype(error.dtype)
         rtol, atol = self.rtol.astype(error.dtype), self.atol.astype(error.dtype)
+        if self.norm == "largest":
+            half_width, size = jnp.max(half_width), jnp.max(size)
+        elif self.norm == "root mean square":
+            half_width, size = (root_mean_square(x) for x in (half_width, size))
         return jnp.all(half_width <= atol + rtol * size)
 
     def of_part(
@@ -73,11 +81,23 @@ class Tolerance(eqx.Module):
             self.level,
             self.factor if factor is None else factor,
             self.offset if offset is None else offset,
+            self.norm,
         )
 
 
+def root_mean_square(x: Float[Array, " g"]) -> Float[Array, ""]:
+    """Of what may be too small to square."""
+    unit = divisor(jnp.max(jnp.abs(x)))
+    return unit * jnp.sqrt(jnp.mean((x / unit) ** 2))
+
+
 def make_tolerance(
-    rtol: ArrayLike | None, atol: ArrayLike | None, level: float, dtype: Any, where: str
+    rtol: ArrayLike | None,
+    atol: ArrayLike | None,
+    level: float,
+    dtype: Any,
+    where: str,
+    norm: str | None = None,
 ) -> Tolerance | None:
     """Checks; `None` if neither is given. `dtype` is that of the value."""
     if isinstance(level, bool) or not isinstance(level, float | int):
@@ -104,7 +124,7 @@ def make_tolerance(
         given.append(jnp.asarray(x).astype(jnp.finfo(dtype).dtype))
     one = jnp.ones((), dtype)
     relative, absolute = given
-    return Tolerance(relative, absolute, float(level), one, jnp.zeros_like(one))
+    return Tolerance(relative, absolute, float(level), one, jnp.zeros_like(one), norm)
 
 
 def met_or_failed(tolerance: Tolerance, bar: ErrorBar, result: RESULTS) -> RESULTS:

@@ -22,8 +22,8 @@ from .._accuracy.error_bar import (
     independent_samples,
     sum_of_independent,
 )
-from .._arguments import check_optional_integer, without_numpy
-from .._base import Kept, StoredKey, TraceEstimator, TraceState, init_state
+from .._arguments import StoredKey, check_optional_integer, without_numpy
+from .._base import Kept, TraceEstimator, TraceState, init_state
 from .._deflation import Deflated, deflate, leading_range
 from .._linalg.tall import column_dots, orthonormalise, side_by_side
 from .._operators.block import apply_block, space_of

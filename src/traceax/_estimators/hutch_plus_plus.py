@@ -1,11 +1,17 @@
 """Hutch++: a randomised low-rank part, and Hutchinson on what it leaves."""
 
-import jax.numpy as jnp
+from typing import Any, NamedTuple
 
-from .._accuracy.error_bar import gram_of, independent_samples
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact
+
+from .._accuracy.error_bar import gram_of, independent_rows, independent_samples
 from .._base import TraceEstimator, init_state
 from .._deflation import deflated_trace, with_basis
 from .._linalg.tall import (
+    RowMoments,
+    Rows,
     column_dots,
     column_norms,
     combine,
@@ -63,9 +69,26 @@ class HutchPlusPlusEstimator(TraceEstimator):
         _, AQ, APsi = kept.parts
         return with_basis(state, fresh, AQ, APsi)
 
+    def by_rows(self, rows):
+        return _ByRows(self, rows)
+
     def compute(self, state, k):
         if state.basis is not None:
             return deflated_trace(state, k, self.sampler, resphere=False)
+        if _sketch_size(k, 0, 0) == 0:
+            return deflated_trace(state, k, self.sampler, resphere=False)
+        of = self._products(state, k)
+        low_rank = column_dots(of.Q, of.AQ)
+        residual, standard_error, freedom = independent_samples(
+            column_dots(of.G, of.AG),
+            column_norms(of.AG),
+            gram_of(of.G, of.AG),
+            low_rank,
+        )
+        stats = {**of.stats, "degrees_of_freedom": freedom}
+        return jnp.sum(low_rank) + residual, standard_error, stats, of.blocks()
+
+    def _products(self, state, k: int) -> "_Products":
         operator, space = state.operator, space_of(state.operator)
         n, dtype = space.size, space.compute_dtype
         kept, nothing = state.kept, jnp.zeros((n, 0), dtype)
@@ -73,8 +96,6 @@ class HutchPlusPlusEstimator(TraceEstimator):
         known, tested = Q.shape[1], APsi.shape[1]
         m = _sketch_size(k, known, tested)
         num_residual = max(k - 2 * m, tested)
-        if m == 0:
-            return deflated_trace(state, k, self.sampler, resphere=False)
         # Of one sequence in turn: there is one draw to compile.
         block = self.sampler.sample(state.key, n, 2 * max(m, num_residual), dtype)
         Omega, Psi = block[:, ::2][:, :m], block[:, 1::2][:, :num_residual]
@@ -91,17 +112,43 @@ class HutchPlusPlusEstimator(TraceEstimator):
         APsi = side_by_side(APsi, products[:, m - known :])
         inside = inner(Q, Psi)
         G, AG = Psi - combine(Q, inside), APsi - combine(AQ, inside)
-        low_rank = column_dots(Q, AQ)
-        residual, standard_error, freedom = independent_samples(
-            column_dots(G, AG), column_norms(AG), gram_of(G, AG), low_rank
+        stats = {"num_matvecs": 2 * m + num_residual, "kept": [Q, AQ, APsi]}
+        return _Products(Q, AQ, G, AG, stats)
+
+
+class _Products(NamedTuple):
+    """A basis, what it leaves of probes, and products with both."""
+
+    Q: Inexact[Array, "n m"]
+    AQ: Inexact[Array, "n m"]
+    G: Inexact[Array, "n l"]
+    AG: Inexact[Array, "n l"]
+    stats: dict[str, Any]
+
+    def blocks(self):
+        return side_by_side(self.Q, self.G), side_by_side(
+            self.Q, self.G / self.G.shape[1]
         )
-        stats = {
-            "num_matvecs": 2 * m + num_residual,
-            "degrees_of_freedom": freedom,
-            "kept": [Q, AQ, APsi],
-        }
-        blocks = side_by_side(Q, G), side_by_side(Q, G / num_residual)
-        return jnp.sum(low_rank) + residual, standard_error, stats, blocks
+
+
+class _ByRows(TraceEstimator):
+    """The same, of groups of rows of the diagonal."""
+
+    estimator: HutchPlusPlusEstimator
+    rows: Rows = eqx.field(static=True)
+
+    def init(self, key, operator):
+        return self.estimator.init(key, operator)
+
+    def compute(self, state, k):
+        of = self.estimator._products(state, k)
+        moments = RowMoments.none(self.rows, of.G)
+        bar = independent_rows(
+            moments.with_samples(of.G, of.AG, self.rows, 0), of.G.shape[1]
+        )
+        low_rank = self.rows(jnp.sum(of.Q.conj() * of.AQ, axis=1))
+        stats = {**of.stats, "degrees_of_freedom": bar.degrees_of_freedom}
+        return low_rank + bar.mean, bar.standard_error, stats, of.blocks()
 
 
 def _sketch_size(k: int, known: int, tested: int) -> int:

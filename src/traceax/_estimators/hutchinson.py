@@ -8,10 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
-from .._accuracy.error_bar import GRAM_PROBES, gram_of, independent_samples
+from .._accuracy.error_bar import (
+    GRAM_PROBES,
+    ErrorBar,
+    gram_of,
+    independent_rows,
+    independent_samples,
+)
 from .._arguments import check_optional_integer, without_numpy
 from .._growing import GrowingEstimator, active_of
-from .._linalg.tall import column_dots, column_norms
+from .._linalg.tall import RowMoments, Rows, column_dots, column_norms
 from .._operators.block import Space, apply_block, columns_at_once, space_of
 from .._primitive import Columns
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
@@ -125,11 +131,15 @@ class HutchinsonEstimator(GrowingEstimator):
             dimension=space.size,
             active=active,
         )
-        if not self.sampler.independent:
-            # Samples of a part of an orthogonal basis, whose sum over all is known.
-            left = 1 - jnp.asarray(count).astype(space.real_dtype) / space.size
-            bar = bar._replace(standard_error=bar.standard_error * jnp.sqrt(left))
-        return bar, None
+        return self._of_sampler(bar, count, state), None
+
+    def _of_sampler(self, bar: ErrorBar, count, state) -> ErrorBar:
+        if self.sampler.independent:
+            return bar
+        # Samples of a part of an orthogonal basis, whose sum over all is known.
+        space = space_of(state.operator)
+        left = 1 - jnp.asarray(count).astype(space.real_dtype) / space.size
+        return bar._replace(standard_error=bar.standard_error * jnp.sqrt(left))
 
     def stand_in(self, state, buffers, count):
         space, most = space_of(state.operator), len(buffers["samples"])
@@ -139,6 +149,9 @@ class HutchinsonEstimator(GrowingEstimator):
         if probes.size < most or not isinstance(count, int):
             return probes
         return [probes.chunk(0)]
+
+    def by_rows(self, rows):
+        return _ByRows(self, rows)
 
     def more_stats(self, buffers):
         return {"samples": buffers["samples"]}
@@ -176,3 +189,48 @@ class Probes(Columns):
         active = jnp.arange(self.size, dtype=jnp.int32) + start < self.count
         V = jnp.where(active[None, :], V, 0)
         return V, V / jnp.asarray(self.count).astype(dtype)
+
+
+class _ByRows(GrowingEstimator):
+    """Of groups of rows of the diagonal: `A_rr` is the mean of `conj(w_j(r)) (A w_j)(r)`.
+
+    Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix", Appl. Numer.
+    Math. 57 (2007), doi:10.1016/j.apnum.2007.01.003. Moments are kept in place of samples.
+    """
+
+    estimator: HutchinsonEstimator
+    rows: Rows = eqx.field(static=True)
+    products_per_unit: ClassVar[int] = 1
+
+    def begin(self, state, room):
+        space = space_of(state.operator)
+        nothing = jnp.zeros((space.size, 0), space.compute_dtype)
+        moments = RowMoments.none(self.rows, nothing)
+        return {"moments": moments, "samples": jnp.zeros(room, bool)}  # of their number
+
+    def grow(self, state, buffers, count, width):
+        space, most = space_of(state.operator), len(buffers["samples"])
+        chunk = min(self.estimator._chunk(space.size), width)
+
+        def more(moments, start, number):
+            Omega = draw_range(
+                self.estimator.sampler, state.key, start, number, most, space
+            )
+            Y = apply_block(state.operator, Omega)
+            return moments.with_samples(Omega, Y, self.rows, start)
+
+        whole, rest = divmod(width, chunk)
+        starts = jnp.arange(whole, dtype=jnp.int32) * chunk + count
+        moments, _ = jax.lax.scan(
+            lambda x, start: (more(x, start, chunk), None), buffers["moments"], starts
+        )
+        if rest:
+            moments = more(moments, count + whole * chunk, rest)
+        return {**buffers, "moments": moments}
+
+    def judge(self, state, buffers, count):
+        bar = independent_rows(buffers["moments"], count)
+        return self.estimator._of_sampler(bar, count, state), None
+
+    def stand_in(self, state, buffers, count):
+        return self.estimator.stand_in(state, buffers, count)

@@ -5,11 +5,11 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._accuracy.error_bar import ErrorBar, leave_one_out_samples
+from .._accuracy.error_bar import ErrorBar, leave_one_out_samples, row_error_bar
 from .._estimate import RESULTS
-from .._growing import GrowingEstimator, active_of
-from .._linalg.nystrom import nystrom_traces, stand_in
-from .._linalg.tall import extend, put
+from .._growing import ByRows, GrowingEstimator, active_of
+from .._linalg.nystrom import nystrom_factor, nystrom_rows, nystrom_traces, stand_in
+from .._linalg.tall import combine, extend, put
 from .._operators.block import (
     apply_block,
     is_positive_semidefinite,
@@ -114,6 +114,22 @@ class XNysTraceEstimator(GrowingEstimator):
             found.wrong, RESULTS.not_semidefinite, RESULTS.successful
         )
         return ErrorBar(value, error, bar.degrees_of_freedom), result
+
+    def by_rows(self, rows):
+        return ByRows(self, rows)
+
+    def judge_rows(self, state, buffers, count, rows):
+        U, T, AU = (buffers[name] for name in ("U", "T", "AU"))
+        sign = 1 if is_positive_semidefinite(state.operator) else -1
+        active, resphere = active_of(count, U.shape[1]), self.resphere
+        of = nystrom_factor(U, T, AU, sign, resphere=resphere, active=active)
+        tests = U if resphere else combine(U, T)
+        found = nystrom_rows(tests, of, rows, resphere=resphere, active=active)
+        bar = row_error_bar(found, active)
+        mean = of.scale.astype(bar.mean.dtype) * bar.mean
+        error = jnp.abs(of.scale) * bar.standard_error
+        result = RESULTS.where(of.wrong, RESULTS.not_semidefinite, RESULTS.successful)
+        return ErrorBar(mean, error, bar.degrees_of_freedom), result
 
     def stand_in(self, state, buffers, count):
         active = active_of(count, buffers["U"].shape[1])

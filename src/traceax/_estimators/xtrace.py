@@ -5,10 +5,16 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 
-from .._accuracy.error_bar import leave_one_out_samples
+from .._accuracy.error_bar import leave_one_out_samples, row_error_bar
 from .._deflation import deflated_trace, with_basis
-from .._growing import GrowingEstimator, active_of
-from .._linalg.leave_one_out import grams, leave_one_out, leave_one_out_traces, stand_in
+from .._growing import ByRows, GrowingEstimator, active_of
+from .._linalg.leave_one_out import (
+    grams,
+    leave_one_out,
+    leave_one_out_rows,
+    leave_one_out_traces,
+    stand_in,
+)
 from .._linalg.tall import column_dots, extend, put
 from .._operators.block import apply_block, is_hermitian, space_of
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_range
@@ -109,6 +115,22 @@ class XTraceEstimator(GrowingEstimator):
         of, loo, active = self._left_out(state, buffers, count)
         traces = leave_one_out_traces(of, loo, resphere=self.resphere)
         return leave_one_out_samples(*traces, active=active), None
+
+    def by_rows(self, rows):
+        return ByRows(self, rows)
+
+    def judge_rows(self, state, buffers, count, rows):
+        if buffers["Q"].shape[1] < 2:
+            raise ValueError(
+                "traceax.diagonal: XTraceEstimator needs at least 4 products; use "
+                "traceax.HutchinsonEstimator."
+            )
+        _, loo, active = self._left_out(state, buffers, count)
+        Omega, Q, AQ = (buffers[name] for name in ("Omega", "Q", "AQ"))
+        of = leave_one_out_rows(
+            Omega, Q, AQ, loo, rows, resphere=self.resphere, active=active
+        )
+        return row_error_bar(of, active), None
 
     def stand_in(self, state, buffers, count):
         _, loo, active = self._left_out(state, buffers, count)

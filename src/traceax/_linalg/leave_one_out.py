@@ -17,10 +17,11 @@ Appl. 45 (2024), doi:10.1137/23M1548323, arXiv:2301.07825:
 | `t_i` | | the trace estimated by testing probe i on what the others built |
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from .small import (
     divisor,
@@ -30,7 +31,7 @@ from .small import (
     matmul,
     svd,
 )
-from .tall import column_dots, combine, inner, power_of_two_scale
+from .tall import Rows, column_dots, combine, inner, power_of_two_scale
 
 
 class Grams(NamedTuple):
@@ -251,3 +252,81 @@ def stand_in(
     G = Omega - combine(Q, X)
     weights = loo.a.astype(S.dtype) / number
     return [(Q, combine(Q, kept)), (G, (G.T * weights[:, None]).T)]
+
+
+#
+# Diagonals, and sums over groups of their rows
+#
+
+
+class RowSamples(NamedTuple):
+    """Samples by group, and what leaving a neighbour out as well takes from them.
+
+    - `samples`: `t_i`.
+    - `pairs`: `t_ij` of the next probe j, the first being next to the last.
+    - `swapped`: `t_ji` of the same two.
+    - `next`: `t_j`.
+    - `dimension`: that of the complement of all but two probes, or infinite.
+    """
+
+    samples: Inexact[Array, "g m"]
+    pairs: Inexact[Array, "g m"]
+    swapped: Inexact[Array, "g m"]
+    next: Inexact[Array, "g m"]
+    dimension: ArrayLike
+
+
+def row_samples(
+    samples: Inexact[Array, "g m"],
+    without: Callable[[Int[Array, " m"]], Inexact[Array, "g m"]],
+    active: Bool[Array, " m"] | None,
+    dimension: ArrayLike,
+) -> RowSamples:
+    m = samples.shape[1]
+    here = jnp.arange(m, dtype=jnp.int32)
+    last = m - 1 if active is None else jnp.sum(active, dtype=jnp.int32) - 1
+    after = jnp.where(here < last, here + 1, 0)
+    before = jnp.where(here > 0, here - 1, last)
+    swapped = without(before)[:, after]
+    return RowSamples(samples, without(after), swapped, samples[:, after], dimension)
+
+
+def leave_one_out_rows(
+    Omega: Inexact[Array, "n m"],
+    Q: Inexact[Array, "n m"],
+    AQ: Inexact[Array, "n m"],
+    loo: LeaveOneOut,
+    rows: Rows,
+    *,
+    resphere: bool,
+    active: Bool[Array, " m"] | None = None,
+) -> RowSamples:
+    r"""The samples of `leave_one_out_traces` row by row, whose sums they are:
+
+        t_i(r) = (A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r),
+
+    of mean `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`.
+    """
+    n, R, S, X, a, left, basis, count = loo
+    if basis is not None:
+        Q, AQ = combine(Q, basis), combine(AQ, basis)
+    G, AG = Omega - combine(Q, X), combine(Q, R) - combine(AQ, X)
+
+    def on(T):
+        return rows(combine(Q, T).conj() * combine(AQ, T))
+
+    on_range = rows(jnp.sum(Q.conj() * AQ, axis=1))[:, None] - on(S)
+    eps = jnp.finfo(left.dtype).eps
+
+    def without(j):
+        c = column_dots(S, S[:, j])
+        sine = jnp.sqrt(jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(S.dtype)
+        T = (S[:, j] - S * c[None, :]) / sine[None, :]
+        b = column_dots(T, X)
+        weight = (n - count + 2) / (left + jnp.abs(b) ** 2) if resphere else a
+        Tb = T * b[None, :]
+        tested = rows((G + combine(Q, Tb)).conj() * (AG + combine(AQ, Tb)))
+        return on_range - on(T) + weight.astype(tested.dtype)[None, :] * tested
+
+    samples = on_range + a.astype(on_range.dtype)[None, :] * rows(G.conj() * AG)
+    return row_samples(samples, without, active, jnp.inf)

@@ -17,12 +17,17 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from .leave_one_out import leave_one_out, left_out_of_dependent
+from .leave_one_out import (
+    RowSamples,
+    leave_one_out,
+    left_out_of_dependent,
+    row_samples,
+)
 from .leave_one_out import stand_in as leave_one_out_stand_in
 from .small import divisor, frobenius, inverse_root, matmul, squares
-from .tall import column_dots, combine, inner, orthonormalise, power_of_two_scale
+from .tall import Rows, column_dots, combine, inner, orthonormalise, power_of_two_scale
 
 
 class NystromTraces(NamedTuple):
@@ -41,6 +46,78 @@ class NystromTraces(NamedTuple):
     magnitude: Float[Array, ""]
     wrong: Bool[Array, ""]
     scale: Float[Array, ""]
+
+
+class NystromFactor(NamedTuple):
+    """The Nystrom approximation of `A / scale + mu I`, and what leaves columns out of it.
+
+    - `F`: n x k.
+    - `halves`: `C e_i`, or what stands for it.
+    - `weights`: their squares.
+    - `dimension`: of the complement of the others, or 1.
+    - `norm`, `nonzero`: of Y.
+    """
+
+    F: Inexact[Array, "n k"]
+    halves: Inexact[Array, "k k"]
+    weights: Float[Array, " k"]
+    dimension: ArrayLike
+    mu: Float[Array, ""]
+    nonzero: Bool[Array, ""]
+    wrong: Bool[Array, ""]
+    scale: Float[Array, ""]
+
+    @property
+    def remainders(self) -> Float[Array, " k"]:
+        """`1 / |C e_i|^2`. A probe that the others span has nothing left to test."""
+        return jnp.where(self.weights == 0, 0, 1 / divisor(self.weights))
+
+
+def nystrom_factor(
+    U: Inexact[Array, "n k"],
+    T: Inexact[Array, "k k"],
+    Y: Inexact[Array, "n k"],
+    sign: int,
+    *,
+    resphere: bool,
+    active: Bool[Array, " k"] | None = None,
+) -> NystromFactor:
+    """See `nystrom_traces`."""
+    n, k = U.shape
+    one = jnp.eye(k, dtype=Y.dtype)
+    count, outside = k, jnp.zeros_like(one)
+    if active is not None:
+        count = jnp.sum(active).astype(jnp.finfo(Y.dtype).dtype)
+        outside = jnp.where(active[:, None], 0, one)
+    if resphere:
+        left_out, dimension = one, n - count + 1
+    else:
+        left_out, basis = left_out_of_dependent(T + outside)
+        U, Y, dimension = combine(U, basis), combine(Y, basis), 1
+    H = inner(U, Y)
+    # That of a semidefinite A, and easier to find than the largest entry of Y.
+    scale = sign * power_of_two_scale(jnp.diagonal(H))
+    inverse = (1 / scale).astype(Y.dtype)
+    H, Y = H * inverse, Y * inverse
+    norm = jnp.sqrt(jnp.sum(squares(Y)))
+    nonzero = norm != 0
+    norm = divisor(norm)
+    eps = jnp.finfo(Y.dtype).eps
+    noise = frobenius(H - H.conj().T)
+    mu = eps * norm
+    mu = jnp.where(noise > count**0.5 * mu, noise, mu)
+    Y_mu = Y + mu.astype(Y.dtype) * U
+    # Columns that there are not take no part: eigenvalues of order 1 of their own.
+    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * one
+    H_mu = H_mu + outside * norm.astype(Y.dtype)
+    C, least = inverse_root(H_mu, mu / 2)
+    # A tag can be wrong: neither noise nor rounding does this.
+    limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
+    wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
+    F = combine(Y_mu, C.conj().T)
+    halves = matmul(C, left_out)
+    weights = jnp.real(column_dots(halves, halves))
+    return NystromFactor(F, halves, weights, dimension, mu, nonzero, wrong, scale)
 
 
 def nystrom_traces(
@@ -81,43 +158,10 @@ def nystrom_traces(
     eigenvalues would lift half of those that should equal `mu`, and bias the value by a
     multiple of `mu n`; a floor of `mu / 2` does not.
     """
-    n, k = U.shape
-    one = jnp.eye(k, dtype=Y.dtype)
-    count, outside = k, jnp.zeros_like(one)
-    if active is not None:
-        count = jnp.sum(active).astype(jnp.finfo(Y.dtype).dtype)
-        outside = jnp.where(active[:, None], 0, one)
-    if resphere:
-        left_out, dimension = one, n - count + 1
-    else:
-        left_out, basis = left_out_of_dependent(T + outside)
-        U, Y, dimension = combine(U, basis), combine(Y, basis), 1
-    H = inner(U, Y)
-    # That of a semidefinite A, and easier to find than the largest entry of Y.
-    scale = sign * power_of_two_scale(jnp.diagonal(H))
-    inverse = (1 / scale).astype(Y.dtype)
-    H, Y = H * inverse, Y * inverse
-    norm = jnp.sqrt(jnp.sum(squares(Y)))
-    nonzero = norm != 0
-    norm = divisor(norm)
-    eps = jnp.finfo(Y.dtype).eps
-    noise = frobenius(H - H.conj().T)
-    mu = eps * norm
-    mu = jnp.where(noise > count**0.5 * mu, noise, mu)
-    Y_mu = Y + mu.astype(Y.dtype) * U
-    # Columns that there are not take no part: eigenvalues of order 1 of their own.
-    H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * one
-    H_mu = H_mu + outside * norm.astype(Y.dtype)
-    C, least = inverse_root(H_mu, mu / 2)
-    # A tag can be wrong: neither noise nor rounding does this.
-    limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
-    wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
-    F = combine(Y_mu, C.conj().T)
-    halves = matmul(C, left_out)
+    of = nystrom_factor(U, T, Y, sign, resphere=resphere, active=active)
+    F, halves, _, dimension, mu, nonzero, wrong, scale = of
+    eps, remainders = jnp.finfo(Y.dtype).eps, of.remainders
     squared = inner(F, F)
-    weights = jnp.real(column_dots(halves, halves))
-    # A probe that the others span has nothing left to test.
-    remainders = jnp.where(weights == 0, 0, 1 / divisor(weights))
     all_columns = jnp.sum(jnp.real(jnp.diagonal(squared)))
     weighted = matmul(squared, halves)
     lost_by_one = jnp.real(column_dots(halves, weighted)) * remainders
@@ -133,7 +177,7 @@ def nystrom_traces(
     pairs = all_columns + (dimension * remainders[:, None] - lost_by_two) / sine_squared
     # Where all is explained, n mu is added and subtracted again; it has the rounding of
     # eigenvalues that should equal mu: at most a few times `mu sqrt(n)`, measured.
-    magnitude = all_columns + mu * math.sqrt(n) / eps
+    magnitude = all_columns + mu * math.sqrt(len(U)) / eps
     # A zero operator is explained by no column.
     samples, pairs, mu, magnitude = (
         jnp.where(nonzero, x, 0) for x in (samples, pairs, mu, magnitude)
@@ -162,3 +206,47 @@ def stand_in(
         W, sizes, matmul(R, T), len(Q), resphere=resphere, active=active
     )
     return leave_one_out_stand_in(Omega, Q, loo, active)
+
+
+def nystrom_rows(
+    Omega: Inexact[Array, "n k"],
+    of: NystromFactor,
+    rows: Rows,
+    *,
+    resphere: bool,
+    active: Bool[Array, " k"] | None = None,
+) -> RowSamples:
+    r"""Those of XNysTrace, of `A / scale`. `Omega` are U itself with resphering.
+
+    With `f_i = F q_i` and `alpha_i = 1 / |C e_i|`, what the approximation without column i
+    leaves of A takes `u_i` to `alpha_i f_i`, so that with N for the dimension of the
+    complement of the others
+
+        t_i(r) = |F(r)|^2 - |f_i(r)|^2 + N alpha_i conj(u_i(r)) f_i(r) .
+
+    Without column j as well, `q = (q_j - c q_i) / sqrt(1 - |c|^2)` with `c = q_i^* q_j` is
+    lost too, and what is left takes `u_i` to `alpha_i (f_i - conj(c) F q / sqrt(...))`.
+    """
+    F, eps = of.F, jnp.finfo(of.mu.dtype).eps
+    alpha = jnp.sqrt(of.remainders).astype(F.dtype)
+    q = of.halves * alpha[None, :]
+    f = combine(F, q)
+    ones = rows(jnp.ones(len(F), F.dtype))
+    total = rows(jnp.sum(F.conj() * F, axis=1)) - ones * of.mu.astype(ones.dtype)
+    on_range = total[:, None] - rows(f.conj() * f)
+    dimension = jnp.asarray(of.dimension)
+
+    def without(j):
+        c = column_dots(q, q[:, j])
+        sine = jnp.sqrt(jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(F.dtype)
+        Fq = (f[:, j] - f * c[None, :]) / sine[None, :]
+        left = (f - Fq * (c.conj() / sine)[None, :]) * alpha[None, :]
+        weight = (dimension + 1 if resphere else dimension).astype(ones.dtype)
+        return on_range - rows(Fq.conj() * Fq) + weight * rows(Omega.conj() * left)
+
+    weight = dimension.astype(ones.dtype)
+    samples = on_range + weight * rows(Omega.conj() * (f * alpha[None, :]))
+    outside = dimension + 1 if resphere else jnp.inf
+    found = row_samples(samples, without, active, outside)
+    parts = [jnp.where(of.nonzero, x, 0) for x in found[:4]]
+    return RowSamples(parts[0], parts[1], parts[2], parts[3], outside)

@@ -13,8 +13,8 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from .._accuracy.error_bar import ErrorBar
 from .._accuracy.tolerance import SMALL, Tolerance, make_tolerance, met_or_failed
-from .._arguments import check_budget, check_real_scalar
-from .._base import StoredKey, init_state
+from .._arguments import StoredKey, check_budget, check_real_scalar
+from .._base import init_state
 from .._estimate import RESULTS, Estimate, raise_failure
 from .._linalg.krylov import RitzPairs
 from .._linalg.small import divisor, eigh, frobenius

@@ -1,0 +1,270 @@
+"""Diagonals, traces by leaf, and Frobenius norms."""
+
+import math
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, ArrayLike, Key, PyTree
+
+from ._accuracy.tolerance import make_tolerance
+from ._arguments import check_budget, check_key
+from ._base import TraceEstimator, TraceState
+from ._by_block import ByBlock
+from ._estimate import Estimate, raise_failure
+from ._linalg.small import squares
+from ._linalg.tall import Rows
+from ._operators.block import (
+    apply_block,
+    as_data,
+    check_operator,
+    has_real_trace,
+    is_hermitian,
+    space_of,
+)
+from ._primitive import Outcome, outcome_of
+from ._primitive import estimate as run
+from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._samplers import RademacherSampler
+from ._trace import estimate_whole, trace
+
+
+def diagonal(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: TraceEstimator | None = None,
+    *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    norm: Literal["root mean square", "largest"] = "root mean square",
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates the diagonal of a linear operator from at most `k` products with it.
+
+    ```python
+    estimate = traceax.diagonal(jax.random.key(0), operator, 40)
+    ```
+
+    A trace estimate is a sum over rows, `value = sum_r conj(Z(r)) (A V)(r)`. Here it isn't
+    summed: XTrace's gives `A_rr` as the mean of
+
+        (A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r),
+
+    where `P_i` projects on what the other probes found. XNysTrace's is that of its Nystrom
+    approximations, Hutchinson's the mean of `conj(w_j(r)) (A w_j)(r)`. Each entry is
+    unbiased. Parts whose diagonal is known are exact, and so is all of it for `k >= n`.
+
+    Differentiable with respect to `operator`, by the same rule row by row: unbiased, to any
+    order.
+
+    **Arguments:** those of [`traceax.trace`][], and
+
+    - `estimator`: by default as of [`traceax.trace`][]; one of
+        [`traceax.HutchinsonEstimator`][], [`traceax.HutchPlusPlusEstimator`][],
+        [`traceax.XTraceEstimator`][] (from 4 products on) and
+        [`traceax.XNysTraceEstimator`][].
+    - `rtol`, `atol`: half of the interval at most `atol + rtol |value|`, of which `norm` is
+        taken of both sides: the root mean square over entries, or the largest.
+
+    **Returns:**
+
+    A [`traceax.Estimate`][], whose value and standard error have the structure of the
+    operator's input. Error bars of single entries rest on few samples each: they are right
+    on average over entries. Its state begins anew.
+
+    **Raises:** as [`traceax.trace`][]; `TypeError` for an estimator that gives no diagonal.
+
+    **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample in
+    Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),
+    doi:10.1137/23M1548323, arXiv:2301.07825, for leaving one out; Bekas, Kokiopoulou and
+    Saad, "An estimator for the diagonal of a matrix", Appl. Numer. Math. 57 (2007),
+    doi:10.1016/j.apnum.2007.01.003.
+    """
+    where = "traceax.diagonal"
+    space = check_operator(operator, where)
+    if norm not in ("root mean square", "largest"):
+        raise ValueError(
+            f"{where}: norm must be 'root mean square' or 'largest', got {norm!r}; it is "
+            "of the entries that a tolerance is for."
+        )
+    tolerance = make_tolerance(rtol, atol, level, space.compute_dtype, where, norm)
+    rows = Rows(None, has_real_trace(operator))
+    estimate = estimate_whole(
+        where,
+        key,
+        operator,
+        k,
+        estimator,
+        tolerance,
+        progress_meter,
+        rows=rows,
+        throw=throw,
+    )
+
+    def shaped(flat):
+        return _unflatten(flat, space.structure)
+
+    return _with_parts(estimate, shaped)
+
+
+def leaf_traces(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: TraceEstimator | None = None,
+    *,
+    probes: Literal["whole", "blocks"] = "whole",
+    throw: bool = True,
+) -> tuple[Estimate, Estimate]:
+    r"""Estimates the traces of the diagonal blocks of an operator, one for each leaf.
+
+    ```python
+    by_layer, total = traceax.leaf_traces(key, hessian, 120, probes="blocks")
+    ```
+
+    - `probes="whole"`: probes of all leaves, whose samples are summed leaf by leaf. *Use
+        when* the spectrum decays: XTrace and XNysTrace find what couples the leaves.
+    - `probes="blocks"`: signs on one leaf at a time, and products with its block alone.
+        *Use for* networks early in training, of flat spectra and strongly coupled leaves.
+
+    With blocks, an eighth of the budget is a pilot, equal for all leaves; the rest is
+    divided over the leaves so that the error of the total is least. A product is with one
+    block, of which nothing else is computed. Leaves that are smaller than a pilot are exact.
+    Both ways are unbiased, and are one program.
+
+    Differentiable with respect to `operator`.
+
+    **Arguments:**
+
+    - `key`, `operator`, `throw`: those of [`traceax.trace`][].
+    - `k`: a positive Python int, the budget of products: of the whole, or with blocks, of
+        which at least three a leaf are needed.
+    - `estimator`: as of [`traceax.diagonal`][], for probes of the whole. Blocks are
+        estimated by Hutchinson's.
+    - `probes`: see above.
+
+    **Returns:**
+
+    A tuple of two [`traceax.Estimate`][]s: by leaf, whose value and standard error have the
+    structure of the operator's input with a scalar for each leaf; and of the total, with an
+    error bar of its own.
+
+    **Raises:** as [`traceax.trace`][]; `ValueError` for an unknown `probes`, a budget below
+    three products a block, and an estimator with blocks.
+    """
+    where = "traceax.leaf_traces"
+    space = check_operator(operator, where)
+    leaves, treedef = jtu.tree_flatten(space.structure)
+    if probes not in ("whole", "blocks"):
+        raise ValueError(
+            f"{where}: probes must be 'whole' or 'blocks', got {probes!r}."
+        )
+    if probes == "whole" or check_budget(k, where) >= space.size:
+        sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
+        rows = Rows(sizes, has_real_trace(operator))
+        meter = NO_PROGRESS_METER
+        estimate = estimate_whole(
+            where, key, operator, k, estimator, None, meter, rows=rows, throw=throw
+        )
+    else:
+        k = check_budget(k, where)
+        if estimator is not None:
+            raise ValueError(
+                f"{where}: blocks take no estimator, got {estimator!r}; leave it out, or "
+                "use probes='whole'."
+            )
+        if k < 3 * len(leaves):
+            raise ValueError(
+                f"{where}: k must be at least {3 * len(leaves)}, three products for each of "
+                f"{len(leaves)} blocks, got {k}."
+            )
+        algorithm = ByBlock(check_key(key, where), RademacherSampler(), k)
+        outcome = run(algorithm, as_data(operator))
+        estimate = Estimate(*outcome[:4], TraceState(algorithm.key, operator))
+        estimate = raise_failure(estimate) if throw else estimate
+    by_leaf = _with_parts(estimate, lambda x: treedef.unflatten(list(x[:-1])))
+    return by_leaf, _with_parts(estimate, lambda x: x[-1])
+
+
+def frobenius_norm_squared(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: TraceEstimator | None = None,
+    *,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `|A|_F^2 = tr(A^* A)` from at most `k` products with A and `A^*` together.
+
+    For any linear operator, also one that isn't square. `A^* A` is semidefinite, so that
+    [`traceax.XNysTraceEstimator`][] estimates its trace, a product with it being two. With
+    `k >= n`, the number of columns, the answer is exact, from products with A alone.
+
+    Differentiable with respect to `operator`.
+
+    **Arguments:**
+
+    - `key`, `estimator`, `throw`: those of [`traceax.trace`][], of `A^* A`.
+    - `operator`: a lineax operator that lineax can transpose, unless it is Hermitian.
+    - `k`: a Python int of at least 2, unless `n = 1`.
+
+    **Returns:** a [`traceax.Estimate`][], whose value is real. `num_matvecs` counts both.
+
+    **Raises:** as [`traceax.trace`][]; `ValueError` for `k = 1`.
+    """
+    where = "traceax.frobenius_norm_squared"
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        check_operator(operator, where)
+    k, size = check_budget(k, where), operator.in_size()
+    if k >= size:
+        outcome = _exact_norm(as_data(operator))
+        estimate = Estimate(*outcome[:4], TraceState(check_key(key, where), operator))
+        return raise_failure(estimate) if throw else estimate
+    if k == 1:
+        raise ValueError(
+            f"{where}: k must be at least 2, got 1; an estimate takes a product with A and "
+            "one with its adjoint."
+        )
+    adjoint = operator
+    if not is_hermitian(operator):
+        adjoint = operator.transpose()
+        adjoint = lx.conj(adjoint) if space_of(operator).is_complex else adjoint
+    gram = lx.TaggedLinearOperator(adjoint @ operator, lx.positive_semidefinite_tag)
+    estimate = trace(key, gram, k // 2, estimator, throw=throw)
+    stats = {**estimate.stats, "num_matvecs": 2 * estimate.stats["num_matvecs"]}
+    return eqx.tree_at(lambda x: x.stats, estimate, stats)
+
+
+@eqx.filter_jit
+def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
+    space = space_of(operator)
+    products = apply_block(operator, jnp.eye(space.size, dtype=space.compute_dtype))
+    value, error = jnp.sum(squares(products)), jnp.zeros((), space.real_dtype)
+    stats = {"num_matvecs": space.size}
+    return outcome_of(value, error, stats, space.dtype, real=True)
+
+
+def _unflatten(flat: Array, structure: PyTree) -> PyTree[Array]:
+    leaves, treedef = jtu.tree_flatten(structure)
+    ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
+    parts = zip(jnp.split(flat, ends), leaves, strict=True)
+    return treedef.unflatten([part.reshape(leaf.shape) for part, leaf in parts])
+
+
+def _with_parts(estimate: Estimate, of) -> Estimate:
+    """The estimate, `of` every array over groups."""
+    freedom = estimate.stats["degrees_of_freedom"]
+    freedom = jnp.broadcast_to(freedom, estimate.value.shape)
+    return Estimate(
+        of(estimate.value),
+        of(estimate._standard_error),
+        estimate.result,
+        {**estimate.stats, "degrees_of_freedom": of(freedom)},
+        estimate.state,
+    )

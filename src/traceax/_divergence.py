@@ -1,0 +1,142 @@
+"""Divergences and Laplacians: traces of Jacobians and Hessians, with what they are of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, Inexact, Key, PyTree
+
+from ._arguments import kind_of
+from ._base import TraceEstimator
+from ._estimate import Estimate
+from ._trace import trace
+
+
+def divergence(
+    key: Key[Array, ""],
+    fn: Callable[[PyTree[Array]], PyTree[Array]],
+    x: PyTree[Array],
+    k: int = 1,
+    estimator: TraceEstimator | None = None,
+    *,
+    throw: bool = False,
+) -> tuple[PyTree[Array], Estimate]:
+    r"""A vector field and its divergence, `tr df/dx`, from one pass through it.
+
+    ```python
+    velocity, divergence = traceax.divergence(key, field, x)
+    return velocity, divergence.value
+    ```
+
+    as the right-hand side of a continuous normalising flow, or in a loss of sliced score
+    matching. `fn` is linearised once; a product is one evaluation of its derivative.
+    With `k >= n`, the number of entries of `x`, the divergence is exact.
+
+    Differentiable with respect to what `fn` closes over and to `x`, and unbiased in its
+    derivatives. Works under `vmap`, in the loops of diffrax, in `scan` and `checkpoint`.
+    Call it inside of `jax.jit`: outside, what `fn` closes over compiles anew each time.
+
+    **Arguments:**
+
+    - `key`: a single key, typed or legacy. The same key in each step of a solver gives one
+        sample path, as an ODE solver needs.
+    - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes.
+    - `x`: a PyTree of floating-point arrays.
+    - `k`: a positive Python int, the budget of products. One is common in training.
+    - `estimator`: as of [`traceax.trace`][]: by default signs for `k < 4`.
+    - `throw`: as of [`traceax.trace`][], but `False` by default, with no host callback in
+        the program.
+
+    **Returns:**
+
+    A tuple of `fn(x)` and a [`traceax.Estimate`][] of the divergence.
+
+    **Raises:**
+
+    - `TypeError` for entries of `x` that are no floating-point arrays, `ValueError` if
+        `fn(x)` has another structure than `x`; else as [`traceax.trace`][].
+
+    **Reference:** Grathwohl, Chen, Bettencourt, Sutskever and Duvenaud, "FFJORD", ICLR
+    (2019), arXiv:1810.01367; Song, Garg, Shi and Ermon, "Sliced Score Matching", UAI
+    (2019), arXiv:1905.07088.
+    """
+    where = "traceax.divergence"
+    x = _arrays(x, where)
+    value, linear = jax.linearize(fn, x)
+    got, asked = (jax.eval_shape(lambda y: y, y) for y in (value, x))
+    if got != asked:
+        raise ValueError(
+            f"{where}: fn must return the structure, shapes and dtypes of x, {asked}, got "
+            f"{got}; a divergence is of a field that has as many components as x."
+        )
+    operator = lx.FunctionLinearOperator(linear, asked)
+    return value, trace(key, operator, k, estimator, throw=throw)
+
+
+def laplacian(
+    key: Key[Array, ""],
+    fn: Callable[[PyTree[Array]], Inexact[Array, ""]],
+    x: PyTree[Array],
+    k: int,
+    estimator: TraceEstimator | None = None,
+    *,
+    throw: bool = False,
+) -> tuple[Inexact[Array, ""], PyTree[Array], Estimate]:
+    r"""A scalar function, its gradient and its Laplacian, from one pass through it.
+
+    ```python
+    value, gradient, laplacian = traceax.laplacian(key, network, x, 10)
+    ```
+
+    as in the loss of a physics-informed network, or in the local energy of variational
+    Monte Carlo. The gradient is linearised once; a product is one evaluation of its
+    derivative, forward over reverse. With `k >= n`, the number of entries of `x`, the
+    Laplacian is exact.
+
+    Differentiable and usable as [`traceax.divergence`][].
+
+    **Arguments:**
+
+    - `fn`: maps `x` to a real scalar.
+    - others: those of [`traceax.divergence`][].
+
+    **Returns:**
+
+    A tuple of `fn(x)`, its gradient, and a [`traceax.Estimate`][] of the Laplacian.
+
+    **Raises:**
+
+    - `TypeError` for entries of `x` that are no real floating-point arrays, and for an
+        `fn` that doesn't return a real scalar; else as [`traceax.trace`][].
+    """
+    where = "traceax.laplacian"
+    x = _arrays(x, where)
+    if any(jnp.iscomplexobj(leaf) for leaf in jtu.tree_leaves(x)):
+        raise TypeError(
+            f"{where}: x must be real, got complex entries; pass real and imaginary parts."
+        )
+
+    def gradient_and_value(x):
+        value, gradient = jax.value_and_grad(fn)(x)
+        return gradient, value
+
+    gradient, hessian, value = jax.linearize(gradient_and_value, x, has_aux=True)
+    structure = jax.eval_shape(lambda: x)
+    operator = lx.FunctionLinearOperator(hessian, structure, lx.symmetric_tag)
+    return value, gradient, trace(key, operator, k, estimator, throw=throw)
+
+
+def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:
+    def check(leaf):
+        array = jnp.asarray(leaf)
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            raise TypeError(
+                f"{where}: x must hold floating-point arrays, got {kind_of(leaf)}; close "
+                "over what is not differentiated."
+            )
+        return array
+
+    return jtu.tree_map(check, x)

@@ -1,0 +1,343 @@
+"""Diagonals, traces by leaf and Frobenius norms, against dense ones."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+PSD = lx.positive_semidefinite_tag
+N, K = 40, 14
+NUM_KEYS = 3000
+SIGNS = tx.RademacherSampler()
+
+ESTIMATORS = {
+    "default": None,
+    "Hutchinson": tx.HutchinsonEstimator(chunk_size=4),
+    "orthogonal": tx.HutchinsonEstimator(tx.OrthogonalSampler()),
+    "Hutch++": tx.HutchPlusPlusEstimator(),
+    "XTrace": tx.XTraceEstimator(),
+    "XTrace, signs": tx.XTraceEstimator(SIGNS, resphere=False),
+    "XNysTrace": tx.XNysTraceEstimator(),
+    "XNysTrace, signs": tx.XNysTraceEstimator(SIGNS, resphere=False),
+}
+
+
+def matrix(decay, *, complex=False, semidefinite=True, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def orthogonal():
+        x = rng.normal(size=(N, N)) + (1j * rng.normal(size=(N, N)) if complex else 0)
+        return np.linalg.qr(x)[0]
+
+    U = orthogonal()
+    V = U if semidefinite else orthogonal()
+    return jnp.asarray((U * decay(np.arange(1, N + 1.0))) @ V.conj().T)
+
+
+def z_score(samples, truth):
+    off = np.mean(samples, axis=0) - truth
+    spread = (
+        np.std(samples, axis=0) / np.sqrt(len(samples)) + 1e-7 * np.abs(truth).max()
+    )
+    return max(np.max(np.abs(off.real) / spread), np.max(np.abs(off.imag) / spread))
+
+
+def over_keys(function, number=NUM_KEYS):
+    keys = jr.split(jr.key(7), number)
+    return jax.tree.map(np.asarray, jax.jit(jax.vmap(function))(keys))
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_unbiased_entry_by_entry_with_its_derivative(name, kind):
+    is_complex, estimator = kind == "complex", ESTIMATORS[name]
+    A = matrix(lambda i: i**-1.0, complex=is_complex)
+    B = matrix(lambda i: i**-0.5, complex=is_complex, seed=1)
+
+    def one(key):
+        def of(A):
+            return tx.diagonal(
+                key, lx.MatrixLinearOperator(A, PSD), K, estimator, throw=False
+            )
+
+        value, slope = jax.jvp(lambda t: of(A + t * B).value, (0.0,), (1.0,))
+        estimate = of(A)
+        low, high = estimate.confidence_interval()
+        inside = (low <= jnp.diag(A).real) & (jnp.diag(A).real <= high)
+        return value, slope, estimate.standard_error, inside
+
+    value, slope, error, inside = over_keys(one)
+    assert value.dtype == jnp.zeros(()).dtype  # real, of a semidefinite operator
+    truth = np.diag(A).real
+    assert z_score(value, truth) < 4.5
+    assert z_score(slope, np.diag(B).real) < 4.5
+    assert z_score(1.02 * value, truth) > 4.5 or name in ("Hutchinson", "orthogonal")
+    off = np.sqrt(np.mean((value - truth) ** 2, axis=0))
+    ratio = np.sqrt(np.mean(error**2, axis=0)) / off
+    assert 0.8 < ratio.min() <= ratio.max() < 1.6
+    assert 0.88 < np.mean(inside) < 0.995
+
+
+def test_nonsymmetric():
+    A = matrix(lambda i: i**-1.0, semidefinite=False)
+    for estimator in (None, ESTIMATORS["XTrace"], ESTIMATORS["Hutch++"]):
+
+        def one(key, estimator=estimator):
+            operator = lx.MatrixLinearOperator(A)
+            return tx.diagonal(key, operator, K, estimator, throw=False).value
+
+        assert z_score(over_keys(one, 2000), np.diag(A)) < 4.5
+
+
+def test_sums_to_the_trace():
+    A = matrix(lambda i: i**-2.0)
+    operator = lx.MatrixLinearOperator(A, PSD)
+    for name in ("orthogonal", "Hutch++", "XTrace, signs", "XNysTrace"):
+        estimator = ESTIMATORS[name]
+        entries = tx.diagonal(jr.key(1), operator, K, estimator)
+        trace = tx.trace(jr.key(1), operator, K, estimator)
+        assert int(entries.stats["num_matvecs"]) == int(trace.stats["num_matvecs"])
+        # XTrace's and Hutchinson's are the same sum; the others resphere otherwise.
+        if name.startswith(("XTrace", "Hutch")):
+            np.testing.assert_allclose(entries.value.sum(), trace.value, rtol=2e-5)
+
+
+def test_as_good_as_exact_where_the_range_is_found():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(N, 3)))
+    for scale in (1.0, 1e-20, 1e15):
+        A = x @ x.T * scale
+        operator = lx.MatrixLinearOperator(A, PSD)
+        for name in ("XTrace", "XTrace, signs", "XNysTrace", "XNysTrace, signs"):
+            estimate = tx.diagonal(jr.key(0), operator, K, ESTIMATORS[name])
+            np.testing.assert_allclose(
+                estimate.value / scale, jnp.diag(A) / scale, atol=3e-4
+            )
+            assert (estimate.standard_error < 1e-3 * scale).all()
+    zero = lx.MatrixLinearOperator(jnp.zeros((N, N)), PSD)
+    for name in ("Hutchinson", "Hutch++", "XTrace, signs", "XNysTrace, signs"):
+        assert (tx.diagonal(jr.key(0), zero, K, ESTIMATORS[name]).value == 0).all()
+
+
+def test_exact_parts_and_structure():
+    A = matrix(lambda i: i**-1.0)
+    structure = {"a": jax.ShapeDtypeStruct((5, 4), A.dtype), "b": [A[:20, 0]]}
+    structure["b"] = [jax.ShapeDtypeStruct((20,), A.dtype)]
+
+    def mv(v):
+        flat = A @ jnp.concatenate([v["a"].ravel(), v["b"][0]])
+        return {"a": flat[:20].reshape(5, 4), "b": [flat[20:]]}
+
+    operator = lx.FunctionLinearOperator(mv, structure, PSD)
+    estimate = tx.diagonal(jr.key(0), operator, N)
+    assert (estimate.standard_error["a"] == 0).all()
+    np.testing.assert_allclose(estimate.value["a"].ravel(), jnp.diag(A)[:20], rtol=1e-5)
+    low, _ = tx.diagonal(jr.key(0), operator, K).confidence_interval()
+    assert low["b"][0].shape == (20,)
+
+    d = jnp.linspace(1.0, 2.0, N)
+    estimate = tx.diagonal(jr.key(0), lx.DiagonalLinearOperator(d), 1)
+    assert (estimate.value == d).all()
+    assert (estimate.standard_error == 0).all()
+    total = lx.MatrixLinearOperator(A, PSD) + lx.DiagonalLinearOperator(d)
+    shifted = tx.diagonal(jr.key(0), total, K).value
+    plain = tx.diagonal(jr.key(0), lx.MatrixLinearOperator(A, PSD), K).value
+    np.testing.assert_allclose(shifted, plain + d, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["root mean square", "largest"])
+def test_tolerance(norm):
+    A = matrix(lambda i: i**-2.0)
+    operator = lx.MatrixLinearOperator(A, PSD)
+    of = (lambda x: np.sqrt(np.mean(x**2))) if norm.startswith("root") else np.max
+    for estimator in (None, tx.HutchinsonEstimator()):
+        rtol = 0.1 if estimator is None else 2.0
+        estimate = tx.diagonal(
+            jr.key(0), operator, N - 1, estimator, rtol=rtol, norm=norm
+        )
+        used = int(estimate.stats["num_matvecs"])
+        assert 8 <= used < N - 1
+        value = np.abs(np.asarray(estimate.value))
+        assert of(value - np.diag(A)) < 1.5 * rtol * of(value)
+        low, high = estimate.confidence_interval()
+        assert of(np.asarray(high - low) / 2) <= rtol * of(value)
+
+
+def test_second_derivative_and_reverse_mode():
+    A = matrix(lambda i: i**-1.0)
+    B = matrix(lambda i: i**-1.0, seed=2)
+
+    def value(t, key):
+        M = A + t * B + t**2 * A
+        return tx.diagonal(key, lx.MatrixLinearOperator(M, PSD), K, throw=False).value
+
+    def one(key):
+        forward = jax.jacfwd(value)(0.1, key)
+        reverse = jax.jacrev(value)(0.1, key)
+        return forward, reverse, jax.hessian(lambda t: value(t, key)[0])(0.1)
+
+    forward, reverse, second = over_keys(one, 1000)
+    np.testing.assert_allclose(forward, reverse, rtol=2e-3, atol=1e-4)
+    assert z_score(forward, np.diag(B + 0.2 * A)) < 4.5
+    assert z_score(second[:, None], 2 * np.diag(A)[:1]) < 4.5
+
+
+def test_wrong_arguments():
+    operator = lx.MatrixLinearOperator(jnp.eye(N))
+    with pytest.raises(TypeError, match=r"DeltaShiftEstimator gives no diagonal; use"):
+        tx.diagonal(jr.key(0), operator, K, tx.DeltaShiftEstimator())
+    with pytest.raises(
+        ValueError, match="norm must be 'root mean square' or 'largest'"
+    ):
+        tx.diagonal(jr.key(0), operator, K, norm="l2")  # pyright: ignore
+    with pytest.raises(ValueError, match="XTraceEstimator needs at least 4 products"):
+        tx.diagonal(jr.key(0), operator, 2, tx.XTraceEstimator())
+
+
+#
+# Traces by leaf
+#
+
+SIZES = (16, 12, 7, 5)
+
+
+def by_leaf(A):
+    ends = np.cumsum(SIZES)[:-1]
+    structure = [jax.ShapeDtypeStruct((n,), A.dtype) for n in SIZES]
+
+    def mv(leaves):
+        return jnp.split(A @ jnp.concatenate(leaves), ends)
+
+    return lx.FunctionLinearOperator(mv, structure, PSD)
+
+
+@pytest.mark.parametrize("probes", ["whole", "blocks"])
+def test_leaf_traces(probes):
+    scales = np.repeat([1.0, 3.0, 0.3, 0.1], SIZES)
+    A = matrix(lambda i: i**-0.5) * np.outer(scales, scales)
+    B = matrix(lambda i: i**-0.5, seed=1)
+
+    def truth(matrix):
+        parts = np.split(np.diag(matrix), np.cumsum(SIZES)[:-1])
+        return np.array([*(x.sum() for x in parts), np.trace(matrix)])
+
+    def one(key):
+        def of(t):
+            leaves, total = tx.leaf_traces(
+                key, by_leaf(A + t * B), 32, probes=probes, throw=False
+            )
+            return jnp.stack([*leaves.value, total.value]), (leaves, total)
+
+        value, slope, (leaves, total) = jax.jvp(of, (0.0,), (1.0,), has_aux=True)
+        reverse = jax.grad(lambda t: of(t)[0][-1])(0.0)
+        error = jnp.stack([*leaves.standard_error, total.standard_error])
+        return value, slope, reverse, error, total.stats["num_matvecs"]
+
+    value, slope, reverse, error, used = over_keys(one, 2000)
+    assert 30 <= used.min() <= used.max() <= 32
+    assert z_score(value, truth(A)) < 4.5
+    assert z_score(slope, truth(B)) < 4.5
+    np.testing.assert_allclose(slope[:, -1], reverse, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(value[:, :-1].sum(1), value[:, -1], rtol=1e-4)
+    off = np.sqrt(np.mean((value - truth(A)) ** 2, axis=0))
+    ratio = np.sqrt(np.mean(error**2, axis=0)) / off
+    assert 0.8 < ratio.min() <= ratio.max() < 1.6
+
+
+def test_products_go_where_the_error_is():
+    # Blocks of equal size, whose samples have standard deviations 10 to 1; a third is exact.
+    rng = np.random.default_rng(0)
+    A = np.zeros((N, N))
+    for start, scale in ((0, 10.0), (20, 1.0)):
+        x = rng.normal(size=(20, 20))
+        A[start : start + 20, start : start + 20] = scale * (x + x.T)
+    A = jnp.asarray(A)
+    structure = [jax.ShapeDtypeStruct((20,), A.dtype)] * 2
+
+    def mv(leaves):
+        return jnp.split(A @ jnp.concatenate(leaves), 2)
+
+    operator = lx.FunctionLinearOperator(mv, structure)
+
+    def one(key):
+        total = tx.leaf_traces(key, operator, 32, probes="blocks", throw=False)[1]
+        halves = tx.trace(key, operator, 16, tx.HutchinsonEstimator(), throw=False)
+        return total.value, halves.value
+
+    ours, halves = over_keys(one, 2000)
+    # All but a few of 32 products, and not 16 of them, go to the first block.
+    assert np.std(ours) < 0.85 * np.std(halves)
+
+
+@pytest.mark.x64
+def test_a_block_alone_is_evaluated():
+    evaluated = []
+
+    def mv(leaves):
+        def seen(name, x):
+            jax.debug.callback(lambda _: evaluated.append(name), x)
+            return 2 * x
+
+        return {name: seen(name, x) for name, x in leaves.items()}
+
+    structure = {name: jax.ShapeDtypeStruct((9,), jnp.float32) for name in "ab"}
+    operator = lx.FunctionLinearOperator(mv, structure)
+    leaves, total = tx.leaf_traces(jr.key(0), operator, 12, probes="blocks")
+    assert leaves.value == {"a": 18, "b": 18}
+    assert total.value == 36
+
+
+def test_wrong_leaf_arguments():
+    operator = by_leaf(jnp.eye(N))
+    with pytest.raises(
+        ValueError, match="k must be at least 12, three products for each"
+    ):
+        tx.leaf_traces(jr.key(0), operator, 11, probes="blocks")
+    with pytest.raises(ValueError, match="blocks take no estimator"):
+        tx.leaf_traces(
+            jr.key(0), operator, 20, tx.HutchinsonEstimator(), probes="blocks"
+        )
+    with pytest.raises(ValueError, match="probes must be 'whole' or 'blocks'"):
+        tx.leaf_traces(jr.key(0), operator, 20, probes="leaf")  # pyright: ignore
+
+
+#
+# Frobenius norms
+#
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_frobenius_norm(kind):
+    rng = np.random.default_rng(0)
+    A = rng.normal(size=(25, N)) + (1j * rng.normal(size=(25, N)) * (kind == "complex"))
+    A = jnp.asarray(A * np.arange(1, N + 1.0) ** -1)
+    truth = float(np.sum(np.abs(A) ** 2))
+
+    def one(key):
+        def of(scale):
+            operator = lx.MatrixLinearOperator(scale * A)
+            return tx.frobenius_norm_squared(key, operator, 13, throw=False)
+
+        estimate = of(jnp.asarray(1.0))
+        slope = jax.grad(lambda scale: of(scale).value)(jnp.asarray(1.0))
+        used = estimate.stats["num_matvecs"]
+        return estimate.value, slope, estimate.standard_error, used
+
+    value, slope, error, used = over_keys(one, 2000)
+    assert value.dtype == jnp.zeros(()).dtype
+    assert used.max() == 12
+    assert z_score(value[:, None], np.array([truth])) < 4.5
+    assert z_score(slope[:, None], np.array([2 * truth])) < 4.5
+    off = np.sqrt(np.mean((value - truth) ** 2))
+    assert 0.8 < np.sqrt(np.mean(error**2)) / off < 1.6
+    exact = tx.frobenius_norm_squared(jr.key(0), lx.MatrixLinearOperator(A), N)
+    np.testing.assert_allclose(exact.value, truth, rtol=1e-5)
+    assert exact.standard_error == 0
+    assert exact.stats["num_matvecs"] == N
+    with pytest.raises(ValueError, match="k must be at least 2, got 1"):
+        tx.frobenius_norm_squared(jr.key(0), lx.MatrixLinearOperator(A), 1)
