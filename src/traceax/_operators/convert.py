@@ -132,9 +132,8 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return zeros.at[self.rows, self.columns].add(self.data, mode="drop")
 
     def transpose(self):
-        return SparseLinearOperator(
-            self.data, self.columns, self.rows, self.shape[::-1]
-        )
+        m, n = self.shape
+        return SparseLinearOperator(self.data, self.columns, self.rows, (n, m))
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape[1:], self.data.dtype)
