@@ -46,14 +46,8 @@ class HessianLinearOperator(Curvature):
     traceax.trace(key, hessian, 40)
     ```
 
-    Over minibatches:
-
-    ```python
-    def make(batch):
-        return traceax.HessianLinearOperator(loss, model, batch)
-
-    traceax.trace(key, traceax.MeanLinearOperator(make, batches), 40)
-    ```
+    Over minibatches it is the operator that [`traceax.MeanLinearOperator`][] asks for:
+    `lambda batch: traceax.HessianLinearOperator(loss, model, batch)`.
 
     It acts on the floating-point arrays of `x`: vectors have the structure of `x`, with
     `None` for all else. JAX and NumPy arrays count. Python floats, integers, strings and
@@ -124,9 +118,8 @@ class GaussNewtonLinearOperator(Curvature):
     traceax.trace(key, matrix, 40)
     ```
 
-    It acts on the floating-point arrays of `x`, as
-    [`traceax.HessianLinearOperator`][] does, and `lineax.linearise` and minibatches are
-    as there.
+    What it acts on, minibatches and `lineax.linearise` are as for
+    [`traceax.HessianLinearOperator`][].
 
     | | |
     |---|---|
@@ -140,20 +133,17 @@ class GaussNewtonLinearOperator(Curvature):
 
     **Arguments:**
 
-    - `model`: a differentiable function of `x`, or of `(x, args)`, that returns a PyTree
-        of real floating-point arrays. It must allow forward-mode derivatives.
+    - `model`: a function of `x`, or of `(x, args)`, that returns a PyTree of real
+        floating-point arrays, differentiable in forward mode too.
     - `loss`: a convex, twice differentiable function of the outputs, or of
         `(outputs, args)`, that returns a real scalar.
     - `x`: a PyTree, such as the parameters of a network, or an `equinox.Module`.
-    - `args`: a PyTree of what else both depend on, such as a minibatch. If it is `None`,
-        `model` and `loss` are called without it.
+    - `args`: what else both depend on. If it is `None`, they are called without it.
 
     **Raises:**
 
-    - `TypeError` if `model` or `loss` isn't a function, or `loss` doesn't return a real
-        floating-point array of shape `()`, or for outputs that aren't real
-        floating-point arrays, or complex leaves of `x`.
-    - `ValueError` if `x` has no floating-point arrays.
+    - `TypeError` and `ValueError` as [`traceax.HessianLinearOperator`][] does, and
+        `TypeError` for outputs of `model` of another kind.
     """
 
     model: Callable
@@ -246,10 +236,6 @@ def _check_scalar(fn: Callable, x: PyTree, args: PyTree, name: str, where: str) 
             f"{kind_of(out)}; return a mean or a sum, and nothing else."
         )
 
-
-#
-# What lineax asks
-#
 
 _KNOWN: dict[type, tuple[Callable, ...]] = {
     HessianLinearOperator: (lx.is_symmetric,),
