@@ -419,8 +419,8 @@ def test_gradients_of_traces(make, dense):
 
 @pytest.mark.x64
 @pytest.mark.transforms
-@each
-def test_many_at_once(make, dense):
+def test_many_at_once():
+    make, dense = MAKERS["hessian"]
     parameters, batches = _parameters(), _data(3)
     exact = [
         jnp.trace(dense(parameters, jax.tree.map(lambda x, i=i: x[i], batches)))

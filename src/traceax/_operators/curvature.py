@@ -199,11 +199,6 @@ def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree) -> Any:
     return eqx.filter_closure_convert(of_arrays, x, args)
 
 
-#
-# Arguments
-#
-
-
 def _check_functions(where: str, **functions: Any) -> None:
     for name, fn in functions.items():
         if not callable(fn):
@@ -242,16 +237,13 @@ _KNOWN: dict[type, tuple[Callable, ...]] = {
     GaussNewtonLinearOperator: (lx.is_symmetric, lx.is_positive_semidefinite),
 }
 
-register(
-    Curvature,
-    lambda check, operator: check in _KNOWN[type(operator)],
-    lambda operator: operator,
-)
+register(Curvature, lambda check, x: check in _KNOWN[type(x)], lambda x: x)
 
 
 @lx.linearise.register(Curvature)
 def _(operator: Curvature) -> lx.FunctionLinearOperator:
-    structure = operator.in_structure()
-    zeros = jtu.tree_map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), structure)
+    zeros = jtu.tree_map(jnp.zeros_like, operator.x)
     _, product = jax.linearize(operator.mv, zeros)
-    return lx.FunctionLinearOperator(product, structure, tags_of(operator))
+    return lx.FunctionLinearOperator(
+        product, operator.in_structure(), tags_of(operator)
+    )
