@@ -14,6 +14,11 @@ from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
 from ._growing import GrowingEstimator as GrowingEstimator
+from ._operators.convert import as_operator as as_operator
+from ._operators.curvature import (
+    GaussNewtonLinearOperator as GaussNewtonLinearOperator,
+)
+from ._operators.curvature import HessianLinearOperator as HessianLinearOperator
 from ._operators.inverse import InverseLinearOperator as InverseLinearOperator
 from ._operators.mean import MeanLinearOperator as MeanLinearOperator
 from ._progress import NoProgressMeter as NoProgressMeter

@@ -13,13 +13,20 @@ from jaxtyping import Array, Key
 
 def kind_of(x: Any) -> str:
     """What was got."""
-    if isinstance(x, jax.Array | np.ndarray | np.generic):
+    arrays = jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic
+    if isinstance(x, arrays):
         return f"an array of shape {x.shape} and dtype {x.dtype}"
     if isinstance(x, type):
-        return f"the class {x.__name__}"
+        return f"the class {_full_name(x)}"
     if x is None or isinstance(x, str | bool | int | float | complex):
         return f"{x!r} of type {type(x).__name__}"
-    return f"an object of type {type(x).__name__}"
+    return f"an object of type {_full_name(type(x))}"
+
+
+def _full_name(cls: type) -> str:
+    # Several libraries have a `MatrixLinearOperator`.
+    plain = cls.__module__ in ("builtins", "__main__")
+    return cls.__qualname__ if plain else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:

@@ -69,11 +69,17 @@ def check_operator(
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
             f"{where}: operator must be a lineax linear operator, got "
-            f"{kind_of(operator)}; wrap a matrix as "
-            "lineax.MatrixLinearOperator(matrix), a linear function as "
-            "lineax.FunctionLinearOperator(fn, structure). The arguments start "
-            f"{arguments}."
+            f"{kind_of(operator)}; traceax.as_operator(x) makes one of a matrix, dense "
+            "or sparse, and of SciPy's operators, traceax.as_operator(fn, example) of a "
+            f"linear function. The arguments start {arguments}."
         )
+    for x in jtu.tree_leaves(operator, is_leaf=_is_matrix_operator):
+        if _is_matrix_operator(x) and not eqx.is_array(x.matrix):
+            raise TypeError(
+                f"{where}: lineax.MatrixLinearOperator must hold a dense array, got "
+                f"{kind_of(x.matrix)}; make an operator of it by "
+                "traceax.as_operator(x) instead."
+            )
     in_structure, out_structure = operator.in_structure(), operator.out_structure()
     in_leaves, in_treedef = jtu.tree_flatten(in_structure)
     out_leaves, out_treedef = jtu.tree_flatten(out_structure)
@@ -101,6 +107,10 @@ def check_operator(
             "the blocks one by one."
         )
     return space_of(operator)
+
+
+def _is_matrix_operator(x: Any) -> bool:
+    return isinstance(x, lx.MatrixLinearOperator)
 
 
 def _describe(structure: PyTree[jax.ShapeDtypeStruct]) -> str:

@@ -1,0 +1,233 @@
+"""Linear operators from matrices, sparse matrices, SciPy's operators and functions."""
+
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, Inexact, Int, PyTree
+
+from .._arguments import kind_of
+from .block import register
+
+_WHERE = "traceax.as_operator"
+
+
+def as_operator(
+    x: Any, like: PyTree[Any] = None, *, tags: object = ()
+) -> lx.AbstractLinearOperator:
+    """A lineax operator from whatever stands for one.
+
+    ```python
+    traceax.as_operator(matrix)  # of NumPy, JAX or SciPy, dense or sparse
+    traceax.as_operator(matrix, tags=lineax.positive_semidefinite_tag)
+    traceax.as_operator(lambda v: 2 * v, jnp.zeros(10))
+    ```
+
+    | `x` | a product is | differentiable |
+    |---|---|---|
+    | 2-dimensional JAX or NumPy array, of shape `(m, n)` | a dense product | yes |
+    | `BCOO` or `BCSR` of `jax.experimental.sparse` | O(nse), gather and scatter | with respect to the entries |
+    | sparse matrix or array of SciPy | the same, of its entries on the device | no |
+    | `LinearOperator` of SciPy | a call of `matmat` on the host, once for all vectors | no |
+    | linear function of what is like `like` | a call of it | as the function is |
+    | lineax operator | its own | as it is |
+
+    Operators of one shape and dtype compile once, whatever their entries. Functions, and
+    SciPy's operators, compile for each operator; see `lineax.FunctionLinearOperator`.
+    Integers become floating-point numbers; without 64-bit mode, so do 64 bits 32.
+
+    SciPy's operators run outside of JAX: their products have forward-mode derivatives with
+    respect to the vector, and none in reverse mode.
+
+    **Arguments:**
+
+    - `x`: what to make an operator from.
+    - `like`: of functions only, an example of their input: a PyTree of arrays or of
+        `jax.ShapeDtypeStruct`s.
+    - `tags`: what is known of it, such as `lineax.symmetric_tag`. It isn't checked.
+
+    **Returns:**
+
+    A `lineax.AbstractLinearOperator`; `x` itself if it is one and there are no tags.
+
+    **Raises:**
+
+    - `TypeError` for any other `x`, a function without `like`, or leaves of `like` that
+        aren't arrays.
+    - `ValueError` for arrays that aren't 2-dimensional, or sparse ones with batch or dense
+        dimensions.
+    """
+    operator = _convert(x, like)
+    return lx.TaggedLinearOperator(operator, tags) if tags != () else operator
+
+
+def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
+    if isinstance(x, lx.AbstractLinearOperator):
+        return x
+    if eqx.is_array(x):
+        _check_matrix(x)
+        return lx.MatrixLinearOperator(_inexact(x))
+    if _is_a(x, "jax.experimental.sparse", "BCSR"):
+        x = x.to_bcoo()
+    if _is_a(x, "jax.experimental.sparse", "BCOO"):
+        if x.n_batch or x.n_dense:
+            raise ValueError(
+                f"{_WHERE}: x must have no batch and no dense dimensions, got "
+                f"{x.n_batch} and {x.n_dense}; use jax.vmap over batches, and "
+                "bcoo_update_layout for dense ones."
+            )
+        _check_matrix(x)
+        rows, columns = x.indices[:, 0], x.indices[:, 1]
+        return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
+    if _is_a(x, "scipy.sparse", "sparray") or _is_a(x, "scipy.sparse", "spmatrix"):
+        _check_matrix(x)
+        x = x.tocoo()
+        rows, columns = (jnp.asarray(i, jnp.int32) for i in (x.row, x.col))
+        return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
+    if _is_a(x, "scipy.sparse.linalg", "LinearOperator"):
+        return SciPyLinearOperator(x)
+    if callable(x) and not isinstance(x, type):
+        return lx.FunctionLinearOperator(x, _structure(like))
+    raise TypeError(
+        f"{_WHERE}: x must be a matrix, dense or sparse, a linear function, or an "
+        f"operator of lineax or SciPy, got {kind_of(x)}; turn it into an array by "
+        "jax.numpy.asarray, or write a function that multiplies by it."
+    )
+
+
+def _is_a(x: Any, module: str, name: str) -> bool:
+    # Whoever has such an object has imported its module.
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(x, getattr(loaded, name))
+
+
+def _inexact(x: Any) -> Inexact[Array, "..."]:
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
+
+
+class SparseLinearOperator(lx.AbstractLinearOperator):
+    """A matrix by its entries, of which those at one place add up.
+
+    Entries outside of the matrix, by which `BCOO` arrays are padded, count as zero.
+    """
+
+    data: Inexact[Array, " nse"]
+    rows: Int[Array, " nse"]
+    columns: Int[Array, " nse"]
+    shape: tuple[int, int] = eqx.field(static=True)
+
+    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        terms = self.data * vector.at[self.columns].get(mode="fill", fill_value=0)
+        zeros = jnp.zeros(self.shape[0], terms.dtype)
+        return zeros.at[self.rows].add(terms, mode="drop")
+
+    def as_matrix(self) -> Inexact[Array, "m n"]:
+        zeros = jnp.zeros(self.shape, self.data.dtype)
+        return zeros.at[self.rows, self.columns].add(self.data, mode="drop")
+
+    def transpose(self):
+        m, n = self.shape
+        return SparseLinearOperator(self.data, self.columns, self.rows, (n, m))
+
+    def in_structure(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape[1:], self.data.dtype)
+
+    def out_structure(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape[:1], self.data.dtype)
+
+
+class SciPyLinearOperator(lx.AbstractLinearOperator):
+    """A `scipy.sparse.linalg.LinearOperator`, applied on the host."""
+
+    operator: Any = eqx.field(static=True)
+
+    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
+        out = self.out_structure()
+
+        def on_host(vectors):
+            vectors = np.asarray(vectors)
+            columns = vectors.reshape(-1, vectors.shape[-1]).T
+            products = np.asarray(self.operator.matmat(columns), out.dtype).T
+            return products.reshape(*vectors.shape[:-1], *out.shape)
+
+        @jax.custom_jvp
+        def product(vector):
+            return jax.pure_callback(on_host, out, vector, vmap_method="broadcast_all")
+
+        product.defjvp(lambda v, t: (product(*v), product(*t)))
+        return product(vector)
+
+    def as_matrix(self) -> Inexact[Array, "m n"]:
+        structure = self.in_structure()
+        return jax.vmap(self.mv)(jnp.eye(*structure.shape, dtype=structure.dtype)).T
+
+    def transpose(self):
+        return SciPyLinearOperator(self.operator.T)
+
+    def in_structure(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.operator.shape[1:], self._dtype())
+
+    def out_structure(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.operator.shape[:1], self._dtype())
+
+    def _dtype(self) -> np.dtype:
+        given = self.operator.dtype
+        dtype = np.result_type(float if given is None else given, np.float32)
+        return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _nothing_known(check, operator) -> bool:
+    return False
+
+
+register(
+    SparseLinearOperator,
+    _nothing_known,
+    lambda operator: eqx.tree_at(lambda x: x.data, operator, operator.data.conj()),
+)
+register(
+    SciPyLinearOperator,
+    _nothing_known,
+    lambda operator: SciPyLinearOperator(operator.operator.H.T),
+)
+
+
+@lx.diagonal.register(SparseLinearOperator)
+def _(operator: SparseLinearOperator) -> Inexact[Array, " n"]:
+    on_diagonal = jnp.where(operator.rows == operator.columns, operator.data, 0)
+    zeros = jnp.zeros(min(operator.shape), operator.data.dtype)
+    return zeros.at[operator.rows].add(on_diagonal, mode="drop")
+
+
+#
+# Arguments
+#
+
+
+def _check_matrix(x: Any) -> None:
+    if x.ndim != 2:
+        raise ValueError(
+            f"{_WHERE}: x must be a 2-dimensional array, got one of shape {x.shape}; use "
+            "jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a "
+            "diagonal."
+        )
+
+
+def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
+    def struct(leaf):
+        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+            return jax.ShapeDtypeStruct(leaf.shape, dtype)
+        raise TypeError(f"{message}, got {kind_of(leaf)} in it; {hint}")
+
+    message = f"{_WHERE}: of a function, like must be an example of its input"
+    hint = "pass as_operator(fn, jax.numpy.zeros(n)), or a jax.ShapeDtypeStruct."
+    if like is None:
+        raise TypeError(f"{message}, got None; {hint}")
+    return jtu.tree_map(struct, like)

@@ -1,0 +1,249 @@
+"""Hessians and Gauss-Newton matrices of functions of PyTrees."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, Float, PyTree
+
+from .._arguments import kind_of
+from .block import as_function, register, tags_of
+
+
+class Curvature(lx.AbstractLinearOperator):
+    """Abstract base class of symmetric operators on the floating-point arrays of `x`."""
+
+    x: eqx.AbstractVar[PyTree[Float[Array, "..."]]]
+
+    def as_matrix(self) -> Float[Array, "n n"]:
+        return as_function(self).as_matrix()
+
+    def transpose(self):
+        return self
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return jtu.tree_map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.x
+        )
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.in_structure()
+
+
+class HessianLinearOperator(Curvature):
+    r"""The Hessian of a scalar function `fn(x)`, or `fn(x, args)`, at `x`.
+
+    ```python
+    def loss(model, batch):
+        inputs, targets = batch
+        return jnp.mean((jax.vmap(model)(inputs) - targets) ** 2)
+
+    hessian = traceax.HessianLinearOperator(loss, model, (inputs, targets))
+    traceax.trace(key, hessian, 40)
+    ```
+
+    Over minibatches it is the operator that [`traceax.MeanLinearOperator`][] asks for:
+    `lambda batch: traceax.HessianLinearOperator(loss, model, batch)`.
+
+    It acts on the floating-point arrays of `x`: vectors have the structure of `x`, with
+    `None` for all else. JAX and NumPy arrays count. Python floats, integers, strings and
+    functions are held fixed: convert a float by `jnp.asarray` to differentiate by it.
+
+    | | |
+    |---|---|
+    | product | forward over reverse: two to four evaluations of the gradient |
+    | memory | that of the gradient of `fn`, twice, for each vector at once |
+    | known to be | symmetric |
+    | differentiable | with respect to `x`, `args` and what `fn` closes over, to any order |
+
+    If `fn` solves an inner problem by lineax or optimistix, which differentiate
+    implicitly, this is the implicit Hessian. Where `fn` is convex, or `x` a minimum, say
+    so: `lineax.TaggedLinearOperator(hessian, lineax.positive_semidefinite_tag)`.
+    `lineax.linearise` evaluates what all products share, and keeps it in memory.
+
+    `fn` is traced when the operator is made, as lineax traces its own. Make operators
+    inside jitted functions: outside, each new one compiles again.
+
+    **Arguments:**
+
+    - `fn`: a twice differentiable function that returns a real scalar.
+    - `x`: a PyTree, such as the parameters of a network, or an `equinox.Module`.
+    - `args`: a PyTree of what else `fn` depends on, such as a minibatch. If it is `None`,
+        `fn` is called with `x` alone.
+
+    **Raises:**
+
+    - `TypeError` if `fn` isn't a function or doesn't return a real floating-point array
+        of shape `()`, or for complex leaves of `x`.
+    - `ValueError` if `x` has no floating-point arrays.
+    """
+
+    fn: Callable
+    x: PyTree[Float[Array, "..."]]
+    args: PyTree[Any]
+
+    def __init__(self, fn: Callable, x: PyTree[Any], args: PyTree[Any] = None):
+        where = "traceax.HessianLinearOperator"
+        _check_functions(where, fn=fn)
+        self.x, fixed = _arrays_of(x, where)
+        self.args = args
+        self.fn = _converted(fn, self.x, fixed, args)
+        _check_scalar(self.fn, self.x, args, "fn", where)
+
+    def mv(self, vector):
+        gradient = jax.grad(lambda x: self.fn(x, self.args))
+        return jax.jvp(gradient, (self.x,), (vector,))[1]
+
+
+class GaussNewtonLinearOperator(Curvature):
+    r"""The Gauss-Newton matrix `J^T H J` of `loss(model(x))` at `x`.
+
+    J is the Jacobian of `model` at `x`, and H the Hessian of `loss` at what it returns:
+    the Hessian of the composition without the curvature of the model. For the negative
+    log-likelihood of an exponential family in its natural parameters, such as
+    cross-entropy in logits, it is the Fisher matrix.
+
+    ```python
+    def model(network, batch):
+        return jax.vmap(network)(batch[0])
+
+    def loss(outputs, batch):
+        return jnp.mean((outputs - batch[1]) ** 2)
+
+    matrix = traceax.GaussNewtonLinearOperator(model, loss, network, batch)
+    traceax.trace(key, matrix, 40)
+    ```
+
+    What it acts on, minibatches and `lineax.linearise` are as for
+    [`traceax.HessianLinearOperator`][].
+
+    | | |
+    |---|---|
+    | product | one with J, one with H, one with `J^T`: two to four gradients |
+    | memory | that of the gradient of `loss(model(x))`, twice, for each vector at once |
+    | known to be | symmetric and positive semidefinite |
+    | differentiable | with respect to `x`, `args` and what is closed over, to any order |
+
+    It is semidefinite because `loss` is taken to be convex in the outputs, which isn't
+    checked. For any other loss the estimates may be wrong.
+
+    **Arguments:**
+
+    - `model`: a function of `x`, or of `(x, args)`, that returns a PyTree of real
+        floating-point arrays, differentiable in forward mode too.
+    - `loss`: a convex, twice differentiable function of the outputs, or of
+        `(outputs, args)`, that returns a real scalar.
+    - `x`: a PyTree, such as the parameters of a network, or an `equinox.Module`.
+    - `args`: what else both depend on. If it is `None`, they are called without it.
+
+    **Raises:**
+
+    - `TypeError` and `ValueError` as [`traceax.HessianLinearOperator`][] does, and
+        `TypeError` for outputs of `model` of another kind.
+    """
+
+    model: Callable
+    loss: Callable
+    x: PyTree[Float[Array, "..."]]
+    args: PyTree[Any]
+
+    def __init__(
+        self, model: Callable, loss: Callable, x: PyTree[Any], args: PyTree[Any] = None
+    ):
+        where = "traceax.GaussNewtonLinearOperator"
+        _check_functions(where, model=model, loss=loss)
+        self.x, fixed = _arrays_of(x, where)
+        self.args = args
+
+        self.model = _converted(model, self.x, fixed, args)
+        outputs = eqx.filter_eval_shape(self.model, self.x, args)
+        _check_real(outputs, "the outputs of model", where)
+        nothing = jtu.tree_map(lambda _: None, outputs)
+        self.loss = _converted(loss, outputs, nothing, args)
+        _check_scalar(self.loss, outputs, args, "loss", where)
+
+    def mv(self, vector):
+        outputs, push = jax.linearize(lambda x: self.model(x, self.args), self.x)
+        gradient = jax.grad(lambda outputs: self.loss(outputs, self.args))
+        product = jax.jvp(gradient, (outputs,), (push(vector),))[1]
+        return jax.linear_transpose(push, self.x)(product)[0]
+
+
+def _arrays_of(x: PyTree[Any], where: str) -> tuple[PyTree[Array], PyTree[Any]]:
+    """The floating-point arrays of `x`, and all else."""
+    arrays, fixed = eqx.partition(x, _is_inexact)
+    if not jtu.tree_leaves(arrays):
+        raise ValueError(
+            f"{where}: x must have floating-point arrays among its leaves, got none; "
+            "turn Python numbers into arrays by jax.numpy.asarray."
+        )
+    _check_real(arrays, "the floating-point arrays of x", where)
+    return jtu.tree_map(jnp.asarray, arrays), fixed
+
+
+def _is_inexact(x: Any) -> bool:
+    return eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree) -> Any:
+    """`fn` of the arrays and `args`. What it closes over, and what is fixed, are leaves."""
+
+    def of_arrays(x, args):
+        x = eqx.combine(x, fixed)
+        return fn(x) if args is None else fn(x, args)
+
+    return eqx.filter_closure_convert(of_arrays, x, args)
+
+
+def _check_functions(where: str, **functions: Any) -> None:
+    for name, fn in functions.items():
+        if not callable(fn):
+            raise TypeError(
+                f"{where}: {name} must be a function, got {kind_of(fn)}; pass "
+                f"({', '.join(functions)}, x, args)."
+            )
+
+
+def _is_real(x: Any) -> bool:
+    array = eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return array and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _check_real(x: PyTree[Any], what: str, where: str) -> None:
+    for leaf in jtu.tree_leaves(x):
+        if not _is_real(leaf):
+            raise TypeError(
+                f"{where}: {what} must be real floating-point arrays, got "
+                f"{kind_of(leaf)}; give complex numbers by their real and imaginary "
+                "parts."
+            )
+
+
+def _check_scalar(fn: Callable, x: PyTree, args: PyTree, name: str, where: str) -> None:
+    out = eqx.filter_eval_shape(fn, x, args)
+    if not _is_real(out) or out.shape != ():
+        raise TypeError(
+            f"{where}: {name} must return a real floating-point array of shape (), got "
+            f"{kind_of(out)}; return a mean or a sum, and nothing else."
+        )
+
+
+_KNOWN: dict[type, tuple[Callable, ...]] = {
+    HessianLinearOperator: (lx.is_symmetric,),
+    GaussNewtonLinearOperator: (lx.is_symmetric, lx.is_positive_semidefinite),
+}
+
+register(Curvature, lambda check, x: check in _KNOWN[type(x)], lambda x: x)
+
+
+@lx.linearise.register(Curvature)
+def _(operator: Curvature) -> lx.FunctionLinearOperator:
+    zeros = jtu.tree_map(jnp.zeros_like, operator.x)
+    _, product = jax.linearize(operator.mv, zeros)
+    return lx.FunctionLinearOperator(
+        product, operator.in_structure(), tags_of(operator)
+    )
