@@ -26,6 +26,7 @@ each_file = pytest.mark.parametrize(
 # Modules and folders. Each knows only those above it.
 LAYERS = [
     "_arguments",
+    "_words",
     "_estimate",
     "_progress",
     "_linalg",

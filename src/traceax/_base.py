@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
-from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
+from ._accuracy.tolerance import SMALL, Tolerance, cap_of, make_tolerance
 from ._arguments import StoredKey, check_budget, check_key, kind_of
 from ._estimate import Estimate, raise_failure
 from ._linalg.tall import Rows
@@ -107,12 +107,6 @@ def init_state(
 
 
 _MISSING = object()
-# An estimator that has no error bars by row.
-NO_ROWS = (
-    "traceax.diagonal: {} gives no diagonal; use traceax.HutchinsonEstimator, "
-    "traceax.HutchPlusPlusEstimator, traceax.XTraceEstimator or "
-    "traceax.XNysTraceEstimator."
-)
 
 
 def kept_of(state: Any) -> Kept | None:
@@ -199,31 +193,33 @@ class TraceEstimator(eqx.Module):
         """As `compute`, with the products that the tolerance takes. Optional."""
         raise TypeError(
             f"{type(self).__name__}.estimate: this estimator takes no tolerance; use "
-            "traceax.HutchinsonEstimator, traceax.XTraceEstimator or "
-            "traceax.XNysTraceEstimator, or leave out rtol and atol."
+            "traceax.XTraceEstimator(), or leave out rtol and atol."
         )
 
     def by_rows(self, rows: Rows) -> "TraceEstimator":
         """The same, of sums over groups of rows of the diagonal, as arrays. Optional."""
-        raise TypeError(NO_ROWS.format(type(self).__name__))
+        raise TypeError(
+            f"traceax.diagonal: {type(self).__name__} gives no diagonal; use "
+            "traceax.HutchinsonEstimator() or traceax.XTraceEstimator()."
+        )
 
     def settled(self, state: Any) -> Any:
         """The state, once an estimate to a tolerance has been taken. Optional."""
         return state
 
     def carry_over(self, state: Any, fresh: Any) -> Any:
-        """The fresh state of an operator that has changed, with what `refresh` uses again
-        of the state of an earlier estimate. Optional: by default nothing."""
+        """The fresh state of `refresh`, with what it uses again. Optional."""
         return fresh
 
     def estimate(
         self,
         state: PyTree,
-        k: int,
+        k: int | None = None,
         *,
         rtol: ArrayLike | None = None,
         atol: ArrayLike | None = None,
         level: float = 0.95,
+        give_up: bool = False,
         progress_meter: ProgressMeter = NO_PROGRESS_METER,
         throw: bool = True,
     ) -> Estimate:
@@ -237,7 +233,7 @@ class TraceEstimator(eqx.Module):
             Budgets below 4 keep nothing.
         - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
             is exact and takes n products.
-        - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for [`traceax.trace`][],
+        - `rtol`, `atol`, `level`, `give_up`, `progress_meter`, `throw`: as for [`traceax.trace`][],
             of estimators that take a tolerance. The state keeps what was taken.
 
         **Returns:** a [`traceax.Estimate`][].
@@ -249,9 +245,15 @@ class TraceEstimator(eqx.Module):
         """
         where = f"{type(self).__name__}.estimate"
         _check_state(state, self, where)
-        k = check_budget(k, where)
-        dtype = space_of(state.operator).compute_dtype
-        tolerance = make_tolerance(rtol, atol, level, dtype, where)
+        space = space_of(state.operator)
+        tolerance = make_tolerance(
+            rtol, atol, level, space.compute_dtype, where, give_up=give_up
+        )
+        k = (
+            cap_of(tolerance, space.size, where)
+            if k is None
+            else check_budget(k, where)
+        )
         check_meter(progress_meter, where)
         return estimate_trace(self, state, k, tolerance, progress_meter, throw=throw)
 
@@ -261,13 +263,12 @@ class TraceEstimator(eqx.Module):
         """The state for an operator that has changed, as by a step of training.
 
         On directions in which products were large the trace is exact; fresh probes, on
-        which these don't depend, test the rest without bias.
+        which these don't depend, test the rest without bias. Other estimators begin anew.
 
         | | what is used again |
         |---|---|
         | XTrace, Hutch++ | directions in which products were large, for half of the products |
         | DeltaShift | the estimate, its probes, and such directions |
-        | others | nothing: the state is that of `init` |
 
         **Arguments:**
 
@@ -276,9 +277,8 @@ class TraceEstimator(eqx.Module):
         - `key`: a single key. Probes are fresh also for the same one again.
         - `operator`: of the same structure as that of the state.
 
-        **Returns:** a state, which keeps no products: a budget is a new one.
-
-        **Raises:** as `init`; `ValueError` for an operator of another structure.
+        **Returns:** a state that keeps no products. **Raises:** as `init`; `ValueError`
+        for an operator of another structure.
         """
         where = f"{type(self).__name__}.refresh"
         _check_state(state, self, where)
@@ -312,6 +312,7 @@ def estimate_trace(
 
     Of groups of rows of the diagonal if `rows` are given, as an array.
     """
+    name = type(estimator).__name__
     estimator = estimator if rows is None else estimator.by_rows(rows)
     state = estimator.settled(state)
     size, total, kept = space_of(state.operator).size, k, kept_of(state)
@@ -333,7 +334,7 @@ def estimate_trace(
             kept = Kept(total, kept)
         kept = Kept(kept.budget, kept.parts, jtu.tree_structure(estimator))
         state = with_parts(state, kept=kept)
-    found = Estimate(*outcome[:4], state)
+    found = Estimate(*outcome[:4], state, name)
     return raise_failure(found) if throw else found
 
 

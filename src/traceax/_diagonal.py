@@ -35,13 +35,14 @@ from ._trace import estimate_whole, trace
 def diagonal(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: TraceEstimator | None = None,
     *,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     norm: Literal["root mean square", "largest"] = "root mean square",
     level: float = 0.95,
+    give_up: bool = False,
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
@@ -93,7 +94,9 @@ def diagonal(
             f"{where}: norm must be 'root mean square' or 'largest', got {norm!r}; it is "
             "of the entries that a tolerance is for."
         )
-    tolerance = make_tolerance(rtol, atol, level, space.compute_dtype, where, norm)
+    tolerance = make_tolerance(
+        rtol, atol, level, space.compute_dtype, where, norm, give_up
+    )
     rows = Rows(None, has_real_trace(operator))
     estimate = estimate_whole(
         where,
@@ -267,4 +270,5 @@ def _with_parts(estimate: Estimate, of) -> Estimate:
         estimate.result,
         {**estimate.stats, "degrees_of_freedom": of(freedom)},
         estimate.state,
+        estimate._by,
     )

@@ -1,6 +1,7 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
 import math
+import warnings
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -12,6 +13,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
+from ._words import array_with_errors, number_with_error
+
+# So many estimates of a `vmap` are printed.
+_LANES = 8
 # Stands for a standard error that cannot be known. NaN inside a program would be taken
 # for a failure by `jax_debug_nans`.
 UNKNOWN = -1.0
@@ -45,9 +50,10 @@ class RESULTS(eqx.Enumeration):
     )
     tolerance_not_met = (
         "The tolerance was not met with the products that were allowed, n - 1 at most. "
-        "The value and its error bar are those of all of them. Allow for more products, or "
-        "a larger tolerance; n products without a tolerance give the exact answer; "
-        "throw=False returns the estimate as it is."
+        "The value and its error bar are those of the products that were taken; "
+        'stats["products_needed"] is how many it would take at this rate. Allow for more '
+        "products, or a larger tolerance; n products without a tolerance give the exact "
+        "answer."
     )
     outside_domain = (
         "The function is not finite at an eigenvalue of the operator, such as a "
@@ -99,6 +105,7 @@ class Estimate(eqx.Module):
         were used, `"degrees_of_freedom"` how many the error bar rests on; the front
         door [`traceax.trace`][] adds `"choice"`, which says how the estimate was made
         and why.
+    - `str(estimate)`: a line for people, as `print` shows outside of a program.
     - `state`: what the estimator's `estimate` takes. Hand it back with another budget
         to refine: it keeps the products that were taken, and takes so many more.
 
@@ -114,6 +121,7 @@ class Estimate(eqx.Module):
     result: RESULTS
     stats: dict[str, PyTree[Array]]
     _state: _Box = eqx.field(repr=False)
+    _by: str = eqx.field(static=True, repr=False)  # the estimator's name
 
     def __init__(
         self,
@@ -122,8 +130,10 @@ class Estimate(eqx.Module):
         result: RESULTS,
         stats: dict[str, PyTree[Array]],
         state: PyTree,
+        by: str = "",
     ):
         self.value = value
+        self._by = by.removesuffix("Estimator")
         self._standard_error = jtu.tree_map(
             lambda x: known_or(x, UNKNOWN), standard_error
         )
@@ -145,6 +155,47 @@ class Estimate(eqx.Module):
     def state(self) -> PyTree:
         """The state that the estimator's `estimate` takes."""
         return self._state.unbox()
+
+    def __str__(self) -> str:
+        if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(self)):
+            return eqx.tree_pformat(self)
+        lanes = np.shape(self.result._value)
+        if not lanes:
+            return self._in_words()
+        shown = list(np.ndindex(*lanes))[:_LANES]
+        lines = [f"{math.prod(lanes)} estimates, shape {lanes}:"]
+        for lane in shown:
+            one = jtu.tree_map(lambda x, lane=lane: np.asarray(x)[lane], self)
+            lines.append(f"  {one._in_words()}")
+        return "\n".join(lines + ["  ..."] * (math.prod(lanes) > _LANES))
+
+    def _in_words(self) -> str:
+        """A line for one lane, and one more for each leaf of its value."""
+        low, high = self.confidence_interval()
+        parts = (self.value, self.standard_error, low, high)
+        leaves = zip(*(jtu.tree_flatten_with_path(x)[0] for x in parts), strict=True)
+        lines = []
+        for (path, value), *rest in leaves:
+            parts = [np.asarray(x) for x in (value, *(leaf for _, leaf in rest))]
+            in_words = array_with_errors if parts[0].ndim else number_with_error
+            words = in_words(*parts)
+            lines.append(f"{jtu.keystr(path)}: {words}" if path else words)
+        used = int(self.stats["num_matvecs"])
+        lines[-1] += f", {used} product{'s' * (used != 1)}"
+        lines[-1] += f", {self._by}" if self._by else ""
+        if "products_needed" in self.stats and bool(
+            self.result == RESULTS.tolerance_not_met
+        ):
+            lines[-1] += f"; tolerance not met: {self._forecast()}"
+        elif bool(self.result != RESULTS.successful):
+            lines.append(RESULTS[self.result])
+        return "\n".join(lines)
+
+    def _forecast(self) -> str:
+        needed = float(np.max(self.stats["products_needed"]))
+        if not math.isfinite(needed):
+            return "how many products it would take is not known"
+        return f"at this rate it would take about {float(f'{needed:.2g}'):.0f} products"
 
     def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.
@@ -222,8 +273,15 @@ def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, "
 
 
 def raise_failure(estimate: Estimate) -> Estimate:
-    """The estimate; using it, or a derivative of it, raises unless it is successful."""
-    failed = estimate.result != RESULTS.successful
+    """The estimate; using it, or a derivative of it, raises if it failed.
+
+    A tolerance that is not met is no failure: outside of a program it is a warning.
+    """
+    unmet = estimate.result == RESULTS.tolerance_not_met
+    failed = (estimate.result != RESULTS.successful) & ~unmet
+    if not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0 and bool(unmet):
+        message = f"The tolerance was not met; {estimate._forecast()}."
+        warnings.warn(message, stacklevel=3)
     if not isinstance(failed, jax.core.Tracer) and not bool(failed):
         return estimate
     real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ._accuracy.error_bar import ErrorBar
 from ._accuracy.tolerance import FEWEST, Looked, met_or_failed, step_width, until
-from ._base import NO_ROWS, Kept, TraceEstimator, init_state, kept_of, with_parts
+from ._base import Kept, TraceEstimator, init_state, kept_of, with_parts
 from ._estimate import RESULTS
 from ._linalg.tall import Rows, side_by_side
 from ._primitive import Blocks, Columns
@@ -88,8 +88,8 @@ class GrowingEstimator(TraceEstimator):
         count: int | Int[Array, ""],
         rows: Rows,
     ) -> tuple[ErrorBar, RESULTS | None]:
-        """As `judge`, of groups of rows of the diagonal. Optional."""
-        raise TypeError(NO_ROWS.format(type(self).__name__))
+        """As `judge`, of groups of rows of the diagonal, for `ByRows`. Optional."""
+        raise NotImplementedError
 
     def more_stats(self, buffers: PyTree) -> dict[str, Array]:
         """More `stats`. Optional."""
@@ -134,7 +134,9 @@ class GrowingEstimator(TraceEstimator):
         bar, result = reached.looked
         result = met_or_failed(tolerance, bar, result)
         grown = Grown(reached.buffers, reached.count, room)
-        return self._found(state, grown, bar, result)
+        value, error, stats, blocks = self._found(state, grown, bar, result)
+        stats["products_needed"] = self.products_per_unit * reached.forecast.needed
+        return value, error, stats, blocks
 
     def _judged(self, state, buffers, count) -> tuple[ErrorBar, RESULTS]:
         bar, result = self.judge(state, buffers, count)

@@ -31,7 +31,7 @@ _IDENTITY = SpectralFunction(lambda x: x)
 def logdet(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
@@ -68,7 +68,7 @@ def logdet(
 def trace_inverse(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
@@ -99,7 +99,7 @@ def trace_inverse(
 def schatten_norm(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: SpectralEstimator | None = None,
     *,
     p: ArrayLike = 1.0,
@@ -183,7 +183,7 @@ class _Power(eqx.Module):
 def von_neumann_entropy(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: SpectralEstimator | None = None,
     *,
     rtol: ArrayLike | None = None,
@@ -211,7 +211,7 @@ def von_neumann_entropy(
 def estrada_index(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: SpectralEstimator | None = None,
     *,
     rtol: ArrayLike | None = None,

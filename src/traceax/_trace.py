@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
+from ._accuracy.tolerance import SMALL, Tolerance, cap_of, make_tolerance
 from ._arguments import check_budget, check_key
 from ._base import TraceEstimator, TraceState, estimate_trace
 from ._estimate import RESULTS, Estimate, raise_failure
@@ -47,12 +47,13 @@ class CHOICES(eqx.Enumeration):
 def trace(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: TraceEstimator | None = None,
     *,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
+    give_up: bool = False,
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
@@ -84,7 +85,9 @@ def trace(
 
     - `key`: a single key, typed or legacy.
     - `operator`: a square lineax operator, over arrays or PyTrees, real or complex.
-    - `k`: a positive Python int, the budget of products.
+    - `k`: a positive Python int, the budget of products. It may be left out with a
+        tolerance: then 1,000 products are the most, and fewer where blocks of 2^27
+        entries are full before.
     - `estimator`: a [`traceax.TraceEstimator`][], used on the whole operator as given.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, and at most k of them. Each
@@ -93,10 +96,14 @@ def trace(
         [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
         [`traceax.XNysTraceEstimator`][].
     - `level`: of that interval, a Python number between 0 and 1.
+    - `give_up`: whether to stop when twice the budget wouldn't meet the tolerance, at
+        the rate at which the error bar has fallen so far.
     - `progress_meter`: shows how far an estimate to a tolerance is; nothing by default.
         See [`traceax.TextProgressMeter`][].
     - `throw`: whether a failure raises an error at run time, or is only reported in
-        `result`. A tolerance that is not met is one.
+        `result`. A tolerance that is not met is none: the value is kept, `result` says
+        so, `stats["products_needed"]` how many products it would take at this rate, and
+        outside of a program so does a warning, unless `throw=False`.
 
     **Returns:**
 
@@ -115,7 +122,7 @@ def trace(
     dtype = space_of(operator).compute_dtype
     tolerance = None
     if rtol is not None or atol is not None:
-        tolerance = make_tolerance(rtol, atol, level, dtype, where)
+        tolerance = make_tolerance(rtol, atol, level, dtype, where, give_up=give_up)
     return estimate_whole(
         where, key, operator, k, estimator, tolerance, progress_meter, throw=throw
     )
@@ -125,7 +132,7 @@ def estimate_whole(
     where: str,
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None,
     estimator: TraceEstimator | None,
     tolerance: Tolerance | None,
     meter: ProgressMeter,
@@ -138,7 +145,7 @@ def estimate_whole(
     Of groups of rows of the diagonal if `rows` are given, as an array.
     """
     space, key = check_operator(operator, where), check_key(key, where)
-    k = check_budget(k, where)
+    k = cap_of(tolerance, space.size, where) if k is None else check_budget(k, where)
     check_meter(meter, where)
     state = TraceState(key, operator)
     if estimator is not None and not isinstance(estimator, TraceEstimator):
@@ -218,6 +225,7 @@ def _combine(
         result,
         {**estimate.stats, "num_matvecs": used},
         state,
+        estimate._by,
     )
 
 

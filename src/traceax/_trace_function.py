@@ -28,7 +28,7 @@ def trace_function(
     key: Key[Array, ""],
     fn: Callable[[Float[Array, ""]], Any],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None = None,
     estimator: SpectralEstimator | None = None,
     *,
     lower: ArrayLike | None = None,
@@ -56,7 +56,7 @@ def trace_function(
     - `operator`: a symmetric lineax operator (complex: Hermitian), over arrays or
         PyTrees. It need not be tagged so; its products must show it.
     - `k`: a positive Python int, the budget of products. For `k >= n` the answer is
-        exact.
+        exact. It may be left out with a tolerance, as in [`traceax.trace`][].
     - `estimator`: a [`traceax.SpectralEstimator`][]; by default
         [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
         which the sum is exact.
@@ -100,7 +100,7 @@ def estimate_function(
     key: Key[Array, ""],
     fn: Callable[[Float[Array, ""]], Any],
     operator: lx.AbstractLinearOperator,
-    k: int,
+    k: int | None,
     estimator: SpectralEstimator | None,
     accuracy: Accuracy,
     throw: bool,
@@ -124,15 +124,15 @@ def estimate_function(
 
 
 def _of_diagonal(
-    where: str, state: SpectralState, k: int, accuracy: Accuracy
+    where: str, state: SpectralState, k: int | None, accuracy: Accuracy
 ) -> Estimate | None:
     """The sum over a diagonal, where structure gives it for at most k products."""
-    k = check_budget(k, where)
+    k = k if k is None else check_budget(k, where)
     operator, function = state.operator, state.function
     space = space_of(operator)
     accuracy.checked(space.real_dtype, where)
     diagonal = known_diagonal(operator) if is_known(lx.is_diagonal, operator) else None
-    if diagonal is None or diagonal.num_matvecs > k:
+    if diagonal is None or (k is not None and diagonal.num_matvecs > k):
         return None
     entries = diagonal.read().astype(space.compute_dtype)
     points = jnp.real(entries)

@@ -28,6 +28,10 @@ from .error_bar import ErrorBar
 _WIDENED = 2.0
 # Up to so many dimensions an answer is exact where the budget allows it.
 SMALL = 32
+# Of a budget that isn't given.
+_FEWEST_OF_CAP, _ENTRIES_OF_CAP = 64, 2**27
+# How many times too small a budget is when a loop gives up.
+_CLEAR = 2.0
 # Products that are taken before a loop may stop, and in each of its steps.
 FEWEST = 8
 
@@ -40,6 +44,7 @@ class Tolerance(eqx.Module):
     - `factor`, `offset`: the value is `factor` times that of the loop, plus `offset`.
     - `norm`: of several values, `"largest"` or `"root mean square"`, of which the
         tolerance is; `None` for each on its own.
+    - `give_up`: whether to stop once it is clear that it won't be met.
     """
 
     rtol: Float[Array, ""]
@@ -48,11 +53,12 @@ class Tolerance(eqx.Module):
     factor: Inexact[Array, ""]
     offset: Inexact[Array, "*g"]
     norm: str | None = eqx.field(static=True, default=None)
+    give_up: bool = eqx.field(static=True, default=False)
 
-    def met(self, bar: ErrorBar) -> Bool[Array, ""]:
-        """Whether the interval of the whole value is short enough.
+    def excess(self, bar: ErrorBar) -> Float[Array, ""]:
+        """How many times as long as asked for the interval of the whole value is.
 
-        Of all of them, if the entries of `bar` hold several. False for an unknown error.
+        Of the worst, if the entries of `bar` hold several. Infinite for an unknown error.
         """
         error, freedom = bar.standard_error, bar.degrees_of_freedom
         quantile = student_t_quantile(two_sided(self.level), freedom)
@@ -69,7 +75,15 @@ class Tolerance(eqx.Module):
             half_width, size = jnp.max(half_width), jnp.max(size)
         elif self.norm == "root mean square":
             half_width, size = (root_mean_square(x) for x in (half_width, size))
-        return jnp.all(half_width <= atol + rtol * size)
+        allowed = atol + rtol * size
+        ratio = half_width / jnp.where(allowed > 0, allowed, 1)
+        ratio = jnp.where(allowed > 0, ratio, jnp.inf)
+        ratio = jnp.where(half_width == 0, 0, ratio)
+        return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
+
+    def met(self, bar: ErrorBar) -> Bool[Array, ""]:
+        """Whether every interval is short enough."""
+        return self.excess(bar) <= 1
 
     def of_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
@@ -82,6 +96,7 @@ class Tolerance(eqx.Module):
             self.factor if factor is None else factor,
             self.offset if offset is None else offset,
             self.norm,
+            self.give_up,
         )
 
 
@@ -98,6 +113,7 @@ def make_tolerance(
     dtype: Any,
     where: str,
     norm: str | None = None,
+    give_up: bool = False,
 ) -> Tolerance | None:
     """Checks; `None` if neither is given. `dtype` is that of the value."""
     if isinstance(level, bool) or not isinstance(level, float | int):
@@ -124,7 +140,8 @@ def make_tolerance(
         given.append(jnp.asarray(x).astype(jnp.finfo(dtype).dtype))
     one = jnp.ones((), dtype)
     relative, absolute = given
-    return Tolerance(relative, absolute, float(level), one, jnp.zeros_like(one), norm)
+    nothing = jnp.zeros_like(one)
+    return Tolerance(relative, absolute, float(level), one, nothing, norm, give_up)
 
 
 def met_or_failed(tolerance: Tolerance, bar: ErrorBar, result: RESULTS) -> RESULTS:
@@ -135,11 +152,48 @@ def met_or_failed(tolerance: Tolerance, bar: ErrorBar, result: RESULTS) -> RESUL
     return RESULTS.where(result == RESULTS.successful, unmet, result)
 
 
+def cap_of(tolerance: Tolerance | None, n: int, where: str) -> int:
+    """The cap of an estimate to a tolerance that was given no budget.
+
+    That is 1,000 products, and fewer where blocks of 2^27 entries are full before.
+    """
+    if tolerance is None:
+        raise TypeError(
+            f"{where}: k must be given unless rtol or atol is, got None; pass the number "
+            "of matrix-vector products that may be used."
+        )
+    return max(1, min(n, 1000, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // max(n, 1))))
+
+
 class Looked(NamedTuple):
     """What a look at the probes so far tells: an error bar, and what else was found."""
 
     bar: ErrorBar
     found: Any
+
+
+class Forecast(NamedTuple):
+    """How many probes it would take at this rate, from the first look to the last.
+
+    Error bars fall with a power of the number of probes, of at least 1/2: Monte Carlo's.
+    """
+
+    begun: Float[Array, ""]  # at the first look
+    excess: Float[Array, ""]  # there
+    needed: Float[Array, ""]
+    looks: Int[Array, ""]
+
+    def after(self, excess: Float[Array, ""], count: Int[Array, ""]) -> "Forecast":
+        number = count.astype(excess.dtype)
+        first = (self.looks == 0) | ~jnp.isfinite(self.excess)
+        begun = jnp.where(first, number, self.begun)
+        start = jnp.where(first, excess, self.excess)
+        fell = jnp.log(start / excess) / jnp.log(number / begun)
+        power = jnp.clip(jnp.where(number > begun, fell, 0.5), 0.5, 8.0)
+        needed = number * jnp.exp(jnp.log(excess) / power)
+        needed = jnp.where(excess > 1, needed, number)
+        needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
+        return Forecast(begun, start, needed, self.looks + 1)
 
 
 class Progress(eqx.Module):
@@ -149,6 +203,7 @@ class Progress(eqx.Module):
     count: Int[Array, ""]
     next_look: Int[Array, ""]
     looked: Looked
+    forecast: Forecast
     stop: Bool[Array, ""]
     meter: Any
 
@@ -175,14 +230,19 @@ def until(
     number of probes.
     """
 
-    def look(buffers, count) -> tuple[Looked, Bool[Array, ""]]:
+    def look(buffers, count, forecast):
         bar, found = judge(buffers, count)
         # Of errors estimated too small and too large, the small ones end the loop.
         error = bar.standard_error
         number = jnp.asarray(count if samples is None else samples).astype(error.dtype)
         bar = bar._replace(standard_error=error * (1 + _WIDENED / number))
-        met = tolerance.met(bar) & (count >= fewest)
-        return Looked(bar, found), met | ~jnp.isfinite(bar.mean).all()
+        excess = tolerance.excess(bar)
+        forecast = forecast.after(excess, jnp.asarray(count))
+        stop = (excess <= 1) & (count >= fewest)
+        if tolerance.give_up:
+            hopeless = forecast.needed > _CLEAR * most
+            stop = stop | (hopeless & (forecast.looks > 1))
+        return Looked(bar, found), forecast, stop | ~jnp.isfinite(bar.mean).all()
 
     def body(progress: Progress) -> Progress:
         buffers = grow(progress.buffers, progress.count)
@@ -191,28 +251,31 @@ def until(
         # One condition for all lanes of a `vmap`, or both branches would be computed. A
         # lane that has stopped keeps what it had.
         due = eqxi.unvmap_any(due & ~progress.stop)
-        looked, stop = jax.lax.cond(
+        looked, forecast, stop = jax.lax.cond(
             due,
-            lambda: look(buffers, count),
-            lambda: (progress.looked, jnp.array(False)),
+            lambda: look(buffers, count, progress.forecast),
+            lambda: (progress.looked, progress.forecast, jnp.array(False)),
         )
         following = count + jnp.maximum(width, count // 3)
         following = jnp.where(due, following, progress.next_look)
         fraction = jnp.where(stop, 1, count / most)
         shown = meter.step(progress.meter, fraction)
-        return Progress(buffers, count, following, looked, stop, shown)
+        return Progress(buffers, count, following, looked, forecast, stop, shown)
 
     def proceed(progress: Progress) -> Bool[Array, ""]:
         return ~progress.stop & (progress.count + width <= most)
 
     start = jnp.asarray(done, jnp.int32)
+    real = tolerance.rtol.dtype
+    unknown = jnp.full((), jnp.inf, real)
+    forecast = Forecast(unknown, unknown, unknown, jnp.asarray(0, jnp.int32))
     if isinstance(done, int) and done == 0:
-        shapes = jax.eval_shape(lambda: look(buffers, start))
-        looked, stop = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        shapes = jax.eval_shape(lambda: look(buffers, start, forecast))
+        looked, _, stop = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     else:
-        looked, stop = look(buffers, start)
+        looked, forecast, stop = look(buffers, start, forecast)
     following = jnp.asarray(fewest, jnp.int32)
-    progress = Progress(buffers, start, following, looked, stop, meter.init())
+    progress = Progress(buffers, start, following, looked, forecast, stop, meter.init())
     progress = jax.lax.while_loop(proceed, body, progress)
     meter.close(progress.meter)
     return progress

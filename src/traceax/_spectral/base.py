@@ -12,7 +12,13 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from .._accuracy.error_bar import ErrorBar
-from .._accuracy.tolerance import SMALL, Tolerance, make_tolerance, met_or_failed
+from .._accuracy.tolerance import (
+    SMALL,
+    Tolerance,
+    cap_of,
+    make_tolerance,
+    met_or_failed,
+)
 from .._arguments import StoredKey, check_budget, check_real_scalar
 from .._base import init_state
 from .._estimate import RESULTS, Estimate, raise_failure
@@ -199,15 +205,15 @@ def estimate_spectral(
     where: str,
     estimator: SpectralEstimator,
     state: SpectralState,
-    k: int,
+    k: int | None,
     accuracy: Accuracy,
     *,
     throw: bool,
 ) -> Estimate:
     """An estimate; `where` is what errors begin with."""
-    k = check_budget(k, where)
     space = space_of(state.operator)
     tolerance = accuracy.checked(space.real_dtype, where)
+    k = cap_of(tolerance, space.size, where) if k is None else check_budget(k, where)
     if tolerance is not None and space.size > SMALL:
         # A loop that fails to meet the tolerance leaves nothing for an exact answer.
         k = min(k, space.size - 1)
@@ -215,7 +221,7 @@ def estimate_spectral(
         estimator, state._key, state.lower, k, tolerance, accuracy.progress_meter
     )
     outcome = estimate(algorithm, (as_data(state.operator), state.function))
-    found = Estimate(*outcome[:4], state)
+    found = Estimate(*outcome[:4], state, type(estimator).__name__)
     return raise_failure(found) if throw else found
 
 

@@ -155,6 +155,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         blocks = SpectralBlocks(pairs, found.coupling, used, of_sizes)
         errors, stats = list(bar.standard_error), {"num_matvecs": used}
         stats["result"] = found.result
+        stats["products_needed"] = m * reached.forecast.needed
         return SpectralOutcome(found.means, errors, found.freedoms, stats, blocks)
 
     def _begin(self, state: SpectralState, m: int):
