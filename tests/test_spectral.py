@@ -676,7 +676,7 @@ def test_lanes_fail_alone(estimator):
     def run(a):
         operator = lx.MatrixLinearOperator(a)
         est = SPECTRAL[estimator]
-        return tx.trace_function(jr.key(0), jnp.log, operator, 12, est, throw=False)
+        return tx.trace_function(jr.key(0), jnp.log, operator, 6, est, throw=False)
 
     estimates = run(as_array(lanes))
     R = tx.RESULTS
@@ -879,7 +879,7 @@ def _parametric(theta, seed=0):
     return lx.MatrixLinearOperator(a + theta[0] * b + theta[1] * b @ b)
 
 
-def _logdet(theta, key, estimator="krylov-aware", k=12):
+def _logdet(theta, key, estimator="krylov-aware", k=6):
     operator = _parametric(theta)
     return tx.logdet(
         key, operator, k, SPECTRAL[estimator], shift=theta[0] ** 2, throw=False
@@ -1146,8 +1146,8 @@ def test_diagonals_are_summed(key):
     tagged = lx.MatrixLinearOperator(jnp.diag(diagonal), lx.diagonal_tag)
     assert_close(tx.logdet(key, tagged, 3).value, value(diagonal))
     # An estimator that is given is used.
-    given = tx.logdet(key, tagged, 9, tx.KrylovAwareEstimator())
-    assert given.stats["num_matvecs"] > 6
+    given = tx.logdet(key, tagged, 4, tx.KrylovAwareEstimator())
+    assert given.stats["num_matvecs"] > 2
 
 
 @pytest.mark.x64
