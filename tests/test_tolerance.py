@@ -107,8 +107,10 @@ def test_one_program_serves_all_tolerances(key, name):
 @pytest.mark.x64
 @pytest.mark.parametrize(
     ("name", "most", "rtol"),
-    [("hutchinson", 24, 0.005), ("xtrace, probes", 24, 0.005)]
-    + [("xtrace", 8, 0), ("xnystrace", 64, 0)],
+    [
+        *(("hutchinson", 24, 0.005), ("xtrace, probes", 24, 0.005)),
+        *(("xtrace", 8, 0), ("xnystrace", 64, 0)),
+    ],
 )
 def test_a_tolerance_that_is_missed_gives_the_estimate_of_all_products(
     key, name, most, rtol
@@ -231,12 +233,11 @@ def test_small_problems(key):
             assert_close(estimate.value, np.trace(a), rtol=1e-5)
             assert estimate.result == tx.RESULTS.successful
         assert estimate.stats["num_matvecs"] <= n
-    for k in (2,):
-        estimate = tx.trace(
-            key, as_operator(matrix("flat", 30)), k, rtol=1e-12, throw=False
-        )
-        assert estimate.result == tx.RESULTS.tolerance_not_met
-        assert estimate.stats["num_matvecs"] <= k
+    estimate = tx.trace(
+        key, as_operator(matrix("flat", 30)), 2, rtol=1e-12, throw=False
+    )
+    assert estimate.result == tx.RESULTS.tolerance_not_met
+    assert estimate.stats["num_matvecs"] <= 2
     zero = lx.MatrixLinearOperator(jnp.zeros((30, 30), float_dtype()), PSD)
     for name in ("xtrace", "xnystrace"):
         estimate = tx.trace(key, zero, 20, ESTIMATORS[name], rtol=1e-3)
