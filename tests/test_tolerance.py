@@ -78,7 +78,7 @@ def test_intervals_hold_the_truth_though_looked_at_repeatedly(name):
 
 
 @pytest.mark.x64
-@named
+@pytest.mark.parametrize("name", ["hutchinson", "xtrace"])
 def test_one_program_serves_all_tolerances(key, name):
     estimator = ESTIMATORS[name]
     operator = as_operator(matrix("flat", N), psd=True)
@@ -142,8 +142,6 @@ def test_derivatives_at_different_stops(key):
     derivatives = jax.vmap(jax.grad(estimate), (None, 0))(1.3, rtols)
     for rtol, derivative in zip(rtols, derivatives, strict=True):
         assert_close(jax.grad(estimate)(1.3, rtol), derivative, rtol=1e-8)
-        _, tangent = jax.jvp(estimate, (1.3, rtol), (1.0, 0 * rtol))
-        assert_close(tangent, derivative, rtol=1e-8)
         # Unlike the value, an unbiased estimate for any change of the operator.
         assert abs(derivative / (2 * 1.3 * jnp.trace(a)) - 1) < 0.5
     second = jax.hessian(estimate)(1.3, 0.05)
