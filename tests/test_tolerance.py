@@ -172,6 +172,7 @@ def test_gradients_are_unbiased(name, n, most):
 
 
 @pytest.mark.x64
+@pytest.mark.transforms
 def test_operators_over_pytrees(key):
     kind = "jacobian over a PyTree"
 
