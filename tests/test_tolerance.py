@@ -109,7 +109,7 @@ def test_one_program_serves_all_tolerances(key, name):
     ("name", "most", "rtol"),
     [
         *(("hutchinson", 24, 0.005), ("xtrace, probes", 24, 0.005)),
-        *(("xtrace", 8, 0), ("xnystrace", 64, 0)),
+        ("xnystrace", 64, 0),
     ],
 )
 def test_a_tolerance_that_is_missed_gives_the_estimate_of_all_products(
@@ -153,7 +153,7 @@ def test_derivatives_at_different_stops(key):
     ("name", "n", "most"),
     [
         *(("hutchinson", 40, 32), ("xtrace", 40, 32)),
-        *(("xtrace, probes", 40, 32), ("xnystrace", 100, 12)),
+        ("xnystrace", 100, 12),
     ],
 )
 def test_gradients_are_unbiased(name, n, most):
