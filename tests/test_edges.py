@@ -33,6 +33,7 @@ def _usage(estimator, operator, k):
     return estimate, int(estimate.stats["num_matvecs"])
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "n", "k"),
     [
@@ -60,6 +61,7 @@ def test_small_sizes_and_budgets(estimator, n, k):
         assert estimate.standard_error > 0
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "k"),
     [
@@ -188,6 +190,7 @@ def test_an_operator_over_an_empty_structure(key):
     assert tx.trace(key, empty, 3, tx.XTraceEstimator()).value == 0
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize(("dtype", "k"), [(jnp.bfloat16, 2), (jnp.float16, 3)])
 def test_intervals_of_half_precision(key, dtype, k):
     operator = lx.MatrixLinearOperator(

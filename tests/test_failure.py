@@ -78,6 +78,7 @@ FAULTS = {
 
 
 # One result for all faults: each with one estimator, and each estimator with one fault.
+@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "fault"),
     [("xtrace", fault) for fault in FAULTS]

@@ -174,6 +174,7 @@ def _mixed_operator():
     return lx.FunctionLinearOperator(mv, structure, PSD), np.trace(a), wide
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("estimator", ["hutch++", "xnystrace"])
 def test_leaves_of_different_real_dtypes(estimator):
     operator, truth, wide = _mixed_operator()

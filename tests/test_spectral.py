@@ -245,6 +245,7 @@ def test_zero(estimator, k):
     assert_close(value[2], 20, rtol=100 * eps())
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "n", "ks"),
     [("krylov-aware", 1, (1,)), ("krylov-aware", 3, (1, 2)), ("quadrature", 3, (2, 3))],
@@ -415,6 +416,7 @@ def test_several_functions_at_once(key):
     assert low["rest"][1].imag < both.imag < high["rest"][1].imag
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "dtype", "k"),
     [
