@@ -10,7 +10,6 @@ import pytest
 from helpers import (
     as_operator,
     assert_close,
-    complex_dtype,
     float_dtype,
     haar,
     matrix,
@@ -100,6 +99,7 @@ def test_estimates_along_a_path_are_unbiased(name, complex):
     truth = np.trace(matrices, axis1=1, axis2=2)
     results = many(jnp.asarray(matrices), ESTIMATORS[name])
     values, errors, inside = map(np.asarray, results)
+    assert np.iscomplexobj(values) == complex
     for step in range(STEPS):
         assert z_score(values[:, step], truth[step]) < 4
     # A bias of 2 % does not pass; of signs without a basis, one of 5 %.
@@ -135,9 +135,8 @@ def test_an_operator_that_jumps_is_not_estimated_from_its_past():
     assert np.abs(values[:, -1] - np.trace(b)).max() < 10 * np.mean(errors[:, -1])
 
 
-@pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
-def test_an_operator_that_is_not_finite_is_forgotten(key, name):
-    estimator = ESTIMATORS[name]
+def test_an_operator_that_is_not_finite_is_forgotten(key):
+    estimator = ESTIMATORS["delta-shift"]
     a = jnp.asarray(path()[0], float_dtype())
     *_, estimate = along(key, jnp.stack([a, jnp.nan * a, a]), estimator)
     assert estimate.result == tx.RESULTS.successful
@@ -157,7 +156,7 @@ def test_a_path_of_large_jumps_stays_within_its_errors():
     assert 0.5 < ratio < 2
 
 
-@pytest.mark.parametrize("name", ["hutch++", "xtrace", "delta-shift"])
+@pytest.mark.parametrize("name", ["hutch++", "delta-shift"])
 def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
     estimator = ESTIMATORS[name]
     first, second = (as_operator(a) for a in path()[:2])
@@ -186,9 +185,8 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
 
 
 @pytest.mark.transforms
-@pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
-def test_transforms_of_a_path(key, name):
-    estimator = ESTIMATORS[name]
+def test_transforms_of_a_path(key):
+    estimator = ESTIMATORS["delta-shift"]
     matrices = jnp.asarray(path(), float_dtype())
     estimates = along(key, matrices, estimator)
 
@@ -245,10 +243,7 @@ def test_scales(key, name, scale):
 
 @pytest.mark.parametrize(
     ("name", "ks"),
-    [
-        *(("xtrace", ks) for ks in ((6, 3), (6, 30))),
-        *(("delta-shift", ks) for ks in ((1, 1), (30, 6), (K, N))),
-    ],
+    [("xtrace", (6, 30)), ("delta-shift", (1, 1)), ("delta-shift", (K, N))],
 )
 def test_budgets(key, name, ks):
     estimator = ESTIMATORS[name]
@@ -270,12 +265,8 @@ def test_budgets(key, name, ks):
     assert again.result == tx.RESULTS.successful
 
 
-def test_operators_over_pytrees_and_complex_ones(key):
+def test_operators_over_pytrees(key):
     estimator = tx.DeltaShiftEstimator()
-    a, b = path(complex=True)[:2]
-    estimates = along(key, jnp.asarray(np.stack([a, b]), complex_dtype()), estimator)
-    assert jnp.iscomplexobj(estimates[-1].value)
-    assert abs(estimates[-1].value - np.trace(b)) < 6 * estimates[-1].standard_error
 
     def hessian(x):
         def gradient(x, _):
