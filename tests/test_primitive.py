@@ -200,7 +200,7 @@ def _dense(stand_in):
 @pytest.mark.transforms
 @pytest.mark.parametrize(
     ("dtype", "count", "chunk"),
-    [("float64", 9, 4), ("complex128", MOST, 5), ("float64", MOST, MOST)],
+    [("float64", 9, 4), ("complex128", MOST, 5)],
 )
 def test_derivatives_of_every_order_and_mode(key, dtype, count, chunk):
     b, c = _given(dtype)
@@ -267,38 +267,34 @@ def test_lanes_have_counts_of_their_own(key, monkeypatch, kind):
         assert_close(x, _dense(stand_in(count)).T, rtol=1e-12, atol=1e-12)
 
 
-def _mean_over_lanes(scale, b, keys, rtols, axes):
+def _mean_over_lanes(scale, b, keys, rtols):
     """The mean trace of `scale b`, of lanes with keys or tolerances of their own."""
 
     def lane(key, rtol, scale):
         operator = lx.MatrixLinearOperator(scale * b)
         return tx.trace(key, operator, 16, rtol=rtol, throw=False).value
 
-    values = jax.vmap(lane, axes)(keys, rtols, scale)
+    values = jax.vmap(lane)(keys, rtols, scale)
     return jnp.mean(values), values
 
 
 @pytest.mark.transforms
-@pytest.mark.parametrize("varied", [False, True], ids=["keys", "all"])
-def test_derivatives_through_lanes_that_share_an_operator(key, varied):
+def test_derivatives_through_lanes(key):
     b, _ = _given()
     b = b @ b.T + jnp.eye(N)
     keys = jr.split(key, 3)
-    rtols = jnp.asarray([0.5, 0.1, 1e-9]) if varied else 1e-9
-    scale = jnp.asarray([1.0, 2.0, 3.0] if varied else 1.0)
-    axes = tuple(0 if jnp.ndim(x) else None for x in (keys, rtols, scale))
+    rtols, scale = jnp.asarray([0.5, 0.1, 1e-9]), jnp.asarray([1.0, 2.0, 3.0])
 
     def mean(scale):
-        return _mean_over_lanes(scale, b, keys, rtols, axes)[0]
+        return _mean_over_lanes(scale, b, keys, rtols)[0]
 
     # Linear in the scale, for probes that don't depend on it.
     gradient = jax.jit(jax.grad(mean))(scale)
     assert_close(jnp.sum(gradient * scale), mean(scale), rtol=1e-9)
     assert_close(jax.jvp(mean, (scale,), (scale,))[1], mean(scale), rtol=1e-9)
     squared = jax.hessian(lambda root: mean(root**2))(jnp.sqrt(scale))
-    expected = 2 * gradient if scale.ndim == 0 else 2 * jnp.diag(gradient)
-    assert_close(squared, expected, rtol=1e-9, atol=1e-12)
-    rows = jax.jacrev(lambda x: _mean_over_lanes(x, b, keys, rtols, axes)[1])(scale)
+    assert_close(squared, 2 * jnp.diag(gradient), rtol=1e-9, atol=1e-12)
+    rows = jax.jacrev(lambda x: _mean_over_lanes(x, b, keys, rtols)[1])(scale)
     assert_close(jnp.mean(rows, axis=0), gradient, rtol=1e-9)
 
 
@@ -349,11 +345,10 @@ def test_eager_derivatives_compile_once(key):
 @pytest.mark.parametrize(
     ("estimator", "rtol"),
     [
-        (tx.HutchinsonEstimator(chunk_size=3), None),
-        (tx.HutchinsonEstimator(), 1e-9),
+        (tx.HutchinsonEstimator(chunk_size=3), 1e-9),
         (tx.XTraceEstimator(), None),
     ],
-    ids=["chunks", "to a tolerance", "blocks"],
+    ids=["chunks to a tolerance", "blocks"],
 )
 def test_functions_with_a_reverse_mode_alone(key, estimator, rtol):
     sine = jax.custom_vjp(jnp.sin)
