@@ -77,7 +77,6 @@ def test_intervals_cover(estimator, name):
     # On these spectra five or more steps are converged for this function.
     fn, a = jnp.expm1, matrix(name, 60)
     # 1600 keys: 0.5 % of standard error at 95 %.
-    fn, a = COVERED[name], matrix(name, 60)
     _, _, (low, high) = _run(
         jr.split(jr.key(1), 1600), as_array(a), estimator, k=30, fn=fn
     )
