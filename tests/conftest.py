@@ -4,6 +4,7 @@
 """
 
 import gc
+import math
 import os
 
 # One thread a LAPACK call: with more, OpenBLAS and XLA spin against each other.
@@ -42,12 +43,26 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(skip)
 
 
+def _number_of_memory_maps():
+    try:
+        with open("/proc/self/maps") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return math.inf
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
     """Each program XLA compiles for the CPU holds memory maps, of which Linux allows a
-    process 65,530: a whole suite in two processes would cross that and be killed."""
+    process 65,530: a whole suite in two processes would cross that and be killed. Small
+    programs are of use to several files, unless they were compiled quickly."""
+    before = len(QUICK)
     yield
-    jax.clear_caches()
+    if len(QUICK) > before or _number_of_memory_maps() > 20_000:
+        jax.clear_caches()
+
+
+QUICK = []
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +71,7 @@ def _compile_quickly(request):
     if "transforms" not in request.keywords:
         yield
         return
+    QUICK.append(request.node.nodeid)
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

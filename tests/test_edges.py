@@ -33,10 +33,14 @@ def _usage(estimator, operator, k):
     return estimate, int(estimate.stats["num_matvecs"])
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "n", "k"),
-    [(estimator, 7, k) for estimator in FAMILIES for k in (1, 3, 6)]
-    + [("xtrace", 1, 1), ("xtrace", 2, 3), ("xnystrace", 7, 15), ("xnystrace", 2, 1)],
+    [
+        *(("hutchinson", 7, 1), ("hutch++", 7, 1), ("hutch++", 7, 3)),
+        *(("xtrace", 7, 3), ("xtrace", 1, 1), ("xtrace", 2, 3)),
+        *(("xnystrace", 7, 1), ("xnystrace", 7, 6), ("xnystrace", 2, 1)),
+    ],
 )
 def test_small_sizes_and_budgets(estimator, n, k):
     a = matrix("flat", n)
@@ -57,12 +61,12 @@ def test_small_sizes_and_budgets(estimator, n, k):
         assert estimate.standard_error > 0
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "k"),
     [
-        *(("hutchinson", 2), ("hutch++", 2), ("hutch++", 4)),
-        *(("xtrace", 1), ("xtrace", 3), ("xtrace", 4), ("xtrace-plain", 7)),
-        *(("xnystrace", 1), ("xnystrace", 2), ("xnystrace", 7), ("xnystrace-plain", 2)),
+        *(("hutchinson", 2), ("hutch++", 4), ("xtrace", 3), ("xtrace-plain", 4)),
+        *(("xnystrace", 1), ("xnystrace-plain", 2)),
     ],
 )
 def test_small_budgets_are_unbiased(estimator, k):
@@ -75,25 +79,26 @@ def test_small_budgets_are_unbiased(estimator, k):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "complex"),
-    [(e, False) for e in FAMILIES] + [("xtrace", True), ("xnystrace-plain", True)],
+    ("estimator", "complex", "k"),
+    [
+        *(("hutchinson", False, 1), ("hutch++", False, 12), ("xtrace", True, 5)),
+        *(("xnystrace", False, 12), ("xnystrace-plain", True, 5)),
+    ],
 )
-def test_zero(estimator, complex):
+def test_zero(estimator, complex, k):
     a = np.zeros((20, 20)) * (1j if complex else 1)
-    for k in (1, 5, 12):
-        estimate, _ = _usage(estimator, as_operator(a, psd=True), k)
-        assert abs(estimate.value) < 1e-6 * (1 if not is_x64() else 1e-8)
-        gradient = jax.grad(
-            lambda a, k=k: jnp.real(
-                tx.trace(
-                    jr.key(0), lx.MatrixLinearOperator(a, PSD), k, ESTIMATORS[estimator]
-                ).value
-            )
-        )(as_operator(a).matrix)
-        assert bool(jnp.all(jnp.isfinite(gradient)))
+
+    def value(a):
+        operator = lx.MatrixLinearOperator(a, PSD)
+        return tx.trace(jr.key(0), operator, k, ESTIMATORS[estimator]).value
+
+    found, gradient = jax.value_and_grad(value)(as_operator(a).matrix)
+    assert abs(found) < 1e-6 * (1 if not is_x64() else 1e-8)
+    assert bool(jnp.all(jnp.isfinite(gradient)))
 
 
-@PATHS
+@pytest.mark.x64
+@pytest.mark.parametrize("estimator", ["hutch++", "xtrace", "xnystrace"])
 def test_the_gradient_at_zero_is_unbiased(estimator):
     def value(a, key):
         operator = lx.MatrixLinearOperator(a, PSD)
@@ -112,16 +117,15 @@ def test_low_rank_is_exact(estimator):
         u = haar(40)[:, :rank]
         a = scale * (u * np.arange(1.0, rank + 1)) @ u.T
         truth = scale * rank * (rank + 1) / 2
-        for k in (12, 17):
-            operator = as_operator((a + a.T) / 2, psd=True)
-            values, errors = many(ESTIMATORS[estimator], operator, k, 50)
-            tolerance = truth * (1e-12 if is_x64() else 1e-4)
-            assert np.max(np.abs(values - truth)) < tolerance
-            assert np.max(errors) < tolerance
-            assert np.min(errors) > 0
+        operator = as_operator((a + a.T) / 2, psd=True)
+        values, errors = many(ESTIMATORS[estimator], operator, 17, 50)
+        tolerance = truth * (1e-12 if is_x64() else 1e-4)
+        assert np.max(np.abs(values - truth)) < tolerance
+        assert np.max(errors) < tolerance
+        assert np.min(errors) > 0
 
 
-@pytest.mark.parametrize("estimator", ["hutch++", "xtrace", "xtrace-plain"])
+@pytest.mark.parametrize("estimator", ["hutch++", "xtrace"])
 def test_a_nonsymmetric_operator_of_rank_one(estimator):
     rng = np.random.default_rng(0)
     a = np.outer(rng.normal(size=30), rng.normal(size=30))
@@ -133,21 +137,20 @@ def test_a_nonsymmetric_operator_of_rank_one(estimator):
 @PATHS
 def test_scale_equivariance(estimator):
     rtol = 1e-9 if is_x64() else 5e-4
-    for k in (3, 12):
-        for name, factor in (
-            *(("poly", 1e-20), ("poly", 1e18), ("flat", 1e-20), ("flat", 1e18)),
-            *(("poly", 1e-12), ("flat", 1e12)),
-        ):
-            plain, scaled = (
-                tx.trace(jr.key(1), as_operator(a, psd=True), k, ESTIMATORS[estimator])
-                for a in (matrix(name, 30), factor * matrix(name, 30))
-            )
-            assert_close(scaled.value / factor, plain.value, rtol=rtol)
-            error = scaled.standard_error / factor
-            assert_close(error, plain.standard_error, rtol=100 * rtol)
+    for name, factor in (
+        *(("poly", 1e-20), ("poly", 1e18), ("flat", 1e-20), ("flat", 1e18)),
+        *(("poly", 1e-12), ("flat", 1e12)),
+    ):
+        plain, scaled = (
+            tx.trace(jr.key(1), as_operator(a, psd=True), 12, ESTIMATORS[estimator])
+            for a in (matrix(name, 30), factor * matrix(name, 30))
+        )
+        assert_close(scaled.value / factor, plain.value, rtol=rtol)
+        error = scaled.standard_error / factor
+        assert_close(error, plain.standard_error, rtol=100 * rtol)
 
 
-@PATHS
+@pytest.mark.parametrize("estimator", ["hutch++", "xtrace", "xnystrace-plain"])
 def test_repeated_eigenvalues(estimator):
     n = 30
     u = haar(n)
@@ -161,23 +164,25 @@ def test_repeated_eigenvalues(estimator):
     assert z_score(values, 30.0, rounding()) < 4
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("estimator", ["hutchinson-sphere", "xtrace", "xnystrace"])
 def test_resphering_makes_multiples_of_the_identity_exact(estimator):
     values, _ = many(ESTIMATORS[estimator], as_operator(3 * np.eye(30), psd=True), 9, 9)
     assert_close(values, 90 * np.ones(9), rtol=1e-5)
 
 
+@pytest.mark.x64
 def test_shift_equivariance_of_resphered_estimators():
     # tr(A + c I) = tr A + c n, draw by draw.
     a = matrix("poly", 30)
-    for k in (1, 2, 3):
-        x = tx.trace(jr.key(0), as_operator(a), k, tx.XTraceEstimator()).value
-        y = tx.trace(
-            jr.key(0), as_operator(a + 2 * np.eye(30)), k, tx.XTraceEstimator()
-        ).value
-        assert_close(y, x + 60, rtol=1e-5)
+    x, y = (
+        tx.trace(jr.key(0), as_operator(b), 3, tx.XTraceEstimator()).value
+        for b in (a, a + 2 * np.eye(30))
+    )
+    assert_close(y, x + 60, rtol=1e-5)
 
 
+@pytest.mark.x64
 def test_an_operator_over_an_empty_structure(key):
     operator = lx.IdentityLinearOperator(())
     assert tx.trace(key, operator, 3).value == 0
@@ -185,8 +190,8 @@ def test_an_operator_over_an_empty_structure(key):
     assert tx.trace(key, empty, 3, tx.XTraceEstimator()).value == 0
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.x64
+@pytest.mark.parametrize(("dtype", "k"), [(jnp.bfloat16, 2), (jnp.float16, 3)])
 def test_intervals_of_half_precision(key, dtype, k):
     operator = lx.MatrixLinearOperator(
         jnp.ones((3, 3), dtype) + jnp.eye(3, dtype=dtype)

@@ -20,7 +20,8 @@ from helpers import PSD, assert_close, float_dtype
 
 import traceax as tx
 
-pytestmark = pytest.mark.transforms
+# The same in both modes.
+pytestmark = [pytest.mark.transforms, pytest.mark.x64]
 N = 6
 SIGNS = tx.HutchinsonEstimator()  # exact for diagonal operators
 
@@ -247,8 +248,7 @@ HOLDERS = {
     ("holder", "maker"),
     [
         *(("object", maker) for maker in MAKERS),
-        *((holder, "unconverted") for holder in ("closure", "partial")),
-        *((holder, "custom") for holder in ("closure", "partial")),
+        *(("closure", "unconverted"), ("partial", "custom")),
     ],
 )
 def test_traced_values(holder, maker):

@@ -49,16 +49,21 @@ def _zeros_beyond(x, columns, rows=None):
     return jnp.pad(x, [(0, number) for number in more])
 
 
-# All columns that there are, and a part of those that there is room for.
-rooms = pytest.mark.parametrize("room", [M, M + 3])
-both = pytest.mark.parametrize("complex", [False, True])
+# All columns that there are, and a part of those that there is room for: M, M + 3.
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("resphere", [True, False])
-@rooms
-@both
-@pytest.mark.parametrize("name", ["flat", "exp", "nonsymmetric"])
+@pytest.mark.parametrize(
+    ("name", "complex", "room", "resphere"),
+    [
+        ("flat", False, M, True),
+        ("flat", True, M + 3, False),
+        ("exp", True, M, True),
+        ("exp", False, M + 3, True),
+        ("nonsymmetric", True, M + 3, True),
+        ("nonsymmetric", False, M, False),
+    ],
+)
 def test_xtrace_formulas_against_a_loop(key, name, complex, room, resphere):
     a = matrix(name, N, complex)
     omega = _probes(key, a)
@@ -87,9 +92,13 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, room, resphere):
 
 
 @pytest.mark.x64
-@both
-@rooms
-@pytest.mark.parametrize("resphere", [True, False])
+@pytest.mark.parametrize(
+    ("complex", "room", "resphere"),
+    [
+        *((False, M, True), (True, M, False)),
+        *((True, M + 3, True), (False, M + 3, False)),
+    ],
+)
 def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
     a = matrix("flat", N, complex)
     omega = _probes(key, a)
@@ -147,8 +156,7 @@ class _OfAnyLength(tx.IndexedSampler):
         return normal * jnp.exp2(2 * powers.astype(dtype))[None, :]
 
 
-@pytest.mark.parametrize("k", [8, 12])
-@pytest.mark.parametrize("name", ["xtrace", "xnystrace"])
+@pytest.mark.parametrize(("name", "k"), [("xtrace", 12), ("xnystrace", 8)])
 def test_resphering_takes_probes_of_any_length(key, name, k):
     make = {"xtrace": tx.XTraceEstimator, "xnystrace": tx.XNysTraceEstimator}[name]
     operator = as_operator(matrix("exp", 70), psd=True)

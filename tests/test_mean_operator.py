@@ -18,7 +18,6 @@ from traceax import MeanLinearOperator
 pytestmark = pytest.mark.x64
 
 N, B, M = 5, 4, 7
-COMPLEX = pytest.mark.parametrize("complex", [False, True])
 WEIGHTED = pytest.mark.parametrize("weighted", [False, True])
 RTOL = 1e-9 if is_x64() else 1e-4
 
@@ -104,8 +103,9 @@ def _trace(operator):
 #
 
 
-@COMPLEX
-@WEIGHTED
+@pytest.mark.parametrize(
+    ("complex", "weighted"), [(False, False), (True, False), (True, True)]
+)
 def test_products_with_dense_operators(complex, weighted):
     matrices = _normal(B, 3, N, complex=complex)
     operator = MeanLinearOperator(
@@ -203,7 +203,6 @@ def test_batches_of_integers_and_keys():
     _near(_trace(operator), jnp.sum(exact))
 
 
-@pytest.mark.x64
 def test_solves():
     a = _normal(B, N, N)
     matrices = a @ a.mT + jnp.eye(N)[None].astype(a.dtype)
@@ -229,7 +228,6 @@ def _exact_trace(parameters, data, weights):
     return jnp.trace(_exact_hessian(parameters, data, weights))
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize("jit", [False, True])
 def test_gradients_of_traces(jit):
     weights = jnp.asarray([3.0, 1.0, 4.0, 2.0], float_dtype())
@@ -244,7 +242,6 @@ def test_gradients_of_traces(jit):
     jax.tree.map(_near, got, exact)
 
 
-@pytest.mark.x64
 def test_forward_and_second_derivatives_of_products():
     parameters, data = _network(), _data()
     tangent = jax.tree.map(jnp.cos, parameters)
@@ -272,7 +269,6 @@ def _static_mlp():
     return eqx.partition(mlp, eqx.is_inexact_array)
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize("jit", [False, True])
 def test_networks_of_equinox(jit):
     parameters, static = _static_mlp()
@@ -308,18 +304,10 @@ class _Factory(eqx.Module):
         return lx.MatrixLinearOperator(self.scale * matrix)
 
 
-def _jitted(scale):
-    inner = jax.jit(lambda matrix: scale * matrix)
-    return lambda matrix: lx.MatrixLinearOperator(inner(matrix))
-
-
 FUNCTIONS = {
     "closure": lambda s: lambda m: lx.MatrixLinearOperator(s * m),
-    "jitted closure": _jitted,
     "method": lambda s: _Holder(s).make,
     "module": _Factory,
-    "method of a module": lambda s: _Factory(s).__call__,
-    "partial": lambda s: functools.partial(lambda s, m: _Factory(s)(m), s),
     "PyTree of a partial": lambda s: jax.tree_util.Partial(
         lambda s, m: _Factory(s)(m), s
     ),
@@ -334,7 +322,6 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.x64
 @pytest.mark.transforms
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_closures_over_traced_values(kind):
@@ -372,7 +359,6 @@ def test_closures_over_traced_values(kind):
     _near(gradient, jnp.sum(jnp.mean(matrices, axis=0).T @ vector))
 
 
-@pytest.mark.x64
 def test_operators_as_arguments_of_transformations():
     matrices = _normal(B, N, N)
     scale = jnp.asarray(2.0, matrices.dtype)
@@ -392,7 +378,6 @@ def test_operators_as_arguments_of_transformations():
     _near(eqx.filter_vmap(_trace)(stacked), scales**2 * trace)
 
 
-@pytest.mark.x64
 def test_data_spread_over_devices():
     # Types tell what differs between devices also where there is one.
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -448,7 +433,6 @@ def _scans(program):
                 yield from _scans(inner)
 
 
-@pytest.mark.x64
 def test_one_pass_over_the_data():
     parameters = _network()
     operator = _hessian(parameters, _data())
@@ -458,7 +442,6 @@ def test_one_pass_over_the_data():
     assert list(_scans(jax.make_jaxpr(operator.as_matrix)())) == [B]
 
 
-@pytest.mark.x64
 def test_memory_does_not_grow_with_the_data():
     parameters = _network()
     block = jax.tree.map(lambda x: jnp.stack([x] * 3), parameters)
@@ -528,7 +511,6 @@ def _tagged(batch_tags=(), tags=(), weights=None, dtype=None):
     )
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize(
     ("tag", "known", "transposed"),
     [
@@ -577,7 +559,6 @@ def test_checks_do_not_depend_on_values_that_can_change():
     assert _known(negative) == {"symmetric", "nsd"}
 
 
-@pytest.mark.x64
 def test_structured_diagonals():
     rng = np.random.default_rng(0)
     bands = jnp.asarray(rng.normal(size=(B, 3, N)), float_dtype())

@@ -13,7 +13,6 @@ from helpers import (
     PSD,
     as_operator,
     assert_close,
-    draw,
     matrix,
     printed_by,
 )
@@ -72,27 +71,12 @@ def _calls(seed):
 
 
 @pytest.mark.transforms
-@pytest.mark.x64
-@pytest.mark.parametrize("estimator", ["hutchinson", "xnystrace"])
-def test_all_kinds_of_calls_share_their_traces(estimator):
+def test_all_kinds_of_calls_share_their_traces():
     RUNS.clear()
     for seed in (0, 1):
         for call in _calls(seed):
-            call(_counting(estimator, f"shared-{estimator}"))
+            call(_counting("xnystrace", "shared"))
     assert len(RUNS) == 1
-
-
-@pytest.mark.transforms
-@pytest.mark.x64
-@pytest.mark.parametrize("call", range(9))
-def test_compute_runs_no_more_after_the_first_call(call):
-    RUNS.clear()
-    _calls(0)[call](_counting("xtrace", f"kind-{call}"))
-    first = len(RUNS)
-    assert first >= 1
-    for seed in (1, 2):
-        _calls(seed)[call](_counting("xtrace", f"kind-{call}"))
-    assert len(RUNS) == first
 
 
 def test_a_scalar_factor_is_data():
@@ -136,7 +120,6 @@ def test_keys_share_single_matrix_products(estimator):
     assert not any("batching_dims" in line for line in products)
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize("estimator", FAMILIES)
 def test_no_host_callback_unless_throwing(key, estimator):
     a = jnp.asarray(matrix("flat", 12), jnp.float32)
@@ -152,34 +135,31 @@ def test_no_host_callback_unless_throwing(key, estimator):
     assert "callback" in text(True)
 
 
-@pytest.mark.x64
-@pytest.mark.parametrize("estimator", FAMILIES)
-def test_many_keys_at_once_finish(estimator):
+def test_many_keys_at_once_finish():
     # In a process of its own, so that a hang is a failure. LAPACK calls batched by
     # vmap have been seen to block each other in XLA's CPU scheduler.
     code = f"""
 import sys; sys.path.insert(0, {__file__.rpartition("/")[0]!r})
 import jax, jax.random as jr, helpers, traceax as tx
 operator = helpers.as_operator(helpers.matrix("flat", 100), psd=True)
-run = jax.jit(jax.vmap(
-    lambda key: tx.trace(key, operator, 30, helpers.ESTIMATORS[{estimator!r}]).value
-))
-print(run(jr.split(jr.key(0), 1000)).mean())
+for name in ("hutch++", "xtrace", "xnystrace"):
+    run = jax.jit(jax.vmap(
+        lambda key: tx.trace(key, operator, 30, helpers.ESTIMATORS[name]).value
+    ))
+    print(run(jr.split(jr.key(0), 1000)).mean())
 """
-    assert abs(float(printed_by(code)) / 200 - 1) < 0.01
+    means = [float(line) for line in printed_by(code).split()]
+    assert len(means) == 3
+    assert max(abs(mean / 200 - 1) for mean in means) < 0.01
 
 
 @pytest.mark.parametrize("estimator", FAMILIES)
-def test_the_same_number_each_time_and_more_probes_extend(key, estimator):
+def test_the_same_number_each_time(key, estimator):
     operator = as_operator(matrix("poly", 20), psd=True)
     est = ESTIMATORS[estimator]
     first = tx.trace(key, operator, 8, est).value
     assert first == tx.trace(key, operator, 8, est).value
     assert_close(tx.trace(jr.PRNGKey(20), operator, 8, est).value, first)
-    for sampler in (tx.RademacherSampler(), tx.NormalSampler(), tx.SphereSampler()):
-        few = draw(sampler, key, 37, 5, operator.matrix.dtype)
-        more = draw(sampler, key, 37, 11, operator.matrix.dtype)
-        assert jnp.array_equal(more[:, :5], few)
 
 
 #
@@ -218,9 +198,10 @@ def _dense(stand_in):
 
 
 @pytest.mark.transforms
-@pytest.mark.x64
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.parametrize(("count", "chunk"), [(9, 4), (MOST, 5), (MOST, MOST)])
+@pytest.mark.parametrize(
+    ("dtype", "count", "chunk"),
+    [("float64", 9, 4), ("complex128", MOST, 5)],
+)
 def test_derivatives_of_every_order_and_mode(key, dtype, count, chunk):
     b, c = _given(dtype)
     theta, tangent = jnp.asarray([0.7, -0.3]), jnp.asarray([1.3, 0.4])
@@ -263,7 +244,6 @@ def test_derivatives_of_every_order_and_mode(key, dtype, count, chunk):
 
 
 @pytest.mark.transforms
-@pytest.mark.x64
 @pytest.mark.parametrize("kind", ["probes", "blocks"])
 def test_lanes_have_counts_of_their_own(key, monkeypatch, kind):
     # As if 8 columns were large.
@@ -287,44 +267,38 @@ def test_lanes_have_counts_of_their_own(key, monkeypatch, kind):
         assert_close(x, _dense(stand_in(count)).T, rtol=1e-12, atol=1e-12)
 
 
-def _mean_over_lanes(scale, b, keys, rtols, axes):
+def _mean_over_lanes(scale, b, keys, rtols):
     """The mean trace of `scale b`, of lanes with keys or tolerances of their own."""
 
     def lane(key, rtol, scale):
         operator = lx.MatrixLinearOperator(scale * b)
         return tx.trace(key, operator, 16, rtol=rtol, throw=False).value
 
-    values = jax.vmap(lane, axes)(keys, rtols, scale)
+    values = jax.vmap(lane)(keys, rtols, scale)
     return jnp.mean(values), values
 
 
 @pytest.mark.transforms
-@pytest.mark.x64
-@pytest.mark.parametrize("varied", ["keys", "operators", "all"])
-def test_derivatives_through_lanes_that_share_an_operator(key, varied):
+def test_derivatives_through_lanes(key):
     b, _ = _given()
     b = b @ b.T + jnp.eye(N)
-    keys = jr.split(key, 3) if varied in ("keys", "all") else key
-    rtols = jnp.asarray([0.5, 0.1, 1e-9]) if varied == "all" else 1e-9
-    scale = jnp.asarray([1.0, 2.0, 3.0] if varied in ("operators", "all") else 1.0)
-    axes = tuple(0 if jnp.ndim(x) else None for x in (keys, rtols, scale))
+    keys = jr.split(key, 3)
+    rtols, scale = jnp.asarray([0.5, 0.1, 1e-9]), jnp.asarray([1.0, 2.0, 3.0])
 
     def mean(scale):
-        return _mean_over_lanes(scale, b, keys, rtols, axes)[0]
+        return _mean_over_lanes(scale, b, keys, rtols)[0]
 
     # Linear in the scale, for probes that don't depend on it.
     gradient = jax.jit(jax.grad(mean))(scale)
     assert_close(jnp.sum(gradient * scale), mean(scale), rtol=1e-9)
     assert_close(jax.jvp(mean, (scale,), (scale,))[1], mean(scale), rtol=1e-9)
     squared = jax.hessian(lambda root: mean(root**2))(jnp.sqrt(scale))
-    expected = 2 * gradient if scale.ndim == 0 else 2 * jnp.diag(gradient)
-    assert_close(squared, expected, rtol=1e-9, atol=1e-12)
-    rows = jax.jacrev(lambda x: _mean_over_lanes(x, b, keys, rtols, axes)[1])(scale)
+    assert_close(squared, 2 * jnp.diag(gradient), rtol=1e-9, atol=1e-12)
+    rows = jax.jacrev(lambda x: _mean_over_lanes(x, b, keys, rtols)[1])(scale)
     assert_close(jnp.mean(rows, axis=0), gradient, rtol=1e-9)
 
 
 @pytest.mark.transforms
-@pytest.mark.x64
 def test_lanes_that_exchange_numbers(key):
     b, _ = _given()
     scales, keys = jnp.asarray([1.0, 2.0, 3.0]), jr.split(key, 3)
@@ -345,7 +319,7 @@ def test_lanes_that_exchange_numbers(key):
     assert_close(jax.grad(total)(scales, 1e-9), expected)
 
 
-@pytest.mark.x64
+@pytest.mark.transforms
 def test_eager_derivatives_compile_once(key):
     compiled = []
 
@@ -368,15 +342,13 @@ def test_eager_derivatives_compile_once(key):
 
 
 @pytest.mark.transforms
-@pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "rtol"),
     [
-        (tx.HutchinsonEstimator(chunk_size=3), None),
-        (tx.HutchinsonEstimator(), 1e-9),
+        (tx.HutchinsonEstimator(chunk_size=3), 1e-9),
         (tx.XTraceEstimator(), None),
     ],
-    ids=["chunks", "to a tolerance", "blocks"],
+    ids=["chunks to a tolerance", "blocks"],
 )
 def test_functions_with_a_reverse_mode_alone(key, estimator, rtol):
     sine = jax.custom_vjp(jnp.sin)

@@ -10,7 +10,6 @@ import pytest
 from helpers import (
     as_operator,
     assert_close,
-    complex_dtype,
     float_dtype,
     haar,
     matrix,
@@ -28,13 +27,11 @@ N, K, STEPS, NUMBER = 40, 12, 6, 600
 ESTIMATORS = {
     "hutch++": tx.HutchPlusPlusEstimator(),
     "xtrace": tx.XTraceEstimator(),
-    "xtrace-plain": tx.XTraceEstimator(tx.RademacherSampler(), resphere=False),
     "delta-shift": tx.DeltaShiftEstimator(),
     "delta-shift-plain": tx.DeltaShiftEstimator(
         tx.RademacherSampler(), resphere=False, basis_size=0
     ),
 }
-named = pytest.mark.parametrize("name", ESTIMATORS)
 
 
 def path(change=0.02, complex=False, name="poly"):
@@ -90,16 +87,19 @@ def many(matrices, estimator, k=K):
     return jax.lax.map(one, jr.split(jr.key(3), NUMBER), batch_size=100)
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize(
     ("name", "complex"),
-    [*[(name, False) for name in ESTIMATORS], ("delta-shift", True)],
+    [
+        *((name, False) for name in ("hutch++", "xtrace", "delta-shift")),
+        *(("delta-shift-plain", False), ("delta-shift", True)),
+    ],
 )
 def test_estimates_along_a_path_are_unbiased(name, complex):
     matrices = path(complex=complex)
     truth = np.trace(matrices, axis1=1, axis2=2)
     results = many(jnp.asarray(matrices), ESTIMATORS[name])
     values, errors, inside = map(np.asarray, results)
+    assert np.iscomplexobj(values) == complex
     for step in range(STEPS):
         assert z_score(values[:, step], truth[step]) < 4
     # A bias of 2 % does not pass; of signs without a basis, one of 5 %.
@@ -111,7 +111,6 @@ def test_estimates_along_a_path_are_unbiased(name, complex):
     assert np.all(np.mean(inside, axis=0) > 0.92)
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize(
     ("name", "spectrum", "k"),
     [("xtrace", "poly", K * 3 // 2), ("delta-shift", "flat", 2 * K)],
@@ -125,7 +124,6 @@ def test_what_is_taken_over_is_worth_products(name, spectrum, k):
     assert errors[0] < errors[1]
 
 
-@pytest.mark.x64
 def test_an_operator_that_jumps_is_not_estimated_from_its_past():
     a, b = (matrix("flat", N, seed=seed) for seed in (1, 2))
     jump = np.stack([1e3 * (a - 2 * np.eye(N))] * (STEPS - 1) + [b])
@@ -137,9 +135,8 @@ def test_an_operator_that_jumps_is_not_estimated_from_its_past():
     assert np.abs(values[:, -1] - np.trace(b)).max() < 10 * np.mean(errors[:, -1])
 
 
-@pytest.mark.parametrize("name", ["xtrace", "hutch++", "delta-shift"])
-def test_an_operator_that_is_not_finite_is_forgotten(key, name):
-    estimator = ESTIMATORS[name]
+def test_an_operator_that_is_not_finite_is_forgotten(key):
+    estimator = ESTIMATORS["delta-shift"]
     a = jnp.asarray(path()[0], float_dtype())
     *_, estimate = along(key, jnp.stack([a, jnp.nan * a, a]), estimator)
     assert estimate.result == tx.RESULTS.successful
@@ -148,7 +145,6 @@ def test_an_operator_that_is_not_finite_is_forgotten(key, name):
     assert abs(estimate.value - jnp.trace(a)) < 6 * estimate.standard_error
 
 
-@pytest.mark.x64
 def test_a_path_of_large_jumps_stays_within_its_errors():
     # The past is worth little, and must not be worth more than that.
     spikes = [100 * np.diag(np.eye(N)[i]) + 0.1 * np.eye(N) for i in range(STEPS)]
@@ -160,15 +156,15 @@ def test_a_path_of_large_jumps_stays_within_its_errors():
     assert 0.5 < ratio < 2
 
 
-@named
+@pytest.mark.parametrize("name", ["hutch++", "delta-shift"])
 def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
     estimator = ESTIMATORS[name]
     first, second = (as_operator(a) for a in path()[:2])
-    state = estimator.estimate(estimator.init(key, first), K).state
+    state = estimator.estimate(estimator.init(key, first), K, throw=False).state
     state = estimator.refresh(state, jr.key(1), second)
     other = saved_and_loaded(state)
-    estimate = estimator.estimate(state, K)
-    assert_one_run(estimate, estimator.estimate(other, K))
+    estimate = estimator.estimate(state, K, throw=False)
+    assert_one_run(estimate, estimator.estimate(other, K, throw=False))
     assert estimate.stats["num_matvecs"] == K
     more = estimator.estimate(estimate.state, 8)
     if "delta" not in name:
@@ -188,11 +184,9 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
         assert abs(more.value - np.trace(path()[1])) < 6 * more.standard_error
 
 
-@pytest.mark.x64
 @pytest.mark.transforms
-@pytest.mark.parametrize("name", ["hutch++", "xtrace", "delta-shift"])
-def test_transforms_of_a_path(key, name):
-    estimator = ESTIMATORS[name]
+def test_transforms_of_a_path(key):
+    estimator = ESTIMATORS["delta-shift"]
     matrices = jnp.asarray(path(), float_dtype())
     estimates = along(key, matrices, estimator)
 
@@ -214,7 +208,6 @@ def test_transforms_of_a_path(key, name):
     assert_close(lanes[2], alone, rtol=rounding())
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
 def test_derivatives_are_those_of_the_operator_as_it_is(name):
     estimator = ESTIMATORS[name]
@@ -248,15 +241,16 @@ def test_scales(key, name, scale):
     assert scaled.result == tx.RESULTS.successful
 
 
-@pytest.mark.x64
-@pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
-@pytest.mark.parametrize("ks", [(1, 1), (3, 6), (6, 3), (6, 30), (30, 6), (12, N)])
+@pytest.mark.parametrize(
+    ("name", "ks"),
+    [("xtrace", (6, 30)), ("delta-shift", (1, 1)), ("delta-shift", (K, N))],
+)
 def test_budgets(key, name, ks):
     estimator = ESTIMATORS[name]
     first, second = (as_operator(a) for a in path()[:2])
-    estimate = estimator.estimate(estimator.init(key, first), ks[0])
+    estimate = estimator.estimate(estimator.init(key, first), ks[0], throw=False)
     state = estimator.refresh(estimate.state, jr.key(1), second)
-    estimate = estimator.estimate(state, ks[1])
+    estimate = estimator.estimate(state, ks[1], throw=False)
     assert ks[1] - 2 <= estimate.stats["num_matvecs"] <= ks[1]
     assert np.isnan(estimate.standard_error) == (ks[1] == 1)
     truth = np.trace(path()[1])
@@ -267,15 +261,12 @@ def test_budgets(key, name, ks):
         assert abs(estimate.value - truth) < 30 * estimate.standard_error
     # And once more, from what this one left.
     state = estimator.refresh(estimate.state, jr.key(2), first)
-    estimator.estimate(state, ks[0])
+    again = estimator.estimate(state, ks[0], throw=False)
+    assert again.result == tx.RESULTS.successful
 
 
-def test_operators_over_pytrees_and_complex_ones(key):
+def test_operators_over_pytrees(key):
     estimator = tx.DeltaShiftEstimator()
-    a, b = path(complex=True)[:2]
-    estimates = along(key, jnp.asarray(np.stack([a, b]), complex_dtype()), estimator)
-    assert jnp.iscomplexobj(estimates[-1].value)
-    assert abs(estimates[-1].value - np.trace(b)) < 6 * estimates[-1].standard_error
 
     def hessian(x):
         def gradient(x, _):
@@ -292,10 +283,9 @@ def test_operators_over_pytrees_and_complex_ones(key):
     assert abs(estimate.value - truth) < 6 * estimate.standard_error
 
 
-@pytest.mark.parametrize("name", ["xtrace", "hutch++"])
-def test_the_same_key_gives_fresh_probes(key, name):
+def test_the_same_key_gives_fresh_probes(key):
     # With the probes that the basis was found with, the rest would be 0 for any operator.
-    estimator, a = ESTIMATORS[name], jnp.asarray(matrix("flat", N))
+    estimator, a = ESTIMATORS["xtrace"], jnp.asarray(matrix("flat", N))
 
     def one(key):
         state = estimator.init(key, lx.MatrixLinearOperator(a))
@@ -308,7 +298,6 @@ def test_the_same_key_gives_fresh_probes(key, name):
     assert abs(z_score(values, jnp.trace(a))) < 4
 
 
-@pytest.mark.x64
 def test_estimators_without_a_past_begin_anew(key):
     operator = as_operator(matrix("exp", N), psd=True)
     for estimator in (tx.HutchinsonEstimator(), tx.XNysTraceEstimator()):

@@ -15,7 +15,6 @@ from helpers import (
     as_operator,
     assert_close,
     counting,
-    is_x64,
     matrix,
     parameters,
 )
@@ -26,11 +25,9 @@ import traceax as tx
 pytestmark = pytest.mark.x64
 
 N, MOST = 100, 56
-RTOL = 1e-9 if is_x64() else 1e-3
+RTOL = 1e-9
 ESTIMATORS = {
-    "hutchinson": tx.HutchinsonEstimator(),
     "hutchinson-chunks": tx.HutchinsonEstimator(chunk_size=8),
-    "hutchinson-orthogonal": tx.HutchinsonEstimator(tx.OrthogonalSampler()),
     "hutch++-orthogonal": tx.HutchPlusPlusEstimator(tx.OrthogonalSampler()),
     "hutch++": tx.HutchPlusPlusEstimator(),
     "xtrace": tx.XTraceEstimator(tx.SphereSampler()),
@@ -56,8 +53,7 @@ def assert_one_run(on, whole):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ESTIMATORS if is_x64() else ["hutchinson", "hutch++", "xtrace", "xnystrace"],
+    "name", ["hutchinson-chunks", "hutch++-orthogonal", "xtrace", "xnystrace-plain"]
 )
 def test_going_on_is_one_run(key, name):
     estimator = ESTIMATORS[name]
@@ -70,35 +66,27 @@ def test_going_on_is_one_run(key, name):
     assert_close(on.stats["degrees_of_freedom"], freedom, rtol=1e5 * RTOL)
     loaded = estimator.estimate(saved_and_loaded(begun.state), 28)
     assert_close(loaded.value, on.value, rtol=RTOL)
-    if name in ("hutchinson-chunks", "xtrace"):
-        further = estimator.estimate(estimator.estimate(begun.state, 11).state, 17)
-        assert_one_run(further, whole)
 
 
-@pytest.mark.x64
-@pytest.mark.parametrize(
-    "name", ["hutchinson-chunks", "hutch++", "xtrace", "xnystrace"]
-)
+@pytest.mark.parametrize("name", ["hutch++", "xtrace"])
 def test_only_new_products_are_taken(name):
     operator, taken = counting(matrix("exp", N))
     estimator = ESTIMATORS[name]
     state = estimator.init(jr.key(0), operator)
     spent = 0
-    for k in (3, 9, 1, 14):
+    for k in (3, 9, 1):
         estimate = estimator.estimate(state, k, throw=False)
         number = taken(estimate)
         spent += number
         # What an odd budget left over may be taken later.
-        assert spent <= 3 + 9 + 1 + 14
+        assert spent <= 3 + 9 + 1
         assert number <= k + 1
         state = estimate.state
-    assert spent >= 3 + 9 + 1 + 14 - 2
+    assert spent >= 3 + 9 + 1 - 2
 
 
-@pytest.mark.x64
-@pytest.mark.parametrize("name", ["hutchinson", "hutch++", "xtrace", "xnystrace"])
-def test_derivatives_are_those_of_one_run(key, name):
-    estimator = ESTIMATORS[name]
+def test_derivatives_are_those_of_one_run(key):
+    estimator = ESTIMATORS["xtrace"]
     a = jnp.asarray(matrix("poly", N))
 
     def value(scale, *budgets):
@@ -147,20 +135,16 @@ def test_states_are_of_one_configuration(key):
     operator = as_operator(matrix("exp", N))
     for one, other in (
         (tx.XTraceEstimator(), ESTIMATORS["xtrace-plain"]),
-        (tx.HutchPlusPlusEstimator(), tx.HutchPlusPlusEstimator(tx.NormalSampler())),
         (ESTIMATORS["hutchinson-chunks"], tx.HutchinsonEstimator(chunk_size=5)),
     ):
-        state = one.estimate(one.init(key, operator), 12).state
+        state = one.estimate(one.init(key, operator), 4).state
         with pytest.raises(TypeError, match=r"of which .* can't make use; begin anew"):
-            other.estimate(state, 12)
+            other.estimate(state, 4)
 
 
 #
 # From and to estimates to a tolerance
 #
-
-OF_EACH = ["hutchinson", "hutchinson-chunks", "xtrace", "xnystrace-plain"]
-NAMES = pytest.mark.parametrize("name", OF_EACH if is_x64() else ["xtrace"])
 
 
 def _loose_and_tight(name):
@@ -187,41 +171,30 @@ def _half_width(estimate):
     return jnp.real(high - low) / 2
 
 
-@NAMES
-def test_more_products_after_a_tolerance(key, name):
+@pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace", "xnystrace-plain"])
+def test_going_on_after_a_tolerance(key, name):
     estimator, state, begun, taken = _begun(name, _operator(name), key)
     on = estimator.estimate(begun.state, 12)
     assert_one_run(on, estimator.estimate(state, taken + 12))
-    further = estimator.estimate(on.state, 7)
-    assert_one_run(further, estimator.estimate(state, taken + 19))
     loaded = saved_and_loaded(begun.state)
     assert_close(estimator.estimate(loaded, 12).value, on.value, rtol=RTOL)
-
-
-@NAMES
-def test_a_smaller_tolerance_is_met_by_more(key, name):
-    estimator, state, begun, taken = _begun(name, _operator(name), key)
+    # A smaller tolerance is met by more, and one that is met takes nothing.
     rtol = _loose_and_tight(name)[1]
-    on = estimator.estimate(begun.state, MOST - taken, rtol=rtol)
-    spent = int(on.stats["num_matvecs"])
+    tight = estimator.estimate(begun.state, MOST - taken, rtol=rtol)
+    spent = int(tight.stats["num_matvecs"])
     assert taken < spent <= MOST
-    assert _half_width(on) <= rtol * on.value
-    assert_close(on.value, estimator.estimate(state, spent).value, rtol=RTOL)
+    assert _half_width(tight) <= rtol * tight.value
+    assert_close(tight.value, estimator.estimate(state, spent).value, rtol=RTOL)
+    assert_one_run(estimator.estimate(begun.state, MOST - taken, rtol=0.8), begun)
     # And on, by a number of products.
-    further = estimator.estimate(on.state, 7)
+    further = estimator.estimate(tight.state, 7)
     assert_one_run(further, estimator.estimate(state, spent + 7))
 
 
-@pytest.mark.x64
-@NAMES
-def test_a_tolerance_that_is_met_takes_nothing(key, name):
-    estimator, _, begun, _ = _begun(name, _operator(name), key)
-    assert_one_run(estimator.estimate(begun.state, 30, rtol=0.8), begun)
-
-
-@pytest.mark.x64
-@pytest.mark.parametrize("name", ["hutchinson", "xtrace", "xnystrace"])
-@pytest.mark.parametrize(("first", "complex"), [(2, False), (13, True)])
+@pytest.mark.parametrize(
+    ("name", "first", "complex"),
+    [("xtrace", 13, True), ("xnystrace", 2, False)],
+)
 def test_a_tolerance_after_a_number_of_products(key, name, first, complex):
     estimator, rtol = ESTIMATORS[name], _loose_and_tight(name)[1]
     state = estimator.init(key, _operator(name, complex))
@@ -237,7 +210,6 @@ def test_a_tolerance_after_a_number_of_products(key, name, first, complex):
     assert met or spent >= MOST - 6
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace"])
 def test_no_product_is_taken_twice(name):
     operator, taken = counting(matrix("poly", N))
@@ -248,8 +220,6 @@ def test_no_product_is_taken_twice(name):
         {"k": 3},
         {"k": 60, "rtol": 0.2},
         {"k": 10, "rtol": 1e-9},
-        {"k": 10, "rtol": 0.5},
-        {"k": 1},
     ):
         estimate = estimator.estimate(state, **arguments, throw=False)
         number = taken(estimate)
@@ -260,7 +230,6 @@ def test_no_product_is_taken_twice(name):
     assert spent >= 18
 
 
-@pytest.mark.x64
 @pytest.mark.parametrize("rank", [0, 6])
 @pytest.mark.parametrize("name", ["xtrace", "xnystrace-plain"])
 def test_low_rank_stays_exact(key, name, rank):
@@ -277,8 +246,7 @@ def test_low_rank_stays_exact(key, name, rank):
         assert on.standard_error < 1e-9
 
 
-@pytest.mark.x64
-@pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace", "xnystrace"])
+@pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace"])
 def test_derivatives_after_a_tolerance_are_those_of_one_run(key, name):
     operator = _operator(name)
     estimator, state, begun, taken = _begun(name, operator, key)
@@ -290,16 +258,18 @@ def test_derivatives_after_a_tolerance_are_those_of_one_run(key, name):
 
         return jax.jit(jax.grad(value))(operator.matrix)
 
-    more = {"k": MOST - taken, "rtol": _loose_and_tight(name)[1]}
-    spent = int(estimator.estimate(begun.state, **more).stats["num_matvecs"])
+    if name == "xtrace":
+        more = {"k": MOST - taken, "rtol": _loose_and_tight(name)[1]}
+        spent = int(estimator.estimate(begun.state, **more).stats["num_matvecs"])
+    else:
+        more, spent = {"k": 11}, taken + 11
     on = gradient(begun.state, **more)
     assert_close(on, gradient(state, spent), rtol=1e-8, atol=1e-9)
-    on = gradient(begun.state, 11)
-    assert_close(on, gradient(state, taken + 11), rtol=1e-8, atol=1e-9)
 
 
-@NAMES
-def test_programs_go_on_from_a_number_that_only_they_know(key, name):
+@pytest.mark.transforms
+def test_programs_go_on_from_a_number_that_only_they_know(key):
+    name = "xtrace"
     operator = _operator(name)
     estimator, state, _, taken = _begun(name, operator, key)
 
@@ -333,7 +303,6 @@ def test_programs_go_on_from_a_number_that_only_they_know(key, name):
     assert_close(estimator.estimate(first, 8).value, on.value[0], rtol=RTOL)
 
 
-@pytest.mark.x64
 @pytest.mark.transforms
 def test_operators_over_pytrees(key):
     operator = OPERATORS["jacobian over a PyTree"](parameters(20))
@@ -344,7 +313,6 @@ def test_operators_over_pytrees(key):
     assert_close(on.value, estimator.estimate(state, 16).value, rtol=RTOL)
 
 
-@pytest.mark.x64
 def test_what_was_taken_helps_a_changed_operator(key):
     estimator, _, begun, taken = _begun("xtrace", _operator("xtrace"), key)
     changed = as_operator(1.01 * matrix("poly", N))

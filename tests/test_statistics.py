@@ -26,13 +26,13 @@ N, KEYS, BUDGET = 30, 4000, 12
 
 
 def _cases():
-    for estimator in ESTIMATORS:
+    for estimator in ESTIMATORS if is_x64() else FAMILIES:
         psd = estimator.startswith("xnys")
         names = ["poly", "flat" if psd else "nonsymmetric"]
-        for name in names if is_x64() else names[:1]:
+        for name in names:
             yield estimator, name, False
         # Other samplers take no other path for complex operators.
-        if estimator in FAMILIES:
+        if estimator in FAMILIES and is_x64():
             yield estimator, names[0 if psd else 1], True
 
 
@@ -51,6 +51,7 @@ def test_unbiased(estimator, name, complex):
     assert z_score(values * 1.02, truth, rounding()) > 5
 
 
+@pytest.mark.x64
 def test_negative_semidefinite(key):
     a = matrix("poly", N)
     operator = lx.MatrixLinearOperator(
@@ -68,13 +69,13 @@ def test_negative_semidefinite(key):
 # Mean relative error over 200 draws at n = 1000, as published for these spectra or
 # measured with a reference implementation in float64.
 REFERENCE = {
-    ("xtrace", "poly"): {10: 3.3e-2, 40: 2.0e-3, 80: 4.7e-4},
+    ("xtrace", "poly"): {80: 4.7e-4},
     ("xtrace", "exp"): {20: 1.4e-2, 80: 1.4e-7},
     ("xtrace", "step"): {20: 4.9e-2, 80: 2.0e-2},
-    ("xnystrace", "flat"): {10: 3.1e-3, 80: 1.2e-3},
-    ("xnystrace", "poly"): {20: 5.6e-3, 80: 3.4e-4},
-    ("xnystrace", "exp"): {10: 4.2e-2, 40: 4.1e-6, 80: 5.0e-12},
-    ("hutch++-normal", "poly"): {20: 1.3e-2, 80: 7.6e-4},
+    ("xnystrace", "flat"): {80: 1.2e-3},
+    ("xnystrace", "poly"): {80: 3.4e-4},
+    ("xnystrace", "exp"): {80: 5.0e-12},
+    ("hutch++-normal", "poly"): {80: 7.6e-4},
 }
 
 
@@ -102,8 +103,6 @@ def test_converged_estimates_reach_rounding():
     truth = spectrum("exp", 1000).sum()
     nystrom, _ = many(ESTIMATORS["xnystrace"], operator, 160, 50)
     assert np.abs(nystrom / truth - 1).mean() < 2.4e-15
-    xtrace, _ = many(ESTIMATORS["xtrace"], operator, 160, 50)
-    assert np.abs(xtrace / truth - 1).mean() < 1.2 * 6.5e-14
 
 
 def _spread(estimator, name, k):
@@ -120,15 +119,10 @@ def _spread(estimator, name, k):
 @pytest.mark.parametrize(
     ("estimator", "name", "k"),
     [
-        *[
-            ("hutchinson-sphere", *case)
-            for case in (("poly", 10), ("nonsymmetric", 40))
-        ],
-        *[("hutch++-normal", *case) for case in (("flat", 10), ("nonsymmetric", 40))],
-        *[
-            ("xtrace", *case)
-            for case in (("exp", 10), ("step", 40), ("nonsymmetric", 40))
-        ],
+        ("hutchinson-sphere", "nonsymmetric", 40),
+        ("hutch++-normal", "flat", 10),
+        ("xtrace", "step", 40),
+        ("xtrace", "nonsymmetric", 40),
         *[("xnystrace", *case) for case in (("flat", 10), ("exp", 10), ("step", 40))],
     ],
 )
@@ -142,6 +136,7 @@ def test_the_standard_error_is_the_root_mean_square_error(estimator, name, k):
     assert 0.8 < np.mean(standard_errors) / rmse < 1.2
 
 
+@pytest.mark.x64
 def test_signs_that_agree_by_chance_do_not_look_exact():
     # w^* A w = 2 w_1 w_2: two probes agree in half of the draws.
     a = np.zeros((6, 6))
@@ -160,9 +155,9 @@ def _rbf(length, points):
 @pytest.mark.parametrize(
     ("estimator", "bounds"),
     [
-        ("hutchinson", (3.3e-1, 2.3e-1)),
-        ("xtrace", (2.7e-3, 9.9e-6)),
-        ("xnystrace", (1.0e-5, 3.5e-10)),
+        ("hutchinson", {40: 2.3e-1}),
+        ("xtrace", {20: 2.7e-3, 40: 9.9e-6}),
+        ("xnystrace", {20: 1.0e-5, 40: 3.5e-10}),
     ],
 )
 def test_gradient_of_a_kernel_matrix_trace(estimator, bounds):
@@ -174,7 +169,7 @@ def test_gradient_of_a_kernel_matrix_trace(estimator, bounds):
         return jnp.sum(kernel * kernel) / n
 
     exact = jax.grad(truth)(0.3)
-    for k, bound in zip((20, 40), bounds, strict=True):
+    for k, bound in bounds.items():
 
         def value(length, key, k=k):
             kernel = lx.MatrixLinearOperator(_rbf(length, points))
@@ -190,8 +185,11 @@ def test_gradient_of_a_kernel_matrix_trace(estimator, bounds):
         assert np.std(gradients) / abs(exact) < 1.3 * bound
 
 
-@pytest.mark.parametrize("estimator", FAMILIES)
-@pytest.mark.parametrize("complex", [False, True])
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("estimator", "complex"),
+    [("hutchinson", False), *((e, True) for e in ("hutch++", "xtrace", "xnystrace"))],
+)
 def test_gradients_and_hessians_are_unbiased(estimator, complex):
     n, k = 12, 7
     base = matrix("flat", n, complex)

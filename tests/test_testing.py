@@ -5,20 +5,35 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import pytest
-from helpers import ESTIMATORS, is_x64
+from helpers import ESTIMATORS
 
 import traceax as tx
 from traceax.testing import STATISTICAL_CHECKS, check_trace_estimator
 from traceax.testing._calls import CHECKS, Subject
 
-# It takes long: one of the estimators in either mode.
-IN_64_BIT = ["xtrace"]
-IN_32_BIT = ["xnystrace"]
+
+def _of_name(name):
+    return {c.__name__: c for c in STATISTICAL_CHECKS + CHECKS}[f"_check_{name}"]
 
 
-@pytest.mark.parametrize("name", IN_64_BIT if is_x64() else IN_32_BIT)
-def test_estimators_conform(name):
-    check_trace_estimator(ESTIMATORS[name])
+# It takes long: all the checks of the plainest, and of others those that are hard.
+@pytest.mark.x64
+def test_estimators_conform():
+    check_trace_estimator(ESTIMATORS["hutchinson"])
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        *(("xnystrace", check) for check in ("unbiasedness", "scale", "exact", "edge")),
+        *(
+            pytest.param("xtrace", check, marks=pytest.mark.x64)
+            for check in ("budget", "transforms", "failure", "prefix")
+        ),
+    ],
+)
+def test_checks_pass(name, check):
+    assert not list(_of_name(check)(Subject(ESTIMATORS[name], 0)))
 
 
 class Faulty(tx.TraceEstimator):
@@ -67,18 +82,12 @@ class Faulty(tx.TraceEstimator):
         return value, error, stats, blocks
 
 
-@pytest.mark.x64
-@pytest.mark.parametrize("fault", ["bias"])
-def test_faulty_estimators_are_rejected(fault):
-    with pytest.raises(AssertionError, match="Faulty fails"):
-        check_trace_estimator(Faulty(fault))
-
-
 # One check by name: the suite takes long where nearly all of it passes.
 @pytest.mark.x64
 @pytest.mark.parametrize(
     ("fault", "check"),
     [
+        ("bias", "unbiasedness"),
         ("greedy", "budget"),
         ("error", "error_bar"),
         ("imaginary", "unbiasedness"),
@@ -96,8 +105,7 @@ def test_faulty_estimators_are_rejected(fault):
     ],
 )
 def test_checks_find_their_faults(fault, check):
-    checks = {c.__name__: c for c in STATISTICAL_CHECKS + CHECKS}
-    assert list(checks[f"_check_{check}"](Subject(Faulty(fault), 0)))
+    assert next(_of_name(check)(Subject(Faulty(fault), 0)), None)
 
 
 @pytest.mark.x64
@@ -106,9 +114,8 @@ def test_checks_find_their_faults(fault, check):
     [("bias", "unbiasedness"), ("error", "error_bar"), ("wasteful", "budget")],
 )
 def test_checks_find_faults_of_semidefinite_estimators(fault, check):
-    checks = {c.__name__: c for c in STATISTICAL_CHECKS + CHECKS}
     subject = Subject(Faulty(fault, tx.XNysTraceEstimator()), 0)
-    assert list(checks[f"_check_{check}"](subject))
+    assert next(_of_name(check)(subject), None)
 
 
 @pytest.mark.x64
@@ -158,5 +165,6 @@ class Minimal(tx.TraceEstimator):
 
 
 @pytest.mark.x64
-def test_a_right_estimator_without_extras_passes():
-    check_trace_estimator(Minimal())
+@pytest.mark.parametrize("check", ["error_bar", "derivative", "pytree", "prefix"])
+def test_a_right_estimator_without_extras_passes(check):
+    assert not list(_of_name(check)(Subject(Minimal(), 0)))

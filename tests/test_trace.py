@@ -48,6 +48,7 @@ def _structural():
     }
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("name", list(_structural()))
 def test_known_structure_is_summed(key, name):
     operator, used = _structural()[name]
@@ -60,13 +61,19 @@ def test_known_structure_is_summed(key, name):
     assert_close(gradient, estimate.value, rtol=1e-5)
 
 
+@pytest.mark.x64
 def test_the_rest_of_a_sum_is_estimated(key):
     plain, psd, diagonal, identity, tridiagonal, upper = _parts()
-    for rest, name in ((plain, "XTrace"), (psd, "XNysTrace"), (psd * 2.0, "XNysTrace")):
+    every = diagonal, -identity, upper / 2.0, tridiagonal @ diagonal
+    for rest, name, exacts in (
+        (plain, "XTrace", every[:2]),
+        (psd, "XNysTrace", every[2:]),
+        (psd * 2.0, "XNysTrace", every[:1]),
+    ):
         alone = tx.trace(key, rest, 8)
         assert _choice(alone) == name
-        for exact in (diagonal, -identity, upper / 2.0, tridiagonal @ diagonal):
-            for whole in (rest + exact, exact + rest):
+        for i, exact in enumerate(exacts):
+            for whole in (rest + exact, exact + rest)[: 2 - i]:
                 estimate = tx.trace(key, whole, 8)
                 truth = alone.value + exact_trace(exact)
                 assert_close(estimate.value, truth, rtol=1e-5)
@@ -79,6 +86,7 @@ def test_the_rest_of_a_sum_is_estimated(key):
     assert_close(estimate.value, truth, rtol=1e-5)
 
 
+@pytest.mark.x64
 def test_gradients_of_split_sums(key):
     p = parameters(N)
 
@@ -98,6 +106,7 @@ def test_gradients_of_split_sums(key):
         assert_close(got[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.x64
 def test_choices_by_budget(key):
     plain, psd, *_ = _parts()
     assert _choice(tx.trace(key, plain, 3)) == "Hutchinson"
@@ -113,6 +122,7 @@ def test_choices_by_budget(key):
     assert _choice(estimate) == "The estimator that the caller gave."
 
 
+@pytest.mark.x64
 def test_reading_a_diagonal_counts_and_never_exceeds_the_budget(key):
     plain, _, diagonal, _, tridiagonal, _ = _parts()
     function = lx.FunctionLinearOperator(
@@ -125,12 +135,14 @@ def test_reading_a_diagonal_counts_and_never_exceeds_the_budget(key):
     assert_close(tx.trace(key, function, 2).value, exact_trace(function), rtol=1e-5)
 
 
+@pytest.mark.x64
 def test_a_semidefinite_whole_keeps_its_tag_if_nothing_is_split(key):
     plain, *_ = _parts()
     tagged = lx.TaggedLinearOperator(plain @ plain.T, PSD)
     assert _choice(tx.trace(key, tagged, 8)) == "XNysTrace"
 
 
+@pytest.mark.x64
 def test_complex_sums(key):
     a = as_operator(matrix("nonsymmetric", N, complex=True))
     d = lx.DiagonalLinearOperator(jnp.diagonal(a.matrix) * 1j)
@@ -145,6 +157,7 @@ def test_complex_sums(key):
     assert not jnp.iscomplexobj(tx.trace(key, hermitian, 8).value)
 
 
+@pytest.mark.x64
 def test_states_refine(key):
     operator = as_operator(matrix("poly", N), psd=True)
     for estimator in (tx.HutchinsonEstimator(), tx.XNysTraceEstimator()):
@@ -153,6 +166,7 @@ def test_states_refine(key):
         assert_close(refined.value, tx.trace(key, operator, 12, estimator).value)
 
 
+@pytest.mark.x64
 def test_states_of_parts_are_of_the_whole(key):
     a = matrix("poly", N)
     d = lx.DiagonalLinearOperator(100 * jnp.ones(N))
@@ -167,6 +181,7 @@ def test_states_of_parts_are_of_the_whole(key):
             assert_close(refined.value, truth, rtol=1e-4)
 
 
+@pytest.mark.x64
 def test_an_estimator_may_wrap_another(key):
     class Doubled(tx.TraceEstimator):
         inner: tx.TraceEstimator
@@ -208,6 +223,7 @@ def test_student_t_quantiles():
             assert_close(got, stats.t.isf((1 - level) / 2, nu), rtol=1e-2)
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("seed", range(3))
 def test_confidence_intervals_grow_with_the_level(seed):
     estimate = tx.trace(jr.key(seed), as_operator(matrix("flat", N)), 9)
