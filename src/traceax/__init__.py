@@ -8,6 +8,9 @@ from ._base import TraceState as TraceState
 from ._base import init_state as init_state
 from ._estimate import RESULTS as RESULTS
 from ._estimate import Estimate as Estimate
+from ._estimators.adaptive_xtrace import (
+    AdaptiveXTraceEstimator as AdaptiveXTraceEstimator,
+)
 from ._estimators.delta_shift import DeltaShiftEstimator as DeltaShiftEstimator
 from ._estimators.hutch_plus_plus import (
     HutchPlusPlusEstimator as HutchPlusPlusEstimator,

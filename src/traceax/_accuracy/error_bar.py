@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
-from .._linalg.small import divisor, leading, matmul
+from .._linalg.small import divisor, leading, matmul, squares
 from .._linalg.tall import inner
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
@@ -192,6 +192,35 @@ def leave_one_out_samples(
     skewness = _squared_skewness(seconds, thirds, m)
     inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
     return _error_bar(mean, unit, variance, inverse, magnitude)
+
+
+def weighted_samples(
+    samples: Inexact[Array, "*s"],
+    weight: Float[Array, "*s"],
+    magnitude: Float[Array, ""],
+    *,
+    energy: Float[Array, ""],
+    shared: ArrayLike = 0.0,
+    freedom: ArrayLike | None = None,
+) -> ErrorBar:
+    """The error bar of a weighted sum of samples of one mean; the weights add up to 1.
+
+    What has weight 0 is no sample. `V = s^2 sum_i weight_i^2 + shared`, the last of what
+    samples have in common. Where they agree by chance `s^2` is, as for
+    `independent_samples`, from the `energy`, half of the largest variance of a sample.
+    The degrees of freedom are one less than the number of samples, or as given.
+    """
+    real = weight.dtype
+    m = jnp.sum(weight != 0).astype(real)
+    value = jnp.sum(jnp.where(weight != 0, samples * weight.astype(samples.dtype), 0))
+    deviations = jnp.where(weight != 0, samples - value, 0)
+    spread = jnp.sum(squares(deviations)) / (m - 1)
+    tied = jnp.exp2(1 - m) * 2 * energy
+    spread = jnp.where(spread < 0.01 * tied, tied, spread)
+    variance = spread * jnp.sum(weight**2) + jnp.asarray(shared).astype(real)
+    freedom = m - 1 if freedom is None else jnp.asarray(freedom).astype(real)
+    one = jnp.ones((), real)
+    return _error_bar(value, one, variance, 1 / freedom, magnitude)
 
 
 def cyclic_pairs(
