@@ -2,30 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Inexact
 
-from .._accuracy.error_bar import weighted_samples
+from .._accuracy.error_bar import ErrorBar, weighted_samples
 from .._base import TraceEstimator, init_state
 from .._deflation import deflated_trace
-from .._linalg.adaptive import (
-    candidates,
-    choose_ranks,
-    covariance,
-    samples_of,
-    split_tests,
-    stand_in,
-)
+from .._linalg import adaptive, krylov_split, tall
 from .._linalg.leave_one_out import floor_diagonal
 from .._linalg.small import inverse_conjugate_transpose
-from .._linalg.tall import (
-    column_dots,
-    combine,
-    inner,
-    orthonormalise,
-    power_of_two_scale,
-    side_by_side,
-)
-from .._operators.block import apply_block, space_of
+from .._operators.block import apply_block, is_hermitian, space_of
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
+
+# Budgets from which a Krylov space pays, its blocks, and how many blocks are looked at
+# before it is decided upon.
+_KRYLOV, _WIDTH, _PILOT = 60, 4, 3
 
 
 class AdaptiveXTraceEstimator(TraceEstimator):
@@ -40,49 +30,132 @@ class AdaptiveXTraceEstimator(TraceEstimator):
     def compute(self, state, k):
         if k < 8:
             return deflated_trace(state, k, self.sampler, resphere=False)
-        space = space_of(state.operator)
-        n, h = space.size, k // 2
-        W = draw_range(self.sampler, state.key, 0, h, k, space)
-        Y = apply_block(state.operator, W)
-        unit = power_of_two_scale(Y).astype(Y.dtype)
-        Q, R = orthonormalise(Y / unit)
-        C, ranks = inner(Q, W), candidates(h)
-        duals = inverse_conjugate_transpose(floor_diagonal(R))
-        which, energies = choose_ranks(duals, R, C, n, k, ranks)
-        tests = split_tests(duals, which, ranks, k - h)
-        rank = jnp.max(jnp.asarray(ranks)[which])
-        X = draw_range(self.sampler, state.key, h, k - h, k, space)
-        pad = ((0, k - 2 * h), (0, 0))
-        basis = jnp.arange(k - h) < rank
-        X = jnp.where(basis[:, None], jnp.pad(Q.T, pad), X.T).T
-        AX = apply_block(state.operator, X) / unit
-        R, C = jnp.pad(R, pad), jnp.pad(C, pad)
-        form = of_blocks(column_dots(C, R), inner(W, AX), R, inner(X, AX))
-        gram = of_blocks(column_dots(W, W), C.conj().T, C, inner(X, X))
-        samples, shifts = samples_of(form, gram, n, tests)
-        shared = covariance(form, gram, n, tests, shifts)
-        sizes = jnp.abs(jnp.diagonal(form))
-        magnitude = jnp.mean(sizes[:h]) + jnp.sum(jnp.where(basis, sizes[h:], 0))
-        bar = weighted_samples(
-            samples,
-            tests.weight,
-            magnitude,
-            energy=jnp.mean(energies),
-            shared=shared,
-            freedom=max(2.0, h / 2),
-        )
+        if k >= _KRYLOV and is_hermitian(state.operator):
+            found = self._krylov(state, k)
+        else:
+            nothing = jnp.zeros((space_of(state.operator).size, 0))
+            nothing = nothing.astype(space_of(state.operator).compute_dtype)
+            found = self._split(state, k, nothing, nothing)
+        bar, rank, V, K = found
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
             "basis": rank,
-            "tests": k - rank,
         }
-        V = side_by_side(W, X)
-        K = stand_in(form, gram, n, tests)
-        blocks = V, combine(V, K.conj())
-        return bar.mean * unit, bar.standard_error * jnp.real(unit), stats, blocks
+        return bar.mean, bar.standard_error, stats, (V, tall.combine(V, K.conj()))
+
+    def _split(self, state, k, B, AB):
+        """Beside a basis from elsewhere."""
+        operator, space = state.operator, space_of(state.operator)
+        known = B.shape[1]
+        left, n = k - known, space.size - known
+        h, width = left // 2, left - left // 2
+
+        def probes(start, number):
+            W = draw_range(self.sampler, state.key, start, number, k, space)
+            return W - tall.combine(B, tall.inner(B, W))
+
+        W = probes(known, h)
+        Y = apply_block(operator, W)
+        unit = tall.power_of_two_scale(Y).astype(Y.dtype)
+        Q, R = tall.extend(tall.side_by_side(B, jnp.zeros_like(W)), Y / unit, known)
+        R, C, ranks = R[known:], tall.inner(Q, W), adaptive.candidates(h)
+        duals = inverse_conjugate_transpose(floor_diagonal(R))
+        which, energies = adaptive.choose_ranks(duals, R, C, n, left, ranks)
+        tests = adaptive.split_tests(duals, which, ranks, width)
+        rank = jnp.max(jnp.asarray(ranks)[which])
+        basis, pad = jnp.arange(width) < rank, ((0, width - h), (0, 0))
+        X = jnp.where(basis[:, None], jnp.pad(Q.T, pad), probes(known + h, width).T).T
+        AX = apply_block(operator, X) / unit
+        R, C = jnp.pad(R, pad), jnp.pad(C, pad)
+        form = form_of(tall.column_dots(C, R), tall.inner(W, AX), R, tall.inner(X, AX))
+        gram = form_of(tall.column_dots(W, W), C.conj().T, C, tall.inner(X, X))
+        samples, shifts = adaptive.samples_of(form, gram, n, tests)
+        bar = weighted_samples(
+            samples,
+            tests.weight,
+            magnitude_of(form, basis),
+            energy=jnp.mean(energies),
+            shared=adaptive.covariance(form, gram, n, tests, shifts),
+            freedom=max(2.0, h / 2),
+        )
+        K = jax.scipy.linalg.block_diag(
+            jnp.eye(known, dtype=W.dtype), adaptive.stand_in(form, gram, n, tests)
+        )
+        bar = added(bar, unit, tall.column_dots(B, AB))
+        return bar, known + rank, tall.side_by_side(B, W, X), K
+
+    def _krylov(self, state, k):
+        operator, space = state.operator, space_of(state.operator)
+        n, b, dtype = space.size, _WIDTH, space.compute_dtype
+        p = k // 8 + (k - k // 8) % b
+        width = k - p
+
+        def probes(start, number):
+            return draw_range(self.sampler, state.key, start, number, 2 * k, space)
+
+        def multiply(block):
+            return apply_block(operator, block)
+
+        start = probes(0, b)
+        pilot = krylov_split.begin(multiply, start, width // b, _PILOT)
+        unit = tall.power_of_two_scale(pilot.AQ).astype(dtype)
+        pilot = pilot.scaled(1 / unit)
+        size = b * _PILOT
+
+        def shallow():
+            B, AB = pilot.Q[:, :size], pilot.AQ[:, :size] * unit
+            return self._split(state, k, B, AB)
+
+        def deep():
+            def product(block):
+                return multiply(block) / unit
+
+            W = probes(b, p)
+            Y = product(W)
+            space, stop, energies = krylov_split.grow(product, pilot, W, Y, k)
+            basis = jnp.arange(width) < b * space.steps
+            X = jnp.where(basis[:, None], space.Q.T, probes(b + p, width).T).T
+            AX = krylov_split.multiply_fresh(product, X, space)
+            upper, mixed = tall.inner(W, AX), tall.inner(W, X)
+            own = tall.column_dots(W, Y), tall.column_dots(W, W)
+            form = form_of(own[0], upper, upper.conj().T, tall.inner(X, AX))
+            gram = form_of(own[1], mixed, mixed.conj().T, tall.inner(X, X))
+            tests = krylov_split.krylov_tests(stop, b, width, dtype)
+            samples = [adaptive.samples_of(form, gram, n, x)[0] for x in tests]
+            bar = weighted_samples(
+                jnp.concatenate([x.reshape(-1) for x in samples]),
+                jnp.concatenate([x.weight.reshape(-1) for x in tests]),
+                magnitude_of(form, basis),
+                energy=jnp.mean(energies),
+            )
+            K = adaptive.stand_in(form, gram, n, *tests)
+            bar = added(bar, unit, jnp.zeros(1, dtype))
+            return bar, b * space.steps, tall.side_by_side(W, X), K
+
+        wide = krylov_split.misses_multiples(pilot, start, size)
+        return jax.lax.cond(wide, shallow, deep)
 
 
-def of_blocks(own, upper, lower, inside):
-    """A form on `[W, X]`, of W its diagonal only."""
+def form_of(
+    own: Inexact[Array, " h"],
+    upper: Inexact[Array, "h l"],
+    lower: Inexact[Array, "l h"],
+    inside: Inexact[Array, "l l"],
+) -> Inexact[Array, "hl hl"]:
+    """A form on `[W, X]`, of W the diagonal only."""
     return jnp.block([[jnp.diag(own), upper], [lower, inside]])
+
+
+def magnitude_of(form: Inexact[Array, "k k"], basis: Bool[Array, " l"]):
+    """What is added up to a sample, for the error of rounding."""
+    sizes = jnp.abs(jnp.diagonal(form))
+    first = len(form) - len(basis)
+    return jnp.mean(sizes[:first]) + jnp.sum(jnp.where(basis, sizes[first:], 0))
+
+
+def added(bar: ErrorBar, unit: Array, exact: Inexact[Array, " r"]) -> ErrorBar:
+    """The error bar in other units, beside an exact part."""
+    error, size = bar.standard_error, jnp.sum(jnp.abs(exact))
+    error = jnp.maximum(error * jnp.real(unit), 4 * jnp.finfo(error.dtype).eps * size)
+    return ErrorBar(bar.mean * unit + jnp.sum(exact), error, bar.degrees_of_freedom)

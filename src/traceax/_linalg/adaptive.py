@@ -230,7 +230,11 @@ def on_basis(
     """`B^* A B`, `B^* A v_j` and `v_j^* A B`, with zeros where there is no basis."""
     rows, columns = inside[:, None], inside[None, :]
     H = jnp.where(rows & columns, form[first:, first:], 0)
-    return H, jnp.where(rows, form[first:, :t], 0), jnp.where(columns, form[:t, first:], 0)
+    return (
+        H,
+        jnp.where(rows, form[first:, :t], 0),
+        jnp.where(columns, form[:t, first:], 0),
+    )
 
 
 def covariance(
@@ -283,8 +287,10 @@ def stand_in(
     """
 
     def value(form):
-        found = [jnp.sum(samples_of(form, gram, n, x)[0] * x.weight.astype(form.dtype))
-            for x in parts]
+        found = [
+            jnp.sum(samples_of(form, gram, n, x)[0] * x.weight.astype(form.dtype))
+            for x in parts
+        ]
         return sum(found, start=jnp.zeros((), form.dtype))
 
     (K,) = jax.linear_transpose(value, form)(jnp.ones((), form.dtype))
