@@ -19,6 +19,51 @@ _KRYLOV, _WIDTH, _PILOT = 60, 4, 3
 
 
 class AdaptiveXTraceEstimator(TraceEstimator):
+    r"""Splits its products between a basis and tests by what it sees.
+
+    The first half of the products is taken with probes `w_i`. They are tests, and what
+    comes out of the first r of them spans a basis. The second half is taken with the basis
+    and with `k / 2 - r` fresh probes. Test i sees what the others of the basis leave,
+
+        t_i = tr(P_i A) + g_i^* A g_i - c_i (|g_i|^2 - n + rank P_i),   g_i = (I - P_i) w_i
+
+    and the value is a weighted mean. r = 0 is Hutchinson's estimator, r = k/2 - 1 nearly
+    XTrace. The rank is chosen for each test by all others, among four.
+
+    *Use when* nothing is known of the operator: without knowing the spectrum the error is
+    about that of the better one of Hutchinson's estimator and XTrace. For signs, what is
+    diagonal costs nothing, and a multiple of the identity is exact.
+
+    *Symmetric operators*, and Hermitian ones, known by their tag, have a Krylov basis of
+    blocks of 4 from 60 products on. A product with a basis vector is then one for the next
+    block, too. Tests, k/8 probes that the basis knows nothing of, say when to stop; what is
+    left is for fresh tests. Where the spectrum decays the error falls by factors. Krylov
+    spaces find 4 eigenvectors of an eigenvalue: where 12 products show that most of the
+    operator is in eigenvalues of higher multiplicity, the others are split as above.
+
+    | | |
+    |---|---|
+    | operator | any, PyTrees, complex; a real symmetric or a semidefinite tag is made use of |
+    | products | k, all used; k < 8 is Hutchinson's estimator |
+    | beyond the products | O(n k^2) time, about six n x k/2 blocks, O(k^3) for choices and error bar; the derivative 8 n k^2 operations |
+    | bias | none: no test has a say in what it is tested on |
+    | standard error | that of independent samples, and what those in the basis have in common |
+    | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
+
+    `stats["basis"]` is the size of the basis; the other products were tests. Budgets are
+    fixed: an estimate can't go on from an earlier one, nor to a tolerance, and `refresh`
+    begins anew. Under `vmap` a symmetric operator takes the products of both ways.
+
+    **Arguments:**
+
+    - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default. Independent.
+
+    **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample
+    in Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),
+    doi:10.1137/23M1548323, arXiv:2301.07825, for leaving one out. The choice of the rank
+    by the other tests, and the shift, are not in the literature as far as we know.
+    """
+
     sampler: Sampler = RademacherSampler()
 
     def __check_init__(self):
