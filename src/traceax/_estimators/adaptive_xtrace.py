@@ -45,7 +45,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
     |---|---|
     | operator | any, PyTrees, complex; a real symmetric or a semidefinite tag is made use of |
     | products | k, all used; k < 8 is Hutchinson's estimator |
-    | beyond the products | O(n k^2) time, about six n x k/2 blocks, O(k^3) for choices and error bar; the derivative 8 n k^2 operations |
+    | beyond the products | O(n k^2) time and four n x k/2 blocks; O(k^3) for the rest; the derivative holds eight |
     | bias | none: no test has a say in what it is tested on |
     | standard error | that of independent samples, and what those in the basis have in common |
     | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
