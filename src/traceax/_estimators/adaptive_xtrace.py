@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 from jaxtyping import Array, Bool, Inexact
 
 from .._accuracy.error_bar import ErrorBar, weighted_samples
@@ -75,13 +76,15 @@ class AdaptiveXTraceEstimator(TraceEstimator):
     def compute(self, state, k):
         if k < 8:
             return deflated_trace(state, k, self.sampler, resphere=False)
-        if k >= _KRYLOV and is_hermitian(state.operator):
-            found = self._krylov(state, k)
+        operator, space = state.operator, space_of(state.operator)
+        deep = k >= _KRYLOV and is_hermitian(operator)
+        number = k + _WIDTH if deep else k
+        probes = draw_range(self.sampler, state.key, 0, number, number, space)
+        if deep:
+            bar, rank, V, K = _krylov_split(operator, probes, k)
         else:
-            nothing = jnp.zeros((space_of(state.operator).size, 0))
-            nothing = nothing.astype(space_of(state.operator).compute_dtype)
-            found = self._split(state, k, nothing, nothing)
-        bar, rank, V, K = found
+            nothing = probes[:, :0]
+            bar, rank, V, K = _split(operator, probes, nothing, nothing)
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
@@ -89,97 +92,104 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         }
         return bar.mean, bar.standard_error, stats, (V, tall.combine(V, K.conj()))
 
-    def _split(self, state, k, B, AB):
-        """Beside a basis from elsewhere."""
-        operator, space = state.operator, space_of(state.operator)
-        known = B.shape[1]
-        left, n = k - known, space.size - known
-        h, width = left // 2, left - left // 2
 
-        def probes(start, number):
-            W = draw_range(self.sampler, state.key, start, number, k, space)
-            return W - tall.combine(B, tall.inner(B, W))
+Found = tuple[ErrorBar, Array, Inexact[Array, "n k"], Inexact[Array, "k k"]]
 
-        W = probes(known, h)
-        Y = apply_block(operator, W)
-        unit = tall.power_of_two_scale(Y).astype(Y.dtype)
-        Q, R = tall.extend(tall.side_by_side(B, jnp.zeros_like(W)), Y / unit, known)
-        R, C, ranks = R[known:], tall.inner(Q, W), adaptive.candidates(h)
-        duals = inverse_conjugate_transpose(floor_diagonal(R))
-        which, energies = adaptive.choose_ranks(duals, R, C, n, left, ranks)
-        tests = adaptive.split_tests(duals, which, ranks, width)
-        rank = jnp.max(jnp.asarray(ranks)[which])
-        basis, pad = jnp.arange(width) < rank, ((0, width - h), (0, 0))
-        X = jnp.where(basis[:, None], jnp.pad(Q.T, pad), probes(known + h, width).T).T
-        AX = apply_block(operator, X) / unit
-        R, C = jnp.pad(R, pad), jnp.pad(C, pad)
-        form = form_of(tall.column_dots(C, R), tall.inner(W, AX), R, tall.inner(X, AX))
-        gram = form_of(tall.column_dots(W, W), C.conj().T, C, tall.inner(X, X))
-        samples, shifts = adaptive.samples_of(form, gram, n, tests)
+
+def _split(
+    operator: lx.AbstractLinearOperator,
+    probes: Inexact[Array, "n k"],
+    B: Inexact[Array, "n r"],
+    AB: Inexact[Array, "n r"],
+) -> Found:
+    """The error bar, the size of the basis, V, and K with `Z = V conj(K)`.
+
+    Beside a basis B that the probes know nothing of.
+    """
+    probes = probes - tall.combine(B, tall.inner(B, probes))
+    (n, k), known = probes.shape, B.shape[1]
+    n, h = n - known, k // 2
+    width = k - h
+    W, fresh = probes[:, :h], probes[:, h:]
+    Y = apply_block(operator, W)
+    unit = tall.power_of_two_scale(Y).astype(Y.dtype)
+    Q, R = tall.extend(tall.side_by_side(B, jnp.zeros_like(W)), Y / unit, known)
+    R, C, ranks = R[known:], tall.inner(Q, W), adaptive.candidates(h)
+    duals = inverse_conjugate_transpose(floor_diagonal(R))
+    which, energies = adaptive.choose_ranks(duals, R, C, n, k, ranks)
+    tests = adaptive.split_tests(duals, which, ranks, width)
+    rank = jnp.max(jnp.asarray(ranks)[which])
+    basis, pad = jnp.arange(width) < rank, ((0, k - 2 * h), (0, 0))
+    X = jnp.where(basis[:, None], jnp.pad(Q.T, pad), fresh.T).T
+    AX = apply_block(operator, X) / unit
+    R, C = jnp.pad(R, pad), jnp.pad(C, pad)
+    form = form_of(tall.column_dots(C, R), tall.inner(W, AX), R, tall.inner(X, AX))
+    gram = form_of(tall.column_dots(W, W), C.conj().T, C, tall.inner(X, X))
+    samples, shifts = adaptive.samples_of(form, gram, n, tests)
+    bar = weighted_samples(
+        samples,
+        tests.weight,
+        magnitude_of(form, basis),
+        energy=jnp.mean(energies),
+        shared=adaptive.covariance(form, gram, n, tests, shifts),
+        freedom=max(2.0, h / 2),
+    )
+    K = jax.scipy.linalg.block_diag(
+        jnp.eye(known, dtype=W.dtype), adaptive.stand_in(form, gram, n, tests)
+    )
+    bar = added(bar, unit, tall.column_dots(B, AB))
+    return bar, known + rank, tall.side_by_side(B, W, X), K
+
+
+def _krylov_split(
+    operator: lx.AbstractLinearOperator, probes: Inexact[Array, "n kb"], k: int
+) -> Found:
+    """The same, of a Hermitian operator."""
+    n, b, dtype = len(probes), _WIDTH, probes.dtype
+    p = k // 8 + (k - k // 8) % b
+    width = k - p
+
+    def multiply(block):
+        return apply_block(operator, block)
+
+    start = probes[:, :b]
+    pilot = krylov_split.begin(multiply, start, width // b, _PILOT)
+    unit = tall.power_of_two_scale(pilot.AQ).astype(dtype)
+    pilot = pilot.scaled(1 / unit)
+    size = b * _PILOT
+
+    def shallow():
+        B, AB = pilot.Q[:, :size], pilot.AQ[:, :size] * unit
+        return _split(operator, probes[:, b : b + k - size], B, AB)
+
+    def deep():
+        def product(block):
+            return multiply(block) / unit
+
+        W = probes[:, b : b + p]
+        Y = product(W)
+        space, stop, energies = krylov_split.grow(product, pilot, W, Y, k)
+        basis = jnp.arange(width) < b * space.steps
+        X = jnp.where(basis[:, None], space.Q.T, probes[:, b + p :].T).T
+        AX = krylov_split.multiply_fresh(product, X, space)
+        upper, mixed = tall.inner(W, AX), tall.inner(W, X)
+        own = tall.column_dots(W, Y), tall.column_dots(W, W)
+        form = form_of(own[0], upper, upper.conj().T, tall.inner(X, AX))
+        gram = form_of(own[1], mixed, mixed.conj().T, tall.inner(X, X))
+        tests = krylov_split.krylov_tests(stop, b, width, dtype)
+        samples = [adaptive.samples_of(form, gram, n, x)[0] for x in tests]
         bar = weighted_samples(
-            samples,
-            tests.weight,
+            jnp.concatenate([x.reshape(-1) for x in samples]),
+            jnp.concatenate([x.weight.reshape(-1) for x in tests]),
             magnitude_of(form, basis),
             energy=jnp.mean(energies),
-            shared=adaptive.covariance(form, gram, n, tests, shifts),
-            freedom=max(2.0, h / 2),
         )
-        K = jax.scipy.linalg.block_diag(
-            jnp.eye(known, dtype=W.dtype), adaptive.stand_in(form, gram, n, tests)
-        )
-        bar = added(bar, unit, tall.column_dots(B, AB))
-        return bar, known + rank, tall.side_by_side(B, W, X), K
+        K = adaptive.stand_in(form, gram, n, *tests)
+        bar = added(bar, unit, jnp.zeros(1, dtype))
+        return bar, b * space.steps, tall.side_by_side(W, X), K
 
-    def _krylov(self, state, k):
-        operator, space = state.operator, space_of(state.operator)
-        n, b, dtype = space.size, _WIDTH, space.compute_dtype
-        p = k // 8 + (k - k // 8) % b
-        width = k - p
-
-        def probes(start, number):
-            return draw_range(self.sampler, state.key, start, number, 2 * k, space)
-
-        def multiply(block):
-            return apply_block(operator, block)
-
-        start = probes(0, b)
-        pilot = krylov_split.begin(multiply, start, width // b, _PILOT)
-        unit = tall.power_of_two_scale(pilot.AQ).astype(dtype)
-        pilot = pilot.scaled(1 / unit)
-        size = b * _PILOT
-
-        def shallow():
-            B, AB = pilot.Q[:, :size], pilot.AQ[:, :size] * unit
-            return self._split(state, k, B, AB)
-
-        def deep():
-            def product(block):
-                return multiply(block) / unit
-
-            W = probes(b, p)
-            Y = product(W)
-            space, stop, energies = krylov_split.grow(product, pilot, W, Y, k)
-            basis = jnp.arange(width) < b * space.steps
-            X = jnp.where(basis[:, None], space.Q.T, probes(b + p, width).T).T
-            AX = krylov_split.multiply_fresh(product, X, space)
-            upper, mixed = tall.inner(W, AX), tall.inner(W, X)
-            own = tall.column_dots(W, Y), tall.column_dots(W, W)
-            form = form_of(own[0], upper, upper.conj().T, tall.inner(X, AX))
-            gram = form_of(own[1], mixed, mixed.conj().T, tall.inner(X, X))
-            tests = krylov_split.krylov_tests(stop, b, width, dtype)
-            samples = [adaptive.samples_of(form, gram, n, x)[0] for x in tests]
-            bar = weighted_samples(
-                jnp.concatenate([x.reshape(-1) for x in samples]),
-                jnp.concatenate([x.weight.reshape(-1) for x in tests]),
-                magnitude_of(form, basis),
-                energy=jnp.mean(energies),
-            )
-            K = adaptive.stand_in(form, gram, n, *tests)
-            bar = added(bar, unit, jnp.zeros(1, dtype))
-            return bar, b * space.steps, tall.side_by_side(W, X), K
-
-        wide = krylov_split.misses_multiples(pilot, start, size)
-        return jax.lax.cond(wide, shallow, deep)
+    wide = krylov_split.misses_multiples(pilot, start, size)
+    return jax.lax.cond(wide, shallow, deep)
 
 
 def form_of(

@@ -267,7 +267,8 @@ def covariance(
             samples, pairs, _ = leave_one_out_traces(of, loo_, resphere=False)
             return pairs - samples[:, None]
 
-        change = differences(form) - c[:h, None] * differences(gram)
+        change, of_identity = jax.vmap(differences)(jnp.stack([form, gram]))
+        change = change - c[:h, None] * of_identity
         both = inside[:h, None] & inside[None, :h] & apart
         parallel = 1 - squares(inner(S, S)) < 400 * jnp.finfo(form.dtype).eps
         a = jnp.diagonal(weight[:h, :h]).astype(form.dtype)

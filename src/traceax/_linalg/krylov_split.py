@@ -167,18 +167,16 @@ def grow(
 def multiply_fresh(
     product: Product, X: Inexact[Array, "n l"], space: Space
 ) -> Inexact[Array, "n l"]:
-    """`A X`, of which the products with the basis are known: four blocks at a time."""
+    """`A X`, of which the products with the basis are known."""
     b, width = space.run.pending.shape[1], X.shape[1]
+
+    def more(done):
+        AX, at = done
+        some = jax.lax.dynamic_slice_in_dim(X.T, at, b).T
+        return put(AX, product(some), at), at + b
+
     done = space.AQ, b * space.steps
-    for number in (4 * b, b):
-
-        def more(done, number=number):
-            AX, at = done
-            some = jax.lax.dynamic_slice_in_dim(X.T, at, number).T
-            return put(AX, product(some), at), at + number
-
-        done = jax.lax.while_loop(lambda x, m=number: x[1] + m <= width, more, done)
-    return done[0]
+    return jax.lax.while_loop(lambda done: done[1] < width, more, done)[0]
 
 
 def krylov_tests(stop: Int[Array, " p"], b: int, width: int, dtype) -> list[Tests]:
