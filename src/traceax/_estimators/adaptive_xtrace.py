@@ -9,8 +9,6 @@ from .._accuracy.error_bar import ErrorBar, weighted_samples
 from .._base import TraceEstimator, init_state
 from .._deflation import deflated_trace
 from .._linalg import adaptive, krylov_split, tall
-from .._linalg.leave_one_out import floor_diagonal
-from .._linalg.small import inverse_conjugate_transpose
 from .._operators.block import apply_block, is_hermitian, space_of
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
 
@@ -115,7 +113,7 @@ def _split(
     unit = tall.power_of_two_scale(Y).astype(Y.dtype)
     Q, R = tall.extend(tall.side_by_side(B, jnp.zeros_like(W)), Y / unit, known)
     R, C, ranks = R[known:], tall.inner(Q, W), adaptive.candidates(h)
-    duals = inverse_conjugate_transpose(floor_diagonal(R))
+    duals = adaptive.duals_of(R)
     which, energies = adaptive.choose_ranks(duals, R, C, n, k, ranks)
     tests = adaptive.split_tests(duals, which, ranks, width)
     rank = jnp.max(jnp.asarray(ranks)[which])

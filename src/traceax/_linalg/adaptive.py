@@ -35,8 +35,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from .leave_one_out import Grams, LeaveOneOut, leave_one_out_traces
-from .small import divisor, matmul, squares
+from .leave_one_out import Grams, LeaveOneOut, floor_diagonal, leave_one_out_traces
+from .small import divisor, inverse_conjugate_transpose, matmul, squares
 from .tall import column_dots, inner
 
 # What tests that are columns of the basis have in common, as a share of what they would
@@ -47,6 +47,11 @@ _COMMON = 0.25
 def candidates(h: int) -> list[int]:
     """Ranks to choose from. One probe at least is fresh."""
     return sorted({min(round(h * third / 3), h - 1) for third in range(4)})
+
+
+def duals_of(R: Inexact[Array, "h h"]) -> Inexact[Array, "h h"]:
+    """`R^-*`, column i of which is orthogonal to all columns of R but the i-th."""
+    return inverse_conjugate_transpose(floor_diagonal(R))
 
 
 def directions(
@@ -248,7 +253,7 @@ def covariance(
 
     `sum_{i != j} a_i a_j (t_ij - t_i) conj(t_ji - t_j)`, with `a_i` the weight of `t_i`
     and `t_ij` the same with probe j left out as well, for `c_i` as it is; see
-    [`traceax._accuracy.error_bar.leave_one_out_samples`][] for why.
+    `leave_one_out_samples` of the error bars for why.
     """
     h = tests.S.shape[2] - 1
     apart = ~jnp.eye(h, dtype=bool)
