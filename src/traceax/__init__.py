@@ -6,6 +6,9 @@ from ._accuracy.error_bar import ErrorBar as ErrorBar
 from ._base import TraceEstimator as TraceEstimator
 from ._estimate import RESULTS as RESULTS
 from ._estimate import Estimate as Estimate
+from ._estimators.adaptive_xtrace import (
+    AdaptiveXTraceEstimator as AdaptiveXTraceEstimator,
+)
 from ._estimators.delta_shift import DeltaShiftEstimator as DeltaShiftEstimator
 from ._estimators.hutch_plus_plus import (
     HutchPlusPlusEstimator as HutchPlusPlusEstimator,

@@ -240,8 +240,7 @@ class TraceEstimator(eqx.Module):
 
         **Raises:**
 
-        - as [`traceax.trace`][]; `TypeError` for a tolerance that the estimator does not
-            take, or for the state of another estimator.
+        - as [`traceax.trace`][]; `TypeError` for the state of another estimator.
         """
         where = f"{type(self).__name__}.estimate"
         _check_state(state, self, where)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from .._linalg.leave_one_out import RowSamples
-from .._linalg.small import divisor, leading, matmul
+from .._linalg.small import divisor, leading, matmul, squares
 from .._linalg.tall import RowMoments, inner
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
@@ -201,12 +201,12 @@ def independent_rows(moments: RowMoments, m: int | Int[Array, ""]) -> ErrorBar:
     Signs may agree by chance (see `independent_samples`): then the variance is that of
     `sum_s A_rs w_s`, times that probability.
     """
-    mean, deviations, squares, unit = moments
+    mean, deviations, squared, unit = moments
     number = jnp.asarray(m).astype(deviations.dtype)
-    tied = jnp.exp2(1 - number) * jnp.maximum(squares / number - jnp.abs(mean) ** 2, 0)
+    tied = jnp.exp2(1 - number) * jnp.maximum(squared / number - jnp.abs(mean) ** 2, 0)
     variance = deviations / jnp.maximum(number - 1, 1)
     variance = jnp.where(variance < 0.01 * tied, tied, variance) / number
-    size = jnp.sqrt(squares / number)
+    size = jnp.sqrt(squared / number)
     return _row_bar(mean, unit, variance, size, 1 / jnp.maximum(number - 1, 1), number)
 
 
@@ -244,6 +244,35 @@ def _row_bar(mean, unit, variance, magnitude, inverse, number) -> ErrorBar:
     error = jnp.where(number > 1, bar.standard_error, jnp.nan)
     freedom = jnp.broadcast_to(bar.degrees_of_freedom, error.shape)
     return ErrorBar(mean, error, freedom)
+
+
+def weighted_samples(
+    samples: Inexact[Array, "*s"],
+    weight: Float[Array, "*s"],
+    magnitude: Float[Array, ""],
+    *,
+    energy: Float[Array, ""],
+    shared: ArrayLike = 0.0,
+    freedom: ArrayLike | None = None,
+) -> ErrorBar:
+    """The error bar of a weighted sum of samples of one mean; the weights add up to 1.
+
+    What has weight 0 is no sample. `V = s^2 sum_i weight_i^2 + shared`, the last of what
+    samples have in common. Where they agree by chance `s^2` is, as for
+    `independent_samples`, from the `energy`, half of the largest variance of a sample.
+    The degrees of freedom are one less than the number of samples, or as given.
+    """
+    real = weight.dtype
+    m = jnp.sum(weight != 0).astype(real)
+    value = jnp.sum(jnp.where(weight != 0, samples * weight.astype(samples.dtype), 0))
+    deviations = jnp.where(weight != 0, samples - value, 0)
+    spread = jnp.sum(squares(deviations)) / (m - 1)
+    tied = jnp.exp2(1 - m) * 2 * energy
+    spread = jnp.where(spread < 0.01 * tied, tied, spread)
+    variance = spread * jnp.sum(weight**2) + jnp.asarray(shared).astype(real)
+    freedom = m - 1 if freedom is None else jnp.asarray(freedom).astype(real)
+    one = jnp.ones((), real)
+    return _error_bar(value, one, variance, 1 / freedom, magnitude)
 
 
 def cyclic_pairs(

@@ -197,7 +197,7 @@ def leave_one_out_traces(
     on_range = jnp.trace(H) - on_s
     tested = a.astype(H.dtype) * quadratics
     samples = on_range + tested
-    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H)) + jnp.abs(tested) / count)
+    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H))) + jnp.sum(jnp.abs(tested)) / count
 
     c, SHS = inner(S, S), inner(S, HS)
     eps = jnp.finfo(left.dtype).eps

@@ -1,0 +1,183 @@
+"""Error against products of the estimator that splits its budget, and of the others.
+
+    python benchmarks/choice.py                      # everything: about half an hour
+    python benchmarks/choice.py --keys 100 --k 24 60
+
+For every operator and budget, over many keys:
+
+- `RMSE / best`: over the smallest root mean square error of Hutchinson's estimator with
+  signs and on the sphere, Hutch++ and XTrace, which only hindsight knows. `symmetric` is
+  for the operator tagged so; `XTrace` is that estimator's;
+- `bar / RMSE`: the root mean square of the standard error, and `cover`, the share of 95 %
+  intervals that hold the truth, in percent.
+
+Operators are dense: three spectra and a signed one in a random basis, a nonsymmetric one, a
+Matern kernel, the Laplacian of a random geometric graph, and Hessians of a network before
+and after training. `--more` adds others.
+"""
+
+import argparse
+import time
+
+import equinox as eqx
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+
+import traceax as tx
+
+jax.config.update("jax_enable_x64", True)
+
+N = 413  # parameters of the network
+ADAPTIVE = tx.AdaptiveXTraceEstimator()
+OTHERS = {
+    "signs": tx.HutchinsonEstimator(),
+    "sphere": tx.HutchinsonEstimator(tx.SphereSampler()),
+    "Hutch++": tx.HutchPlusPlusEstimator(),
+    "XTrace": tx.XTraceEstimator(),
+}
+
+
+def hessians(steps=(0, 300)) -> list[np.ndarray]:
+    """Of the loss of a tanh network on ten classes, after steps of Adam."""
+    rng = np.random.default_rng(2)
+    classes = rng.integers(0, 10, 400)
+    centres = rng.normal(size=(10, 20))
+    x = jnp.asarray(centres[classes] + rng.normal(size=(400, 20)))
+    first = {
+        "a": rng.normal(size=(20, 13)) / np.sqrt(20),
+        "b": np.zeros(13),
+        "c": rng.normal(size=(13, 10)) / np.sqrt(13),
+        "d": np.zeros(10),
+    }
+    start, unravel = jax.flatten_util.ravel_pytree(first)
+
+    def loss(p):
+        p = unravel(p)
+        logits = jnp.tanh(x @ p["a"] + p["b"]) @ p["c"] + p["d"]
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(400), classes])
+
+    gradient, found = jax.jit(jax.grad(loss)), []
+    p, m, v = start, 0 * start, 0 * start
+    for step in range(max(steps) + 1):
+        if step in steps:
+            found.append(np.asarray(jax.jit(jax.hessian(loss))(p)))
+        g = gradient(p)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        unit = (1 - 0.9 ** (step + 1)) / jnp.sqrt(1 - 0.999 ** (step + 1))
+        p = p - 0.01 * m / (unit * (jnp.sqrt(v) + 1e-8))
+    return found
+
+
+def matrices(*, more: bool) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    i = np.arange(1, N + 1.0)
+
+    def rotated(values):
+        basis = np.linalg.qr(rng.normal(size=(N, N)))[0]
+        return (basis * values) @ basis.T
+
+    points = rng.uniform(size=(N, 2))
+    distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    kernel = (1 + distances / 0.2) * np.exp(-distances / 0.2)
+    adjacent = (distances < 0.1) & ~np.eye(N, dtype=bool)
+    signs = np.where(rng.uniform(size=N) < 0.5, -1, 1)
+    hessian = hessians()
+    found = {
+        "flat": rotated(np.linspace(1, 3, N)),
+        "1 / i": rotated(1 / i),
+        "0.9^i": rotated(0.9**i),
+        "signed 1 / i": rotated(signs / i),
+        "nonsymmetric": rng.normal(size=(N, N)) / i,
+        "kernel": kernel,
+        "Laplacian": np.diag(adjacent.sum(1)) - 1.0 * adjacent,
+        "Hessian, step 0": hessian[0],
+        "Hessian, step 300": hessian[1],
+    }
+    if not more:
+        return found
+    outliers = np.where(i <= 20, 20 + i, 1 + rng.uniform(size=N))
+    return {
+        "step": rotated(np.where(i <= 50, 1, 1e-3)),
+        "two steps": rotated(np.where(i <= 3, 10, np.where(i <= 40, 1, 1e-3))),
+        "i^-2": rotated(i**-2),
+        "i^-1/2": rotated(i**-0.5),
+        "0.7^i": rotated(0.7**i),
+        "bulk and outliers": rotated(outliers),
+        "I + normal": np.eye(N) + rng.normal(size=(N, N)) / np.sqrt(N),
+    }
+
+
+@eqx.filter_jit
+def estimates(matrix, keys, k, estimator, tags):
+    operator = lx.MatrixLinearOperator(matrix, tags)
+
+    def one(key):
+        found = tx.trace(key, operator, k, estimator, throw=False)
+        low, high = found.confidence_interval()
+        return found.value, found.standard_error, low, high
+
+    return jax.lax.map(one, keys)  # under vmap both ways of a choice are taken
+
+
+def measure(matrix, k, estimator, keys, tags=()) -> tuple[float, float, float]:
+    """The RMSE, the error bar over it, the coverage."""
+    found = estimates(jnp.asarray(matrix), keys, k, estimator, tags)
+    value, error, low, high = (np.asarray(x) for x in found)
+    truth = np.trace(matrix)
+    rms = np.sqrt(np.mean((value - truth) ** 2))
+    bar = np.sqrt(np.mean(error**2)) / rms
+    return rms, bar, 100 * np.mean((low <= truth) & (truth <= high))
+
+
+def geometric_mean(ratios) -> float:
+    return float(np.exp(np.mean(np.log(ratios))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--k", type=int, nargs="+", default=[12, 24, 60, 120, 240])
+    parser.add_argument("--keys", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--more", action="store_true", help="other operators")
+    arguments = parser.parse_args()
+    keys = jr.split(jr.key(arguments.seed), arguments.keys)
+    print(
+        f"jax {jax.__version__}, traceax {tx.__version__}, {time.strftime('%Y-%m-%d')}, "
+        f"n = {N}, {arguments.keys} keys, float64"
+    )
+    print(
+        "                      |  RMSE / best             |   untagged     | symmetric"
+    )
+    print(
+        "operator            k | untagged symmetric XTrace | bar/RMSE cover | the same"
+    )
+    ratios = {"untagged": [], "symmetric": [], "XTrace": []}
+    for k in arguments.k:
+        for name, matrix in matrices(more=arguments.more).items():
+            others = {x: measure(matrix, k, OTHERS[x], keys)[0] for x in OTHERS}
+            best = min(others.values())
+            mine = measure(matrix, k, ADAPTIVE, keys)
+            ratios["untagged"].append(mine[0] / best)
+            ratios["XTrace"].append(others["XTrace"] / best)
+            tagged = (np.nan,) * 3
+            if k >= 60 and np.allclose(matrix, matrix.T):
+                tagged = measure(matrix, k, ADAPTIVE, keys, lx.symmetric_tag)
+                ratios["symmetric"].append(tagged[0] / best)
+            print(
+                f"{name:18}{k:4}| {mine[0] / best:8.2f} {tagged[0] / best:9.2g} "
+                f"{others['XTrace'] / best:6.2f} | {mine[1]:8.2f} {mine[2]:5.1f} |"
+                f" {tagged[1]:5.2f} {tagged[2]:5.1f}",
+                flush=True,
+            )
+    for name, found in ratios.items():
+        if found:
+            mean, worst = geometric_mean(found), max(found)
+            print(f"{name}: geometric mean {mean:.2f}, worst {worst:.2f}")
+
+
+if __name__ == "__main__":
+    main()

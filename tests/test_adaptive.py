@@ -1,0 +1,340 @@
+"""The split budget: against loops with a projector a test, for bias, and at its edges."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import as_operator, assert_close, haar, matrix, rounding, z_score
+
+import traceax as tx
+from traceax._linalg import adaptive, krylov_split
+from traceax.testing import check_trace_estimator
+
+N = 40
+ADAPTIVE = tx.AdaptiveXTraceEstimator()
+both = pytest.mark.parametrize("complex", [False, True])
+
+
+def _probes(key, start, number, a):
+    block = ADAPTIVE.sampler.sample(key, len(a), start + number, jnp.asarray(a).dtype)
+    return np.asarray(block)[:, start:]
+
+
+def _projector(y):
+    q, _ = np.linalg.qr(y)
+    return q @ q.conj().T
+
+
+def _test(b, p, w, others, rank):
+    """A test of matrix b on what the projector p leaves of w, and the shift by others."""
+
+    def quadratic(b, v):
+        g = v - p @ v
+        return np.vdot(g, b @ g)
+
+    length = sum(quadratic(np.eye(len(b)), v) for v in others)
+    c = sum(quadratic(b, v) for v in others) / length
+    more = np.vdot(w - p @ w, w - p @ w) - len(b) + rank
+    return np.trace(p @ b) + quadratic(b, w) - c * more
+
+
+def _range(y, r, *left_out):
+    kept = [j for j in range(r) if j not in left_out]
+    return _projector(y[:, kept]) if kept else np.zeros((len(y), len(y))), len(kept)
+
+
+def _naive_choice(y, w, k, ranks):
+    """The rank for each test, each product left out of the basis it is measured by."""
+    n, h = w.shape
+    chosen = []
+    for i in range(h):
+        cost, before = [], None
+        for g, r in enumerate(ranks):
+            rests = []
+            for j in set(range(h)) - {i}:
+                p, _ = _range(y, r, i, j)
+                rests.append((w[:, j], y[:, j] - p @ y[:, j]))
+            energy = np.mean([np.vdot(e, e).real for _, e in rests])
+            mean = np.mean([np.vdot(v, e) for v, e in rests])
+            v = max(energy - abs(mean) ** 2 / (n - r + (i < r)), energy / 1000)
+            common = 0.0
+            if g:
+                step = max(before / v, 1) ** (1 / (r - ranks[g - 1])) - 1
+                common = r * (r - 1) / (k - r) ** 2 * v * step / 4
+            cost.append(v / (k - r) + common)
+            before = v
+        chosen.append(ranks[int(np.argmin(cost))])
+    return np.array(chosen)
+
+
+def _naive(a, w, fresh, b, chosen):
+    """Samples of the left-out tests and the value, of matrix b for choices from a."""
+    h, y = w.shape[1], a @ w
+    largest = max(chosen)
+    fresh, width = fresh[:, largest:], fresh.shape[1]
+    samples = []
+    for i, r in enumerate(chosen):
+        others = [w[:, j] for j in range(r, h) if j != i]
+        p, rank = _range(y, r, i)
+        samples.append(_test(b, p, w[:, i], [*others, fresh[:, -1]], rank))
+    p, rank = _range(y, largest)
+    shift = list(w[:, largest:].T)
+    of_fresh = np.mean([_test(b, p, v, shift, rank) for v in fresh.T])
+    share = (width - chosen) / (h + width - chosen)
+    return samples, np.mean((1 - share) * samples + share * of_fresh)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("k", [10, 17])
+@both
+def test_formulas_against_loops(complex, k):
+    b = matrix("nonsymmetric", N, complex, seed=3)
+    h, ranks = k // 2, adaptive.candidates(k // 2)
+
+    @jax.jit
+    def run(a, key):
+        return ADAPTIVE.compute(tx.init_state(key, lx.MatrixLinearOperator(a)), k)
+
+    @jax.jit
+    def kernel(a, w, x):
+        q, r = jnp.linalg.qr(a @ w)
+        duals = adaptive.duals_of(r)
+        which, _ = adaptive.choose_ranks(duals, r, q.conj().T @ w, N, k, ranks)
+        tests = adaptive.split_tests(duals, which, ranks, k - h)
+        basis = jnp.arange(k - h) < jnp.max(jnp.asarray(ranks)[which])
+        q = jnp.pad(q, ((0, 0), (0, k - 2 * h)))
+        v = jnp.concatenate([w, jnp.where(basis[None, :], q, x)], axis=1)
+        form, gram = v.conj().T @ a @ v, v.conj().T @ v
+        return which, tests.weight, adaptive.samples_of(form, gram, N, tests)[0]
+
+    for seed, name in enumerate(["flat", "exp", "nonsymmetric", "poly"]):
+        key, a = jr.key(seed), matrix(name, N, complex)
+        w, fresh = _probes(key, 0, h, a), _probes(key, h, k - h, a)
+        chosen = _naive_choice(a @ w, w, k, ranks)
+        samples, value = _naive(a, w, fresh, a, chosen)
+        which, weight, found = kernel(jnp.asarray(a), w, fresh)
+        np.testing.assert_array_equal(np.asarray(ranks)[which], chosen)
+        for i in range(h):
+            g = which[i]
+            assert weight[g, i, i] > 0
+            assert_close(found[g, i, i], samples[i])
+        assert_close(jnp.sum(weight), 1.0)
+        estimate, _, stats, (V, Z) = run(jnp.asarray(a), key)
+        assert stats["basis"] == max(chosen)
+        assert_close(estimate, value)
+        assert_close(jnp.sum(Z.conj() * (a @ V)), value)
+        assert_close(jnp.sum(Z.conj() * (b @ V)), _naive(a, w, fresh, b, chosen)[1])
+
+
+@pytest.mark.x64
+def test_what_tests_have_in_common_against_a_loop():
+    a, k, h = matrix("exp", N), 16, 8
+    key, ranks = jr.key(2), adaptive.candidates(8)
+    w, fresh = _probes(key, 0, h, a), _probes(key, h, h, a)
+    y = a @ w
+    q, r = (jnp.asarray(x) for x in np.linalg.qr(y))
+    which = jnp.asarray([3, 2, 3, 3, 2, 3, 3, 2])
+    duals = adaptive.duals_of(r)
+    tests = adaptive.split_tests(duals, which, ranks, h)
+    v = jnp.where(jnp.arange(k) < h, jnp.pad(w, ((0, 0), (0, h))), 0)
+    x = jnp.where(jnp.arange(h)[None, :] < 7, q, fresh)
+    v = jnp.concatenate([w, x], axis=1)
+    form, gram = v.T @ a @ v, v.T @ v
+    samples, shifts = adaptive.samples_of(form, gram, N, tests)
+    found = adaptive.covariance(form, gram, N, tests, shifts)
+    chosen = np.asarray(ranks)[which]
+    weight = np.asarray([tests.weight[which[i], i, i] for i in range(h)])
+
+    def sample(i, *left_out):
+        p, rank = _range(y, chosen[i], i, *left_out)
+        g = w[:, i] - p @ w[:, i]
+        rest = shifts[which[i], i] * (g @ g - N + rank)
+        return np.trace(p @ a) + g @ a @ g - rest
+
+    expected = 0.0
+    for i in range(h):
+        assert_close(sample(i), samples[which[i], i, i])
+        for j in set(range(h)) - {i}:
+            if max(i, j) < min(chosen[i], chosen[j]):
+                change = (sample(i, j) - sample(i)) * (sample(j, i) - sample(j))
+                expected += weight[i] * weight[j] * change
+    assert_close(found, max(expected, 0), rtol=1e-6)
+
+
+@pytest.mark.x64
+@both
+def test_krylov_split_against_loops(complex):
+    n, k, b = 100, 61, 4
+    tag = lx.positive_semidefinite_tag if complex else lx.symmetric_tag
+    other = matrix("nonsymmetric", n, complex, seed=3)
+    p = 9
+    width = k - p
+
+    @jax.jit
+    def run(a, key):
+        state = tx.init_state(key, lx.MatrixLinearOperator(a, tag))
+        return ADAPTIVE.compute(state, k)
+
+    @jax.jit
+    def basis(a, start):
+        product = lambda x: a @ x  # noqa: E731
+        return krylov_split.begin(product, start, width // b, width // b - 1).Q
+
+    key = jr.key(4)
+    for name in ("flat", "poly"):
+        a = matrix(name, n, complex)
+        w, fresh = _probes(key, b, p, a), _probes(key, b + p, width, a)
+        Q = np.asarray(basis(jnp.asarray(a), _probes(key, 0, b, a)))
+        value, _, stats, (V, Z) = run(jnp.asarray(a), key)
+        projectors = [Q[:, :r] @ Q[:, :r].conj().T for r in range(0, width, b)]
+        stops = _naive_stops(a, w, projectors, k, b)
+        largest = max(stops)
+        assert stats["basis"] == b * largest
+
+        def naive(x, w=w, fresh=fresh, stops=stops, projectors=projectors):
+            samples = []
+            for i, s in enumerate(stops):
+                others = [w[:, j] for j in range(p) if j != i]
+                samples.append(_test(x, projectors[s], w[:, i], others, b * s))
+            rank, shift = b * max(stops), list(w.T)
+            last = projectors[max(stops)]
+            rest = [_test(x, last, v, shift, rank) for v in fresh[:, rank:].T]
+            share = np.array([(width - b * s) / (p + width - b * s) for s in stops])
+            return np.mean((1 - share) * samples + share * np.mean(rest))
+
+        assert_close(value, naive(a), rtol=1e-7)
+        assert_close(jnp.sum(Z.conj() * (a @ V)), value)
+        assert_close(jnp.sum(Z.conj() * (other @ V)), naive(other), rtol=1e-7)
+    # Of an eigenvalue that is repeated a Krylov space finds 4 eigenvectors.
+    u = np.linalg.eigh(a)[1]
+    a = (u * np.where(np.arange(n) < 40, 1.0, 1e-3)) @ u.conj().T
+    value, _, stats, (V, Z) = run(jnp.asarray(a), key)
+    assert stats["degrees_of_freedom"] == (k - 3 * b) // 2 / 2
+    assert_close(jnp.sum(Z.conj() * (a @ V)), value)
+
+
+def _naive_stops(a, w, projectors, k, b):
+    """When all tests but one stop a Krylov space, for each."""
+    (n, p), patience = w.shape, max(2, round(k / (8 * b)))
+    stops, most = [], len(projectors) - 1
+    for i in range(p):
+        best, at = np.inf, 3
+        for s in range(3, most + 1):
+            left = np.eye(n) - projectors[s]
+            rests = [(w[:, j], left @ a @ left @ w[:, j]) for j in range(p) if j != i]
+            energy = np.mean([np.vdot(e, e).real for _, e in rests])
+            mean = np.mean([np.vdot(v, e) for v, e in rests])
+            energy = max(energy - abs(mean) ** 2 / (n - b * s), energy / 1000)
+            if energy / (k - b * s) < best:
+                best, at = energy / (k - b * s), s
+            if s - at >= patience or s == most:
+                break
+        stops.append(s)
+    return stops
+
+
+def _one_rank_for_all(*args):
+    """A choice in which each test has a say: it sees its own probe."""
+    which, energies = _choose(*args)
+    return jnp.full_like(which, jnp.sort(which)[len(which) // 2]), energies
+
+
+_choose = adaptive.choose_ranks
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("name", "k", "complex"),
+    [("step", 16, False), ("step", 24, True), ("nonsymmetric", 24, False)],
+)
+def test_bias(name, k, complex, monkeypatch):
+    n, number = 80, 4_000
+    a = matrix("nonsymmetric", n, complex)
+    if name == "step":  # for which ranks vary from test to test
+        u = haar(n, 1, complex)
+        a = (u * np.where(np.arange(n) < 8, 1.0, 0.05)) @ u.conj().T
+    b = matrix("nonsymmetric", n, complex, seed=5)
+
+    def run():
+        def one(key):
+            state = tx.init_state(key, lx.MatrixLinearOperator(jnp.asarray(a)))
+            value, _, _, (V, Z) = ADAPTIVE.compute(state, k)
+            return value, jnp.sum(Z.conj() * (b @ V))
+
+        keys = jr.split(jr.key(1), number)
+        return jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=100))(keys)
+
+    value, derivative = run()
+    assert z_score(value, np.trace(a)) < 4
+    assert z_score(derivative, np.trace(b)) < 4
+    if (name, complex) == ("step", False):
+        monkeypatch.setattr(adaptive, "choose_ranks", _one_rank_for_all)
+        value, _ = run()
+        assert z_score(value, np.trace(a)) > 5
+
+
+def _edges(n):
+    i = np.arange(n)
+    return {
+        "zero": np.zeros((n, n)),
+        "rank one": np.outer(np.ones(n), i + 1.0),
+        "identity": np.eye(n),
+        "diagonal": np.diag(1.0 + i),
+        "low rank": np.where(i < 3, 1.0, 0.0)[:, None] * matrix("flat", n),
+    }
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (9, 8), (20, 9), (20, 19), (40, 16)])
+def test_edges(n, k):
+    def run(a, key):
+        estimate = ADAPTIVE.estimate(
+            ADAPTIVE.init(key, lx.MatrixLinearOperator(a)), k, throw=False
+        )
+        return estimate.value, estimate._standard_error
+
+    keys = jr.split(jr.key(0), 20)
+    run = jax.jit(jax.vmap(jax.value_and_grad(run, has_aux=True), (None, 0)))
+    for name, a in _edges(n).items():
+        (values, errors), gradient = run(as_operator(a).matrix, keys)
+        assert jnp.all(jnp.isfinite(values)), name
+        assert jnp.all(jnp.isfinite(gradient)), name
+        if k > 1:
+            assert jnp.all(jnp.isfinite(errors)), name
+        exact = {"zero", "identity"} | ({"rank one"} if k > 8 else set())
+        if name in exact:
+            truth = jnp.full(20, np.trace(a))
+            assert_close(values, truth, atol=100 * rounding() * max(np.trace(a), 1.0))
+
+
+def test_edges_of_krylov_spaces():
+    n, k = 70, 62
+
+    def value(a, key):
+        operator = lx.MatrixLinearOperator(a, lx.symmetric_tag)
+        return ADAPTIVE.estimate(ADAPTIVE.init(key, operator), k, throw=False).value
+
+    run = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0)))
+    for name, edge in {**_edges(n), "step": matrix("step", n)}.items():
+        a = (edge + edge.T) / 2
+        values, gradient = run(as_operator(a).matrix, jr.split(jr.key(0), 5))
+        assert jnp.all(jnp.isfinite(gradient)), name
+        rough = {"diagonal": 0.1, "step": 0.1}.get(name, 100 * rounding())
+        atol = rough * max(abs(np.trace(a)), 1.0)
+        assert_close(values, jnp.full(5, np.trace(a)), atol=atol)
+
+
+def test_conformance():
+    check_trace_estimator(ADAPTIVE)
+
+
+def test_stats_say_how_products_were_split(key):
+    def basis(name):
+        estimate = tx.trace(key, as_operator(matrix(name, N)), 24, ADAPTIVE)
+        return int(estimate.stats["basis"])
+
+    assert basis("exp") == 11
+    few = tx.trace(key, as_operator(matrix("exp", N)), 7, ADAPTIVE)
+    same = tx.trace(key, as_operator(matrix("exp", N)), 7, tx.HutchinsonEstimator())
+    assert_close(few.value, same.value)
