@@ -129,15 +129,15 @@ class _HostMeter(ProgressMeter):
 
 
 class TextProgressMeter(_HostMeter):
-    """Prints lines such as ` 42.00%`.
+    """Prints a line such as ` 42.00%`, which is overwritten.
 
-    A line is printed when the progress grew by `minimum_increase` since the last line, and
-    at the end: `100.00%`, or how far the loop got. The host is called for these lines only.
-    Percentages grow from line to line.
+    It is printed when the progress grew by `minimum_increase`, and at the end, with a line
+    break: `100.00%`, or how far the loop got. The host is called for this only. Percentages
+    grow.
 
     **Arguments:**
 
-    - `minimum_increase`: the least growth between two lines, from 0 to 1. Growth is
+    - `minimum_increase`: the least growth between two prints, from 0 to 1. Growth is
         measured in hundredths of a percent, of which it takes at least one.
 
     **Raises:**
@@ -277,10 +277,10 @@ class _TextDisplay:
         # Callbacks are not ordered.
         if hundredths > self.printed:
             self.printed = hundredths
-            print(f"{hundredths / 100:6.2f}%", flush=True)
+            print(f"\r{hundredths / 100:6.2f}%", end="", flush=True)
 
     def close(self) -> None:
-        pass
+        print(flush=True)
 
 
 class _TqdmDisplay:

@@ -1,0 +1,131 @@
+"""What `print` says of an estimate, and what a missed tolerance says."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+
+import traceax as tx
+
+pytestmark = pytest.mark.x64
+
+KEY = jr.key(0)
+RNG = np.random.default_rng(0)
+U = np.linalg.qr(RNG.normal(size=(60, 60)))[0]
+A = jnp.asarray((U * (1 + RNG.uniform(size=60))) @ U.T)
+FLAT = lx.MatrixLinearOperator(A)
+LINE = r"(-?[\d.]+) \+- ([\d.]+) \(95 %: (-?[\d.]+) to (-?[\d.]+)\), 20 products, (\w+)"
+
+
+def test_a_line():
+    estimate = tx.trace(KEY, FLAT, 20, tx.XTraceEstimator())
+    found = re.fullmatch(LINE, str(estimate))
+    assert found
+    value, error, low, high = map(float, found.groups()[:4])
+    assert found[5] == "XTrace"
+    assert abs(value - estimate.value) < 0.1 * error
+    assert abs(error - estimate.standard_error) < 0.1 * error
+    for x, y in zip(estimate.confidence_interval(), (low, high), strict=True):
+        assert abs(x - y) < 0.1 * error
+
+
+@pytest.mark.parametrize(
+    ("scale", "start"),
+    [
+        (1e12, r"8\.\d+e\+13 \+- "),
+        (1e-9, r"8\.\d+e-08 \+- "),
+        (-1.0, r"-8\d\.\d\d \+- "),
+    ],
+)
+def test_sizes(scale, start):
+    estimate = tx.trace(KEY, FLAT * scale, 20)
+    assert re.match(start, str(estimate)), str(estimate)
+
+
+def test_what_is_exact_unknown_or_failed():
+    assert str(tx.trace(KEY, FLAT, 60)).startswith(f"{float(jnp.trace(A)):.6g} (exact)")
+    identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((5,), jnp.float32))
+    assert str(tx.trace(KEY, identity, 1)) == "5 (exact), 0 products"
+    one = str(tx.trace(KEY, FLAT, 1))
+    assert "+- unknown, 1 product, Hutchinson" in one
+    broken = lx.MatrixLinearOperator(A.at[0].set(jnp.nan))
+    failed = str(tx.trace(KEY, broken, 20, throw=False))
+    assert tx.RESULTS[tx.RESULTS.nonfinite] in failed
+
+
+def test_leaves_lanes_arrays_and_complex_numbers():
+    def fn(x):
+        return {"a": x, "b": x**2}
+
+    a, b = str(tx.trace_function(KEY, fn, FLAT, 20)).splitlines()
+    assert a.startswith("['a']: ")
+    assert re.search(r"^\['b'\]: .* 20 products, KrylovAware$", b)
+    lanes = str(jax.vmap(lambda key: tx.trace(key, FLAT, 20))(jr.split(KEY, 10)))
+    first, *rest = lanes.splitlines()
+    assert first == "10 estimates, shape (10,):"
+    assert len(rest) == 9
+    assert rest[-1] == "  ..."
+    assert re.search(
+        "root mean square .* shape .60,., 20 products", str(tx.diagonal(KEY, FLAT, 20))
+    )
+    complex_one = str(tx.trace(KEY, lx.MatrixLinearOperator(jax.lax.complex(A, A)), 20))
+    assert re.match(r"real part [89]\d.*, imaginary part [89]\d", complex_one)
+
+
+def test_inside_of_a_program():
+    seen = []
+
+    @jax.jit
+    def run(matrix):
+        estimate = tx.trace(KEY, lx.MatrixLinearOperator(matrix), 20)
+        seen.append(str(estimate))
+        return estimate.value
+
+    run(A)
+    assert seen[0].startswith("Estimate(")
+
+
+@pytest.mark.parametrize("estimator", [tx.HutchinsonEstimator(), tx.XTraceEstimator()])
+def test_a_missed_tolerance_keeps_the_value_and_forecasts(estimator):
+    with pytest.warns(UserWarning, match="it would take about [0-9]+ products"):
+        estimate = tx.trace(KEY, FLAT, 40, estimator, rtol=1e-3)
+    assert estimate.result == tx.RESULTS.tolerance_not_met
+    truth = float(jnp.trace(A))
+    assert abs(estimate.value - truth) < 5 * estimate.standard_error
+    used, needed = (int(estimate.stats[x]) for x in ("num_matvecs", "products_needed"))
+    assert used >= 38
+    # Samples of Hutchinson's: errors fall with the root.
+    half = (estimate.confidence_interval()[1] - estimate.value) / (1e-3 * truth)
+    assert needed > used
+    if isinstance(estimator, tx.HutchinsonEstimator):
+        assert 0.3 < needed / (used * float(half) ** 2) < 3
+    assert str(estimate).endswith(f"about {float(f'{needed:.2g}'):.0f} products")
+    gave_up = tx.trace(KEY, FLAT, 59, estimator, rtol=1e-4, give_up=True, throw=False)
+    assert gave_up.result == tx.RESULTS.tolerance_not_met
+    assert int(gave_up.stats["num_matvecs"]) < 40
+
+
+def test_a_budget_left_out():
+    n = 300
+    d = jnp.arange(1, n + 1.0) ** -2
+    V = jnp.asarray(np.linalg.qr(RNG.normal(size=(n, n)))[0])
+    operator = lx.MatrixLinearOperator(
+        V @ jnp.diag(d) @ V.T, lx.positive_semidefinite_tag
+    )
+    for estimate in (
+        tx.trace(KEY, operator, rtol=1e-2),
+        tx.diagonal(KEY, operator, rtol=0.2),
+        tx.logdet(KEY, operator, shift=0.1, rtol=3e-2),
+    ):
+        assert estimate.result == tx.RESULTS.successful
+        assert 8 <= int(estimate.stats["num_matvecs"]) < 200
+    with pytest.raises(
+        TypeError, match="k must be given unless rtol or atol is, got None"
+    ):
+        tx.trace(KEY, operator)
+    with pytest.raises(TypeError, match="k must be given unless rtol or atol is"):
+        tx.logdet(KEY, operator)
