@@ -104,7 +104,8 @@ def _split(
 
     Beside a basis B that the probes know nothing of.
     """
-    probes = probes - tall.combine(B, tall.inner(B, probes))
+    if B.shape[1]:
+        probes = probes - tall.combine(B, tall.inner(B, probes))
     (n, k), known = probes.shape, B.shape[1]
     n, h = n - known, k // 2
     width = k - h
