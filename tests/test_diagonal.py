@@ -52,8 +52,18 @@ def over_keys(function, number=NUM_KEYS):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("default", "complex"),
+        ("Hutchinson", "real"),
+        ("orthogonal", "real"),
+        ("Hutch++", "complex"),
+        ("XTrace", "real"),
+        ("XTrace, signs", "complex"),
+        ("XNysTrace", "real"),
+    ],
+)
 def test_unbiased_entry_by_entry_with_its_derivative(name, kind):
     is_complex, estimator = kind == "complex", ESTIMATORS[name]
     A = matrix(lambda i: i**-1.0, complex=is_complex)
@@ -85,7 +95,7 @@ def test_unbiased_entry_by_entry_with_its_derivative(name, kind):
 
 def test_nonsymmetric():
     A = matrix(lambda i: i**-1.0, semidefinite=False)
-    for estimator in (None, ESTIMATORS["XTrace"], ESTIMATORS["Hutch++"]):
+    for estimator in (None, ESTIMATORS["Hutch++"]):
 
         def one(key, estimator=estimator):
             operator = lx.MatrixLinearOperator(A)
@@ -97,7 +107,7 @@ def test_nonsymmetric():
 def test_sums_to_the_trace():
     A = matrix(lambda i: i**-2.0)
     operator = lx.MatrixLinearOperator(A, PSD)
-    for name in ("orthogonal", "Hutch++", "XTrace, signs", "XNysTrace"):
+    for name in ("Hutch++", "XTrace, signs", "XNysTrace"):
         estimator = ESTIMATORS[name]
         entries = tx.diagonal(jr.key(1), operator, K, estimator)
         trace = tx.trace(jr.key(1), operator, K, estimator)
@@ -113,7 +123,7 @@ def test_as_good_as_exact_where_the_range_is_found():
     for scale in (1.0, 1e-20, 1e15):
         A = x @ x.T * scale
         operator = lx.MatrixLinearOperator(A, PSD)
-        for name in ("XTrace", "XTrace, signs", "XNysTrace", "XNysTrace, signs"):
+        for name in ("XTrace", "XTrace, signs", "XNysTrace, signs"):
             estimate = tx.diagonal(jr.key(0), operator, K, ESTIMATORS[name])
             np.testing.assert_allclose(
                 estimate.value / scale, jnp.diag(A) / scale, atol=3e-4
@@ -150,6 +160,7 @@ def test_exact_parts_and_structure():
     np.testing.assert_allclose(shifted, plain + d, rtol=1e-5)
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("norm", ["root mean square", "largest"])
 def test_tolerance(norm):
     A = matrix(lambda i: i**-2.0)
@@ -168,6 +179,7 @@ def test_tolerance(norm):
         assert of(np.asarray(high - low) / 2) <= rtol * of(value)
 
 
+@pytest.mark.x64
 def test_second_derivative_and_reverse_mode():
     A = matrix(lambda i: i**-1.0)
     B = matrix(lambda i: i**-1.0, seed=2)
@@ -216,6 +228,7 @@ def by_leaf(A):
     return lx.FunctionLinearOperator(mv, structure, PSD)
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("probes", ["whole", "blocks"])
 def test_leaf_traces(probes):
     scales = np.repeat([1.0, 3.0, 0.3, 0.1], SIZES)
@@ -249,6 +262,7 @@ def test_leaf_traces(probes):
     assert 0.8 < ratio.min() <= ratio.max() < 1.6
 
 
+@pytest.mark.x64
 def test_products_go_where_the_error_is():
     # Blocks of equal size, whose samples have standard deviations 10 to 1; a third is exact.
     rng = np.random.default_rng(0)
@@ -311,6 +325,7 @@ def test_wrong_leaf_arguments():
 #
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_frobenius_norm(kind):
     rng = np.random.default_rng(0)

@@ -47,6 +47,7 @@ def test_exact(k):
     assert estimate.standard_error == 0
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("k", [1, 4])
 def test_unbiased_with_gradients(k):
     field, scalar = network(N), network()
@@ -161,10 +162,10 @@ PRIMALS = {
     "float": 2.0,
     "NumPy scalar": np.float32(2),
     "NumPy array": np.asarray(2, np.float32),
-    "array": jnp.asarray(2.0),
 }
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize("name", PRIMALS)
 def test_numbers_as_primals(name):
     c = PRIMALS[name]
@@ -172,7 +173,7 @@ def test_numbers_as_primals(name):
 
     def value(c):
         operator = lx.MatrixLinearOperator(A * jnp.asarray(c, jnp.float32) ** 2)
-        return tx.trace(jr.key(0), operator, 10, throw=False).value
+        return tx.trace(jr.key(0), operator, 3, throw=False).value
 
     one = np.asarray(value(jnp.float32(1)))
     for slope in (jax.jvp(value, (c,), (c / 2,))[1], jax.jacfwd(value)(c)):

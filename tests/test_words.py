@@ -124,8 +124,8 @@ def test_a_budget_left_out():
         assert estimate.result == tx.RESULTS.successful
         assert 8 <= int(estimate.stats["num_matvecs"]) < 200
     with pytest.raises(
-        TypeError, match="k must be given unless rtol or atol is, got None"
+        TypeError, match="k must be a Python int unless rtol or atol is given, got None"
     ):
         tx.trace(KEY, operator)
-    with pytest.raises(TypeError, match="k must be given unless rtol or atol is"):
+    with pytest.raises(TypeError, match="k must be a Python int unless rtol or atol"):
         tx.logdet(KEY, operator)

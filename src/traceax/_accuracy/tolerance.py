@@ -159,8 +159,8 @@ def cap_of(tolerance: Tolerance | None, n: int, where: str) -> int:
     """
     if tolerance is None:
         raise TypeError(
-            f"{where}: k must be given unless rtol or atol is, got None; pass the number "
-            "of matrix-vector products that may be used."
+            f"{where}: k must be a Python int unless rtol or atol is given, got None of "
+            "type NoneType; pass the number of matrix-vector products that may be used."
         )
     return max(1, min(n, 1000, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // max(n, 1))))
 
