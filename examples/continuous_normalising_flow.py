@@ -28,17 +28,13 @@ import traceax as tx
 
 DIMENSION, UPDATES, BATCH = 16, 300, 128
 TRAINING_STEPS, EVALUATION_STEPS = 6, 24  # of the ODE solver
-KEYS = 8  # sets of probes for error bars of held-out log-densities
+KEYS = 8  # sets of probes, for error bars
 
 
 class Field(eqx.Module):
     """`f(t, x)`, a small network."""
 
     network: eqx.nn.MLP
-
-    def __init__(self, key):
-        size = DIMENSION
-        self.network = eqx.nn.MLP(size + 1, size, 64, 2, jax.nn.swish, key=key)
 
     def __call__(self, t, x):
         return self.network(jnp.append(x, t))
@@ -118,7 +114,9 @@ def main(path):
         jnp.asarray(pca.transform(x), jnp.float32) for x in (train_images, test_images)
     )
     field_key, train_key, probe_key = jax.random.split(jax.random.key(0), 3)
-    field, losses = train(Field(field_key), data, train_key)
+    sizes = DIMENSION + 1, DIMENSION, 64, 2
+    field = Field(eqx.nn.MLP(*sizes, jax.nn.swish, key=field_key))
+    field, losses = train(field, data, train_key)
 
     exact = np.asarray(evaluate(field, test, probe_key, DIMENSION))
     print("mean log-density of held-out images")

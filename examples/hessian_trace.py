@@ -91,10 +91,10 @@ def main(path):
 
     found, truths = [], []
     print(f"step  {'part':<14} {'estimate':>10}   {'error':<8} {'exact':>10}")
-    for step, model in zip(CHECKPOINTS, train(model, batch), strict=True):
-        whole = curvature(key, model, batch)
-        by_layer, total = curvature_by_layer(key, model, batch)
-        exact = jax.tree.leaves(exact_curvature_by_layer(model, batch))
+    for step, at in zip(CHECKPOINTS, train(model, batch), strict=True):
+        whole = curvature(key, at, batch)
+        by_layer, total = curvature_by_layer(key, at, batch)
+        exact = jax.tree.leaves(exact_curvature_by_layer(at, batch))
         estimates = {"whole": whole, "sum of layers": total}
         for name, estimate in estimates.items():
             show(step, name, estimate, sum(exact))
@@ -117,7 +117,8 @@ def main(path):
     truths = np.asarray(truths)
     places = np.arange(len(CHECKPOINTS))
     names = ("probes of the whole", "of one leaf at a time")
-    for i, (name, estimates) in enumerate(zip(names, zip(*found), strict=True)):
+    for i, name in enumerate(names):
+        estimates = [pair[i] for pair in found]
         off = np.array([estimate.value for estimate in estimates]) / truths - 1
         ends = np.array([estimate.confidence_interval() for estimate in estimates]).T
         half = (ends[1] - ends[0]) / 2 / truths
