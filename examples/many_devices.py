@@ -1,20 +1,14 @@
 """One estimate on one device, on four, and on two processes, with the same result.
 
-The operators are made of the digits of scikit-learn:
-
-- a kernel matrix of 1,792 images that is never formed, each device holding the rows of its
-  images: `tr K^2`, and its derivative with respect to the length scale;
-- the Hessian of a network's loss, over its parameters, with the images spread over devices
-  (data-parallel), or a layer (model-parallel);
-- the Gram matrix of the images, with the probes spread over devices.
+The operators are made of scikit-learn's digits: a kernel matrix by rows, the Hessian of a
+network by images (data-parallel) and by columns of a layer (model-parallel), and a Gram
+matrix with the probes spread over devices.
 
     python examples/many_devices.py
 
-runs everything on this machine: once on one device, once on four simulated ones, and once
-as two processes that talk over the network, as on two machines.
+runs all on this machine: on one device, on four simulated ones, and as two processes.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -27,8 +21,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding
 from sklearn.datasets import load_digits
 
 import traceax as tx
@@ -37,74 +30,45 @@ NUMBER = 1792  # images: a multiple of every number of devices here
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("figure", nargs="?", help="not used: there is none")
-    parser.add_argument("--process", type=int)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--coordinator")
-    parser.add_argument("--results", type=Path)
-    arguments = parser.parse_args()
-    if arguments.process is not None:
-        results = work(arguments.process, arguments.processes, arguments.coordinator)
-        arguments.results.write_text(json.dumps(results))
+    if sys.argv[1:]:  # a process that `start` has started
+        process, processes, coordinator, results = sys.argv[1:]
+        found = work(int(process), int(processes), coordinator)
+        Path(results).write_text(json.dumps(found))
         return
-    [one] = start(devices=1)
-    [four] = start(devices=4)
+    [one], [four] = start(devices=1), start(devices=4)
     first, second = start(devices=2, processes=2)
-    columns = {
-        "1 device": one,
-        "4 devices": four,
-        "process 1 of 2": first,
-        "process 2 of 2": second,
-    }
-    print(" " * 30, *(f"{name:>14}" for name in columns))
+    names = ("1 device", "4 devices", "process 1 of 2", "process 2 of 2")
+    print(" " * 30, *(f"{name:>14}" for name in names))
     for quantity, expected in one.items():
-        row = [results[quantity] for results in columns.values()]
+        row = [results[quantity] for results in (one, four, first, second)]
         print(f"{quantity:30}", *(f"{value:14.6g}" for value in row))
         assert all(abs(value - expected) < 1e-3 * abs(expected) for value in row)
     print("The results agree.")
 
 
 def start(devices, processes=1):
-    """Runs this file in processes of so many simulated devices each.
-
-    Returns the results of every process. They are passed in files: what the network's
-    threads print may come between the lines of a process's own output.
-    """
+    """Results of this file, run in processes of so many simulated devices each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")
-        + f" --xla_force_host_platform_device_count={devices}",
-    }
+    count = f" --xla_force_host_platform_device_count={devices}"
+    flags = os.environ.get("XLA_FLAGS", "") + count
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{i}.json" for i in range(processes)]
-        running = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, __file__),
-                    *("--process", str(i), "--processes", str(processes)),
-                    *("--coordinator", coordinator, "--results", str(file)),
-                ],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-            )
-            for i, file in enumerate(files)
-        ]
+        running = []
+        for i, file in enumerate(files):
+            arguments = (str(i), str(processes), coordinator, str(file))
+            command = [sys.executable, __file__, *arguments]
+            quiet = subprocess.DEVNULL
+            running.append(subprocess.Popen(command, env=environment, stdout=quiet))
         for process in running:
-            if process.wait(timeout=500):
-                raise RuntimeError(f"a process failed with code {process.returncode}")
+            assert process.wait(timeout=500) == 0, "a process failed"
         return [json.loads(file.read_text()) for file in files]
 
 
 def work(process, processes, coordinator):
-    """What runs on every process, the same program on all of them.
-
-    Every process gets every result.
-    """
+    """What runs on every process, the same program on all. Each gets every result."""
     results = {}
     # --8<-- [start:initialize]
     if processes > 1:
@@ -114,13 +78,11 @@ def work(process, processes, coordinator):
     # --8<-- [end:initialize]
 
     # --8<-- [start:spread]
-    mesh = jax.make_mesh(
-        (jax.device_count(),), ("d",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 
     def spread(x, *spec):
         """Each process gives its own part of `x`."""
-        sharding = NamedSharding(mesh, P(*spec))
+        sharding = NamedSharding(mesh, jax.P(*spec))
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
     # --8<-- [end:spread]
@@ -130,82 +92,57 @@ def work(process, processes, coordinator):
     labels = labels[:NUMBER].astype(np.int32)
     points, classes = spread(images, "d", None), spread(labels, "d")
 
-    #
-    # A kernel matrix, by rows.
-    #
-
+    # A kernel matrix, by rows: each device has those of its images.
     def squared_kernel(length, points, key):
-        def rows(vector):
-            # Each device has its rows of K, and all of `points @ points.T` only there.
+        def product(vector):
             squares = jnp.sum(points**2, axis=1)
             distances = squares[:, None] + squares[None, :] - 2 * points @ points.T
             kernel = jnp.exp(-distances / (2 * length**2))
             return kernel @ (kernel @ vector)
 
-        operator = lx.FunctionLinearOperator(
-            rows,
-            jax.ShapeDtypeStruct((NUMBER,), jnp.float32),
-            lx.positive_semidefinite_tag,
-        )
-        estimate = tx.trace(key, operator, 40)
+        like, tag = points[:, 0], lx.positive_semidefinite_tag
+        estimate = tx.trace(key, tx.as_operator(product, like, tags=tag), 40)
         return estimate.value, estimate.standard_error
 
     differentiate = jax.jit(jax.value_and_grad(squared_kernel, has_aux=True))
     key = jax.random.key(0)
     (value, error), gradient = differentiate(jnp.float32(2.0), points, key)
-    results["tr K^2"] = float(value)
-    results["its error bar"] = float(error)
+    results |= {"tr K^2": float(value), "its error bar": float(error)}
     results["d tr K^2 / d length"] = float(gradient)
 
-    #
     # The Hessian of a network: images over devices, then a layer over devices.
-    #
-
     generator = np.random.default_rng(0)
-    layers = [
-        generator.normal(size=(64, 64)).astype(np.float32) / 8,
-        generator.normal(size=(64, 10)).astype(np.float32) / 8,
-    ]
+    shapes = (64, 64), (64, 10)
+    layers = [generator.normal(size=s).astype(np.float32) / 8 for s in shapes]
 
-    def loss(layers, images, classes):
-        hidden = jnp.tanh(images @ layers[0])
-        logits = jax.nn.log_softmax(hidden @ layers[1])
+    def loss(layers, batch):
+        images, classes = batch
+        logits = jax.nn.log_softmax(jnp.tanh(images @ layers[0]) @ layers[1])
         return -jnp.mean(jnp.take_along_axis(logits, classes[:, None], axis=1))
 
     @jax.jit
-    def curvature(layers, images, classes, key):
-        gradient = jax.grad(loss)
-        operator = lx.JacobianLinearOperator(
-            lambda layers, _: gradient(layers, images, classes),
-            layers,
-            tags=lx.symmetric_tag,
-        )
-        return tx.trace(key, operator, 16, tx.HutchinsonEstimator(chunk_size=4)).value
+    def curvature(layers, batch, key):
+        hessian = tx.HessianLinearOperator(loss, layers, batch)
+        return tx.trace(key, hessian, 16, tx.HutchinsonEstimator(chunk_size=4)).value
 
     everywhere = [spread(x, None, None) for x in layers]
     by_columns = [spread(layers[0], None, "d"), spread(layers[1], None, None)]
-    all_images = spread(images, None, None)
-    all_classes = spread(labels, None)
-    value = curvature(everywhere, points, classes, key)
-    results["tr H, images over devices"] = float(value)
-    value = curvature(by_columns, all_images, all_classes, key)
-    results["tr H, a layer over devices"] = float(value)
+    all_images, all_classes = spread(images, None, None), spread(labels, None)
+    by_images = curvature(everywhere, (points, classes), key)
+    by_layer = curvature(by_columns, (all_images, all_classes), key)
+    results["tr H, images over devices"] = float(by_images)
+    results["tr H, a layer over devices"] = float(by_layer)
 
-    #
     # Probes over devices: each has the operator, and a part of the products.
-    #
-
-    layout = NamedSharding(mesh, P(None, "d"))
+    layout = NamedSharding(mesh, jax.P(None, "d"))
     estimator = tx.HutchinsonEstimator(tx.ShardedSampler(sharding=layout))
 
     @jax.jit
     def kernel_trace(points, key):
-        features = lx.MatrixLinearOperator(points)
-        gram = features @ features.T
-        return tx.trace(key, gram, 40, estimator).value
+        features = tx.as_operator(points)
+        return tx.trace(key, features @ features.T, 40, estimator).value
 
-    value = kernel_trace(all_images, key)
-    results["tr X X^T, probes over devices"] = float(value)
+    results["tr X X^T, probes over devices"] = float(kernel_trace(all_images, key))
     return results
 
 

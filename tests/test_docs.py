@@ -1,5 +1,6 @@
 """The code in the documentation runs, and what its pages point at exists."""
 
+import importlib.util
 import pathlib
 import re
 import textwrap
@@ -15,6 +16,7 @@ CONFIG = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promoti
 
 FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
+OPTIONAL = re.compile(r"^(?:import|from) (flax)\b", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # relative ones
 
 
@@ -42,6 +44,9 @@ def _blocks(page):
 def test_code_runs(page):
     namespace = {"__name__": "__main__"}
     for code in _blocks(page):
+        needed = OPTIONAL.findall(code)
+        if not all(importlib.util.find_spec(name) for name in needed):
+            continue
         exec(compile(code, str(page), "exec"), namespace)
 
 
