@@ -5,6 +5,7 @@ import math
 import pathlib
 import re
 import textwrap
+import tomllib
 
 import jax
 import pytest
@@ -80,6 +81,17 @@ def test_figures_are_those_of_the_script(path):
     digest = hashlib.sha256(script.encode()).hexdigest()[:16]
     drawn = f"docs/figures.py {digest}" in path.read_text()
     assert drawn, "run python docs/figures.py"
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    version = re.search(r"^version: (.*)$", citation, re.M)[1]
+    date = re.search(r"^date-released: (.*)$", citation, re.M)[1]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    changes = re.findall(r"^## \[([0-9.]+)\] - (.*)$", changelog, re.M)
+    assert project["version"] == version
+    assert changes[0] == (version, date)
 
 
 def test_blocks_are_found():
