@@ -199,6 +199,8 @@ def test_public_names_are_documented(name):
     assert value.__doc__
     pages = (SOURCE.parents[1] / "docs").rglob("*.md")
     assert any(f"::: traceax.{name}\n" in page.read_text() for page in pages)
+    index = SOURCE.parents[1] / "docs/api/index.md"
+    assert f"[`{name}`][traceax.{name}]" in index.read_text()
 
 
 def test_public_arguments_are_documented():

@@ -1,9 +1,12 @@
 """The code in the documentation runs, and what its pages point at exists."""
 
+import hashlib
 import importlib.util
+import math
 import pathlib
 import re
 import textwrap
+import tomllib
 
 import jax
 import pytest
@@ -17,6 +20,7 @@ CONFIG = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promoti
 FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
 OPTIONAL = re.compile(r"^(?:import|from) (flax)\b", re.MULTILINE)
+SHOWN = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # relative ones
 
 
@@ -48,6 +52,51 @@ def test_code_runs(page):
         if not all(importlib.util.find_spec(name) for name in needed):
             continue
         exec(compile(code, str(page), "exec"), namespace)
+
+
+def _same(found, shown):
+    """Equal words, and numbers that are as good as equal."""
+    try:
+        return math.isclose(float(found), float(shown), rel_tol=0.02, abs_tol=0.02)
+    except ValueError:
+        return found == shown
+
+
+@pytest.mark.skipif(is_x64(), reason="in the mode that readers have")
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_what_is_printed_is_shown(page, capsys):
+    namespace, pairs = (
+        {"__name__": "__main__"},
+        SHOWN.findall((ROOT / page).read_text()),
+    )
+    assert len(pairs) == 3
+    for code, shown in pairs:
+        exec(compile(code, page, "exec"), namespace)
+        found = re.split(r"[\s(),]+", capsys.readouterr().out)
+        expected = re.split(r"[\s(),]+", shown)
+        assert len(found) == len(expected)
+        assert all(map(_same, found, expected)), found
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/figures").glob("*.svg")), ids=lambda p: p.stem
+)
+def test_figures_are_those_of_the_script(path):
+    script = (ROOT / "docs/figures.py").read_text()
+    digest = hashlib.sha256(script.encode()).hexdigest()[:16]
+    drawn = f"docs/figures.py {digest}" in path.read_text()
+    assert drawn, "run python docs/figures.py"
+
+
+def test_versions_agree():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    version = re.search(r"^version: (.*)$", citation, re.M)[1]
+    date = re.search(r"^date-released: (.*)$", citation, re.M)[1]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    changes = re.findall(r"^## \[([0-9.]+)\] - (.*)$", changelog, re.M)
+    assert project["version"] == version
+    assert changes[0] == (version, date)
 
 
 def test_blocks_are_found():

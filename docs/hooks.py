@@ -1,0 +1,73 @@
+"""What the site does beyond Markdown: formulas, and figures drawn elsewhere.
+
+With `FIGURES=directory` the figures in that directory take the place of those that are
+kept in `docs/figures`, and the gallery shows those of the examples.
+"""
+
+import ast
+import os
+import pathlib
+import re
+from html import unescape
+
+from math_core import LatexToMathML
+from mkdocs.structure.files import File
+
+INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
+CONVERTER = LatexToMathML()
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def mathml(latex, *, block):
+    """LaTeX as MathML, which browsers show without a script."""
+    # Fails where something isn't known, and so does the build.
+    return CONVERTER.convert_with_local_state(latex.strip(), displaystyle=block)
+
+
+def formula(source, language=None, class_name=None, options=None, md=None, **_):
+    """What stands for a fence of `math`."""
+    return f'<div class="formula">{mathml(source, block=True)}</div>'
+
+
+def drawn():
+    """Figures that were drawn for this build, by name."""
+    directory = os.environ.get("FIGURES")
+    if not directory:
+        return {}
+    found = sorted(pathlib.Path(directory).glob("*"))
+    return {path.name: path for path in found if path.suffix in (".png", ".svg")}
+
+
+def examples():
+    """The part of the gallery that shows the examples."""
+    for path in sorted(EXAMPLES.glob("*.py")):
+        title = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
+        yield f"**{title}** `examples/{path.name}`"
+        name = f"{path.stem}.png"
+        if name in drawn():
+            yield f"![What examples/{path.name} draws](figures/{name})"
+
+
+def on_config(config):
+    fences = config.mdx_configs.setdefault("pymdownx.superfences", {})
+    fences["custom_fences"] = [{"name": "math", "class": "formula", "format": formula}]
+    return config
+
+
+def on_files(files, config):
+    for name, path in drawn().items():
+        uri = f"figures/{name}"
+        kept = files.get_file_from_path(uri)
+        if kept:
+            files.remove(kept)
+        content = path.read_bytes()
+        files.append(File.generated(config, uri, content=content))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    return markdown.replace("<!-- examples -->", "\n\n".join(examples()))
+
+
+def on_page_content(html, page, config, files):
+    return INLINE.sub(lambda found: mathml(unescape(found[1]), block=False), html)
