@@ -330,7 +330,7 @@ def test_messages(key):
     state = estimator.init(key, as_operator(np.eye(5)))
     with pytest.raises(ValueError, match="must have the structure of the state's"):
         estimator.refresh(state, key, as_operator(np.eye(6)))
-    with pytest.raises(TypeError, match=r"type Estimate; pass its `\.state`"):
+    with pytest.raises(TypeError, match=r"type traceax.Estimate; pass its `\.state`"):
         estimator.refresh(estimator.estimate(state, 4), key, as_operator(np.eye(5)))
     operator = as_operator(np.eye(20))
     state_of_other = estimator.estimate(estimator.init(key, operator), 8).state

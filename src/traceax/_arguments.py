@@ -24,9 +24,11 @@ def kind_of(x: Any) -> str:
 
 
 def _full_name(cls: type) -> str:
-    # Several libraries have a `MatrixLinearOperator`.
-    plain = cls.__module__ in ("builtins", "__main__")
-    return cls.__qualname__ if plain else f"{cls.__module__}.{cls.__qualname__}"
+    # Several libraries have a `MatrixLinearOperator`. Users don't see private modules.
+    if cls.__module__ in ("builtins", "__main__"):
+        return cls.__qualname__
+    parts = [x for x in cls.__module__.split(".") if not x.startswith("_")]
+    return ".".join([*parts, cls.__qualname__])
 
 
 def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:
