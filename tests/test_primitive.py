@@ -291,11 +291,8 @@ def test_derivatives_through_lanes(key):
     # Linear in the scale, for probes that don't depend on it.
     gradient = jax.jit(jax.grad(mean))(scale)
     assert_close(jnp.sum(gradient * scale), mean(scale), rtol=1e-9)
-    assert_close(jax.jvp(mean, (scale,), (scale,))[1], mean(scale), rtol=1e-9)
     squared = jax.hessian(lambda root: mean(root**2))(jnp.sqrt(scale))
     assert_close(squared, 2 * jnp.diag(gradient), rtol=1e-9, atol=1e-12)
-    rows = jax.jacrev(lambda x: _mean_over_lanes(x, b, keys, rtols)[1])(scale)
-    assert_close(jnp.mean(rows, axis=0), gradient, rtol=1e-9)
 
 
 @pytest.mark.transforms
