@@ -350,6 +350,9 @@ def test_frobenius_norm(kind):
     assert z_score(slope[:, None], np.array([2 * truth])) < 4.5
     off = np.sqrt(np.mean((value - truth) ** 2))
     assert 0.8 < np.sqrt(np.mean(error**2)) / off < 1.6
+    tiny = tx.frobenius_norm_squared(jr.key(0), lx.MatrixLinearOperator(A * 1e-30), 13)
+    same = tx.frobenius_norm_squared(jr.key(0), lx.MatrixLinearOperator(A), 13)
+    np.testing.assert_allclose(tiny.value, 1e-60 * same.value, rtol=1e-3)
     exact = tx.frobenius_norm_squared(jr.key(0), lx.MatrixLinearOperator(A), N)
     np.testing.assert_allclose(exact.value, truth, rtol=1e-5)
     assert exact.standard_error == 0

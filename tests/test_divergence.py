@@ -154,8 +154,10 @@ def test_wrong_arguments():
         tx.divergence(jr.key(0), lambda x: x, jnp.arange(3))
     with pytest.raises(TypeError, match="x must be real, got complex"):
         tx.laplacian(jr.key(0), lambda x: x[0].real, X.astype(complex), 2)
-    with pytest.raises(TypeError):
-        tx.laplacian(jr.key(0), lambda x: x, X, 2)  # no scalar
+    with pytest.raises(TypeError, match=r"laplacian: fn must return a real scalar"):
+        tx.laplacian(jr.key(0), lambda x: x, X, 2)
+    with pytest.raises(ValueError, match=r"^traceax.divergence: k must be at least 1"):
+        tx.divergence(jr.key(0), lambda x: x, X, 0)
 
 
 PRIMALS = {

@@ -109,6 +109,21 @@ def test_a_missed_tolerance_keeps_the_value_and_forecasts(estimator):
     assert int(gave_up.stats["num_matvecs"]) < 40
 
 
+@pytest.mark.parametrize(("estimator", "k"), [(None, 3), (tx.HutchinsonEstimator(), 2)])
+def test_a_missed_tolerance_of_few_products(estimator, k):
+    with pytest.warns(
+        UserWarning, match="how many products it would take is not known"
+    ):
+        estimate = tx.trace(KEY, FLAT, k, estimator, rtol=1e-3)
+    assert estimate.stats["products_needed"] == jnp.inf
+
+
+def test_failures_of_lanes():
+    scales = jnp.asarray([1.0, jnp.nan])
+    lanes = jax.vmap(lambda s: tx.trace(KEY, FLAT * s, 20, throw=False))(scales)
+    assert tx.RESULTS[tx.RESULTS.nonfinite] in str(lanes)
+
+
 def test_a_budget_left_out():
     n = 300
     d = jnp.arange(1, n + 1.0) ** -2

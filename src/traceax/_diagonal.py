@@ -23,8 +23,10 @@ from ._operators.block import (
     check_operator,
     has_real_trace,
     is_hermitian,
+    size_of_parameters,
     space_of,
 )
+from ._operators.known_diagonal import known_diagonal
 from ._primitive import Outcome, outcome_of
 from ._primitive import estimate as run
 from ._progress import NO_PROGRESS_METER, ProgressMeter
@@ -77,7 +79,8 @@ def diagonal(
 
     A [`traceax.Estimate`][], whose value and standard error have the structure of the
     operator's input. Error bars of single entries rest on few samples each: they are right
-    on average over entries. Its state begins anew.
+    on average over entries, or up to twice as long where the spectrum decays fast. Its
+    state begins anew.
 
     **Raises:** as [`traceax.trace`][]; `TypeError` for an estimator that gives no diagonal.
 
@@ -168,7 +171,8 @@ def leaf_traces(
         raise ValueError(
             f"{where}: probes must be 'whole' or 'blocks', got {probes!r}."
         )
-    if probes == "whole" or check_budget(k, where) >= space.size:
+    known = known_diagonal(operator) is not None
+    if probes == "whole" or known or check_budget(k, where) >= space.size:
         sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
         rows = Rows(sizes, has_real_trace(operator))
         meter = NO_PROGRESS_METER
@@ -182,10 +186,11 @@ def leaf_traces(
                 f"{where}: blocks take no estimator, got {estimator!r}; leave it out, or "
                 "use probes='whole'."
             )
-        if k < 3 * len(leaves):
+        number = sum(math.prod(leaf.shape) > 0 for leaf in leaves)
+        if k < 3 * number:
             raise ValueError(
-                f"{where}: k must be at least {3 * len(leaves)}, three products for each of "
-                f"{len(leaves)} blocks, got {k}."
+                f"{where}: k must be at least {3 * number}, three products for each of "
+                f"{number} blocks, got {k}."
             )
         algorithm = ByBlock(check_key(key, where), RademacherSampler(), k)
         outcome = run(algorithm, as_data(operator))
@@ -224,10 +229,14 @@ def frobenius_norm_squared(
     where = "traceax.frobenius_norm_squared"
     if not isinstance(operator, lx.AbstractLinearOperator):
         check_operator(operator, where)
-    k, size = check_budget(k, where), operator.in_size()
-    if k >= size:
-        outcome = _exact_norm(as_data(operator))
-        estimate = Estimate(*outcome[:4], TraceState(check_key(key, where), operator))
+    k, space = check_budget(k, where), space_of(operator)
+    # Squares of small or large products leave the range of numbers.
+    unit = size_of_parameters(operator, space.real_dtype)
+    symmetric = is_hermitian(operator)
+    operator, given = operator * (1 / unit).astype(space.dtype), operator
+    if k >= space.size:
+        outcome = _exact_norm(as_data(operator), unit)
+        estimate = Estimate(*outcome[:4], TraceState(check_key(key, where), given))
         return raise_failure(estimate) if throw else estimate
     if k == 1:
         raise ValueError(
@@ -235,20 +244,28 @@ def frobenius_norm_squared(
             "one with its adjoint."
         )
     adjoint = operator
-    if not is_hermitian(operator):
+    if not symmetric:
         adjoint = operator.transpose()
-        adjoint = lx.conj(adjoint) if space_of(operator).is_complex else adjoint
+        adjoint = lx.conj(adjoint) if space.is_complex else adjoint
     gram = lx.TaggedLinearOperator(adjoint @ operator, lx.positive_semidefinite_tag)
     estimate = trace(key, gram, k // 2, estimator, throw=throw)
     stats = {**estimate.stats, "num_matvecs": 2 * estimate.stats["num_matvecs"]}
-    return eqx.tree_at(lambda x: x.stats, estimate, stats)
+    scale = (unit**2).astype(estimate.value.dtype)
+    error = estimate._standard_error
+    parts = (
+        estimate.value * scale,
+        jnp.where(error < 0, error, error * scale),
+        stats,
+    )
+    return eqx.tree_at(lambda x: (x.value, x._standard_error, x.stats), estimate, parts)
 
 
 @eqx.filter_jit
-def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
+def _exact_norm(operator: lx.AbstractLinearOperator, unit: Array) -> Outcome:
     space = space_of(operator)
     products = apply_block(operator, jnp.eye(space.size, dtype=space.compute_dtype))
-    value, error = jnp.sum(squares(products)), jnp.zeros((), space.real_dtype)
+    value = unit**2 * jnp.sum(squares(products))
+    error = jnp.zeros((), space.real_dtype)
     stats = {"num_matvecs": space.size}
     return outcome_of(value, error, stats, space.dtype, real=True)
 

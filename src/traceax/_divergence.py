@@ -9,10 +9,11 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Inexact, Key, PyTree
 
-from ._arguments import kind_of
+from ._arguments import check_budget, kind_of
 from ._base import TraceEstimator
 from ._estimate import Estimate
-from ._trace import trace
+from ._progress import NO_PROGRESS_METER
+from ._trace import estimate_whole
 
 
 def divergence(
@@ -43,7 +44,8 @@ def divergence(
 
     - `key`: a single key, typed or legacy. The same key in each step of a solver gives one
         sample path, as an ODE solver needs.
-    - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes.
+    - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes. Of complex `x`
+        it is taken for holomorphic.
     - `x`: a PyTree of floating-point arrays.
     - `k`: a positive Python int, the budget of products. One is common in training.
     - `estimator`: as of [`traceax.trace`][]: by default signs for `k < 4`.
@@ -73,7 +75,7 @@ def divergence(
             f"{got}; a divergence is of a field that has as many components as x."
         )
     operator = lx.FunctionLinearOperator(linear, asked)
-    return value, trace(key, operator, k, estimator, throw=throw)
+    return value, _trace(where, key, operator, k, estimator, throw)
 
 
 def laplacian(
@@ -119,6 +121,14 @@ def laplacian(
             f"{where}: x must be real, got complex entries; pass real and imaginary parts."
         )
 
+    out = jax.eval_shape(fn, x)
+    is_array = isinstance(out, jax.ShapeDtypeStruct)
+    if not is_array or out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise TypeError(
+            f"{where}: fn must return a real scalar of shape (), got {out}; a Laplacian is "
+            "of a scalar function."
+        )
+
     def gradient_and_value(x):
         value, gradient = jax.value_and_grad(fn)(x)
         return gradient, value
@@ -126,7 +136,12 @@ def laplacian(
     gradient, hessian, value = jax.linearize(gradient_and_value, x, has_aux=True)
     structure = jax.eval_shape(lambda: x)
     operator = lx.FunctionLinearOperator(hessian, structure, lx.symmetric_tag)
-    return value, gradient, trace(key, operator, k, estimator, throw=throw)
+    return value, gradient, _trace(where, key, operator, k, estimator, throw)
+
+
+def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
+    k, meter = check_budget(k, where), NO_PROGRESS_METER
+    return estimate_whole(where, key, operator, k, estimator, None, meter, throw=throw)
 
 
 def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:

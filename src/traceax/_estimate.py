@@ -165,7 +165,7 @@ class Estimate(eqx.Module):
         shown = list(np.ndindex(*lanes))[:_LANES]
         lines = [f"{math.prod(lanes)} estimates, shape {lanes}:"]
         for lane in shown:
-            one = jtu.tree_map(lambda x, lane=lane: np.asarray(x)[lane], self)
+            one = jtu.tree_map(lambda x, lane=lane: jnp.asarray(x)[lane], self)
             lines.append(f"  {one._in_words()}")
         return "\n".join(lines + ["  ..."] * (math.prod(lanes) > _LANES))
 
@@ -183,16 +183,14 @@ class Estimate(eqx.Module):
         used = int(self.stats["num_matvecs"])
         lines[-1] += f", {used} product{'s' * (used != 1)}"
         lines[-1] += f", {self._by}" if self._by else ""
-        if "products_needed" in self.stats and bool(
-            self.result == RESULTS.tolerance_not_met
-        ):
+        if bool(self.result == RESULTS.tolerance_not_met):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
         elif bool(self.result != RESULTS.successful):
             lines.append(RESULTS[self.result])
         return "\n".join(lines)
 
     def _forecast(self) -> str:
-        needed = float(np.max(self.stats["products_needed"]))
+        needed = float(np.max(self.stats.get("products_needed", math.inf)))
         if not math.isfinite(needed):
             return "how many products it would take is not known"
         return f"at this rate it would take about {float(f'{needed:.2g}'):.0f} products"

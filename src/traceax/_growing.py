@@ -117,7 +117,8 @@ class GrowingEstimator(TraceEstimator):
             bar = ErrorBar(value, error, jnp.asarray(freedom, error.dtype))
             result = stats.get("result", RESULTS.successful)
             stats = {**stats, "result": met_or_failed(tolerance, bar, result)}
-            return value, error, stats, blocks
+            # A rate takes more products than these.
+            return value, error, {**stats, "products_needed": jnp.inf}, blocks
         buffers, count, room, width = self._begun(state, k)
         step = step_width(width, fewest)
         reached = until(

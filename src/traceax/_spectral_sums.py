@@ -13,8 +13,7 @@ from ._accuracy.tolerance import make_tolerance
 from ._arguments import check_real_scalar, known_number
 from ._base import init_state
 from ._estimate import Estimate
-from ._linalg.tall import largest_entry, power_of_two_scale
-from ._operators.block import is_positive_semidefinite, space_of
+from ._operators.block import is_positive_semidefinite, size_of_parameters, space_of
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import Accuracy, SpectralEstimator
 from ._spectral.function import SpectralFunction
@@ -129,7 +128,7 @@ def schatten_norm(
     space = space_of(init_state(key, operator, where).operator)
     power = jnp.asarray(p, space.real_dtype)
     # Powers of large or small eigenvalues leave the range of numbers.
-    unit = _size_of_parameters(operator, space.real_dtype)
+    unit = size_of_parameters(operator, space.real_dtype)
     scaled = operator * (1 / unit).astype(space.dtype)
     # A relative error of the norm is one p times as large of the sum.
     if rtol is not None:
@@ -156,15 +155,6 @@ def schatten_norm(
     error = total._standard_error
     error = jnp.where(error < 0, error, error * jax.lax.stop_gradient(slope))
     return eqx.tree_at(lambda e: (e.value, e._standard_error), total, (value, error))
-
-
-def _size_of_parameters(operator: lx.AbstractLinearOperator, real) -> Float[Array, ""]:
-    """A power of two next to the largest of the operator's parameters, or 1."""
-    leaves = [x for x in jax.tree.leaves(operator) if eqx.is_inexact_array(x)]
-    sizes = [largest_entry(x).astype(real) for x in leaves]
-    if not sizes:
-        return jnp.ones((), real)
-    return jax.lax.stop_gradient(power_of_two_scale(jnp.stack(sizes)))
 
 
 class _Power(eqx.Module):

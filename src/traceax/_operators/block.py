@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._arguments import kind_of
+from .._linalg.tall import largest_entry, power_of_two_scale
 
 # Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, which stay in
 # its cache. A stencil on 1e6 unknowns and 60 vectors takes half of the time so.
@@ -142,6 +143,15 @@ def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperato
 def _is_data(leaf: Any) -> bool:
     constant = str | jax.extend.core.Jaxpr | jax.stages.Wrapped
     return eqx.is_array_like(leaf) or isinstance(leaf, constant)
+
+
+def size_of_parameters(operator: lx.AbstractLinearOperator, real) -> Float[Array, ""]:
+    """A power of two next to the largest of the operator's parameters, or 1."""
+    leaves = [x for x in jax.tree.leaves(operator) if eqx.is_inexact_array(x)]
+    sizes = [largest_entry(x).astype(real) for x in leaves]
+    if not sizes:
+        return jnp.ones((), real)
+    return jax.lax.stop_gradient(power_of_two_scale(jnp.stack(sizes)))
 
 
 def columns_at_once(n: int) -> int:

@@ -120,7 +120,9 @@ class KrylovAwareEstimator(SpectralEstimator):
 
     def compute_until(self, state, k, tolerance, meter):
         if k < FEWEST:
-            return self.compute(state, k)
+            found = self.compute(state, k)
+            stats = {**found.stats, "products_needed": jnp.inf}
+            return found._replace(stats=stats)
         m, most = probes_until(self.num_probes, k)
         product, Omega = self._begin(state, m)
         sizes = _sizes(most)
