@@ -227,7 +227,9 @@ def test_progress_is_shown(key, capfd):
     )
     jax.block_until_ready(estimate.value)
     jax.effects_barrier()
-    shown = [float(x.strip("% ")) for x in capfd.readouterr().out.split("\n") if x]
+    shown = [
+        float(x.strip("% \n")) for x in capfd.readouterr().out.split("\r") if x.strip()
+    ]
     assert shown == sorted(shown)
     assert shown[-1] == 100
 
