@@ -14,7 +14,6 @@ from ._accuracy.tolerance import SMALL, Tolerance, cap_of, make_tolerance
 from ._arguments import check_budget, check_key
 from ._base import TraceEstimator, TraceState, estimate_trace
 from ._estimate import RESULTS, Estimate, raise_failure
-from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
@@ -41,11 +40,7 @@ class CHOICES(eqx.Enumeration):
     structure = "Exact: the structure of the operator gives its diagonal."
     budget = "Exact: the budget allows a product with every coordinate vector."
     xnystrace = "XNysTrace: what is estimated is known to be semidefinite."
-    adaptive = "AdaptiveXTrace: what is estimated is not known to be semidefinite."
-    xtrace = (
-        "XTrace: what is estimated is not known to be semidefinite, and it is a diagonal, "
-        "or the budget is small or not known in advance."
-    )
+    xtrace = "XTrace: what is estimated is not known to be semidefinite."
     hutchinson = "Hutchinson: the budget is too small for XTrace or XNysTrace."
 
 
@@ -78,9 +73,8 @@ def trace(
         `K + D` only `K` is estimated, and a factor doesn't hide a semidefinite tag;
     2. the rest is exact if the budget allows a product with every coordinate vector;
     3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
-        semidefinite (and `k >= 2`); if not [`traceax.AdaptiveXTraceEstimator`][] from 8
-        products on, [`traceax.XTraceEstimator`][] with a tolerance or from 4 products on,
-        and [`traceax.HutchinsonEstimator`][] for smaller budgets.
+        semidefinite (and `k >= 2`), [`traceax.XTraceEstimator`][] if not (and
+        `k >= 4`), and [`traceax.HutchinsonEstimator`][] for smaller budgets.
 
     `stats["choice"]` tells which, a [`traceax.CHOICES`][] item.
 
@@ -172,8 +166,7 @@ def estimate_whole(
         budget = k - split.num_matvecs
         if estimator is None:
             few = tolerance is None or space.size <= SMALL
-            fixed = rows is None and tolerance is None
-            estimator, choice = _choose(split.rest, budget, rows, fixed, exact=few)
+            estimator, choice = _choose(split.rest, budget, rows, exact=few)
         exact = None if split.exact is None else _summed(split.exact, rows)
         if tolerance is not None:
             tolerance = tolerance.of_part(split.factor, exact)
@@ -242,12 +235,7 @@ def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
 
 
 def _choose(
-    operator: lx.AbstractLinearOperator,
-    k: int,
-    rows: Rows | None,
-    fixed: bool,
-    *,
-    exact: bool,
+    operator: lx.AbstractLinearOperator, k: int, rows: Rows | None, *, exact: bool
 ) -> tuple[TraceEstimator, CHOICES]:
     # Of a single entry probes of any length see little; signs see the least of the others.
     given = (NormalSampler(), True) if rows is None else (RademacherSampler(), False)
@@ -256,8 +244,6 @@ def _choose(
         return HutchinsonEstimator(), CHOICES.budget
     if semidefinite and k >= 2:
         return XNysTraceEstimator(*given), CHOICES.xnystrace
-    if not semidefinite and k >= 8 and fixed:
-        return AdaptiveXTraceEstimator(), CHOICES.adaptive
     if not semidefinite and k >= 4:
         return XTraceEstimator(*given), CHOICES.xtrace
     return HutchinsonEstimator(), CHOICES.hutchinson

@@ -29,9 +29,12 @@ class AdaptiveXTraceEstimator(TraceEstimator):
     and the value is a weighted mean. r = 0 is Hutchinson's estimator, r = k/2 - 1 nearly
     XTrace. The rank is chosen for each test by all others, among four.
 
-    *Use when* nothing is known of the operator: without knowing the spectrum the error is
-    about that of the better one of Hutchinson's estimator and XTrace. For signs, what is
-    diagonal costs nothing, and a multiple of the identity is exact.
+    *Use when* nothing is known of the operator, and its spectrum may be flat: the error is
+    about that of the better one of Hutchinson's estimator and XTrace. Where eigenvalues
+    fall steeply, or the rank is just below k/2, XTrace is better, by what its one basis
+    vector more finds. For signs, and without a symmetric tag, what is diagonal costs
+    nothing, and a multiple of the identity is exact. Not for matrices of a few integers:
+    signs meet null spaces of these by chance, and the error bar may not show it.
 
     *Symmetric operators*, and Hermitian ones, known by their tag, have a Krylov basis of
     blocks of 4 from 60 products on. A product with a basis vector is then one for the next
