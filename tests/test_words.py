@@ -36,9 +36,9 @@ def test_a_line():
 @pytest.mark.parametrize(
     ("scale", "start"),
     [
-        (1e12, r"8\.\d+e\+13 \+- "),
-        (1e-9, r"8\.\d+e-08 \+- "),
-        (-1.0, r"-8\d\.\d\d \+- "),
+        (1e12, r"[89]\.\d+e\+13 \+- "),
+        (1e-9, r"[89]\.\d+e-08 \+- "),
+        (-1.0, r"-[89]\d\.\d+ \+- "),
     ],
 )
 def test_sizes(scale, start):
