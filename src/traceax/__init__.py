@@ -4,6 +4,13 @@ from importlib.metadata import version as _version
 
 from ._accuracy.error_bar import ErrorBar as ErrorBar
 from ._base import TraceEstimator as TraceEstimator
+from ._base import TraceState as TraceState
+from ._base import init_state as init_state
+from ._diagonal import diagonal as diagonal
+from ._diagonal import frobenius_norm_squared as frobenius_norm_squared
+from ._diagonal import leaf_traces as leaf_traces
+from ._divergence import divergence as divergence
+from ._divergence import laplacian as laplacian
 from ._estimate import RESULTS as RESULTS
 from ._estimate import Estimate as Estimate
 from ._estimators.adaptive_xtrace import (
@@ -57,10 +64,3 @@ from ._trace import trace as trace
 from ._trace_function import trace_function as trace_function
 
 __version__ = _version("traceax")
-from ._base import TraceState as TraceState
-from ._base import init_state as init_state
-from ._diagonal import diagonal as diagonal
-from ._diagonal import frobenius_norm_squared as frobenius_norm_squared
-from ._diagonal import leaf_traces as leaf_traces
-from ._divergence import divergence as divergence
-from ._divergence import laplacian as laplacian
