@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
+# Of a budget that isn't given.
+_FEWEST_OF_CAP, _ENTRIES_OF_CAP = 64, 2**27
+
 
 def kind_of(x: Any) -> str:
     """What was got."""
@@ -114,6 +117,21 @@ def check_budget(k: Any, where: str) -> int:
             "matrix-vector products that may be used."
         )
     return budget
+
+
+def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
+    """`k` as a positive Python int; with a tolerance it may be left out.
+
+    That is 1,000 products, and fewer where blocks of 2^27 entries are full before.
+    """
+    if k is not None:
+        return check_budget(k, where)
+    if tolerance is None:
+        raise TypeError(
+            f"{where}: k must be a Python int unless rtol or atol is given, got None of "
+            "type NoneType; pass the number of matrix-vector products that may be used."
+        )
+    return max(1, min(n, 1000, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // max(n, 1))))
 
 
 def without_numpy(given: Any) -> Any:

@@ -9,8 +9,8 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
-from ._accuracy.tolerance import SMALL, Tolerance, cap_of, make_tolerance
-from ._arguments import StoredKey, check_budget, check_key, kind_of
+from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
+from ._arguments import StoredKey, budget_of, check_key, kind_of
 from ._estimate import Estimate, raise_failure
 from ._linalg.tall import Rows
 from ._operators.block import (
@@ -248,11 +248,7 @@ class TraceEstimator(eqx.Module):
         tolerance = make_tolerance(
             rtol, atol, level, space.compute_dtype, where, give_up=give_up
         )
-        k = (
-            cap_of(tolerance, space.size, where)
-            if k is None
-            else check_budget(k, where)
-        )
+        k = budget_of(k, tolerance, space.size, where)
         check_meter(progress_meter, where)
         return estimate_trace(self, state, k, tolerance, progress_meter, throw=throw)
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.tolerance import SMALL, Tolerance, cap_of, make_tolerance
-from ._arguments import check_budget, check_key
+from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
+from ._arguments import budget_of, check_key
 from ._base import TraceEstimator, TraceState, estimate_trace
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
@@ -145,7 +145,7 @@ def estimate_whole(
     Of groups of rows of the diagonal if `rows` are given, as an array.
     """
     space, key = check_operator(operator, where), check_key(key, where)
-    k = cap_of(tolerance, space.size, where) if k is None else check_budget(k, where)
+    k = budget_of(k, tolerance, space.size, where)
     check_meter(meter, where)
     state = TraceState(key, operator)
     if estimator is not None and not isinstance(estimator, TraceEstimator):

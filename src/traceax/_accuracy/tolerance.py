@@ -28,8 +28,6 @@ from .error_bar import ErrorBar
 _WIDENED = 2.0
 # Up to so many dimensions an answer is exact where the budget allows it.
 SMALL = 32
-# Of a budget that isn't given.
-_FEWEST_OF_CAP, _ENTRIES_OF_CAP = 64, 2**27
 # How many times too small a budget is when a loop gives up.
 _CLEAR = 2.0
 # Products that are taken before a loop may stop, and in each of its steps.
@@ -150,19 +148,6 @@ def met_or_failed(tolerance: Tolerance, bar: ErrorBar, result: RESULTS) -> RESUL
     met = tolerance.met(bar) | ~jnp.isfinite(bar.mean).all()
     unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
     return RESULTS.where(result == RESULTS.successful, unmet, result)
-
-
-def cap_of(tolerance: Tolerance | None, n: int, where: str) -> int:
-    """The cap of an estimate to a tolerance that was given no budget.
-
-    That is 1,000 products, and fewer where blocks of 2^27 entries are full before.
-    """
-    if tolerance is None:
-        raise TypeError(
-            f"{where}: k must be a Python int unless rtol or atol is given, got None of "
-            "type NoneType; pass the number of matrix-vector products that may be used."
-        )
-    return max(1, min(n, 1000, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // max(n, 1))))
 
 
 class Looked(NamedTuple):

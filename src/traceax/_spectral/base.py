@@ -12,14 +12,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
 from .._accuracy.error_bar import ErrorBar
-from .._accuracy.tolerance import (
-    SMALL,
-    Tolerance,
-    cap_of,
-    make_tolerance,
-    met_or_failed,
-)
-from .._arguments import StoredKey, check_budget, check_real_scalar
+from .._accuracy.tolerance import SMALL, Tolerance, make_tolerance, met_or_failed
+from .._arguments import StoredKey, budget_of, check_real_scalar
 from .._base import init_state
 from .._estimate import RESULTS, Estimate, raise_failure
 from .._linalg.krylov import RitzPairs
@@ -213,7 +207,7 @@ def estimate_spectral(
     """An estimate; `where` is what errors begin with."""
     space = space_of(state.operator)
     tolerance = accuracy.checked(space.real_dtype, where)
-    k = cap_of(tolerance, space.size, where) if k is None else check_budget(k, where)
+    k = budget_of(k, tolerance, space.size, where)
     if tolerance is not None and space.size > SMALL:
         # A loop that fails to meet the tolerance leaves nothing for an exact answer.
         k = min(k, space.size - 1)
