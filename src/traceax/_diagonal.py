@@ -175,9 +175,8 @@ def leaf_traces(
     if probes == "whole" or known or check_budget(k, where) >= space.size:
         sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
         rows = Rows(sizes, has_real_trace(operator))
-        meter = NO_PROGRESS_METER
         estimate = estimate_whole(
-            where, key, operator, k, estimator, None, meter, rows=rows, throw=throw
+            where, key, operator, k, estimator, rows=rows, throw=throw
         )
     else:
         k = check_budget(k, where)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Inexact, Key, PyTree
 from ._arguments import check_budget, kind_of
 from ._base import TraceEstimator
 from ._estimate import Estimate
-from ._progress import NO_PROGRESS_METER
+from ._operators.block import check_operator
 from ._trace import estimate_whole
 
 
@@ -140,8 +140,9 @@ def laplacian(
 
 
 def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
-    k, meter = check_budget(k, where), NO_PROGRESS_METER
-    return estimate_whole(where, key, operator, k, estimator, None, meter, throw=throw)
+    check_operator(operator, where)
+    k = check_budget(k, where)
+    return estimate_whole(where, key, operator, k, estimator, throw=throw)
 
 
 def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:

@@ -118,8 +118,7 @@ def trace(
     - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
     """
     where = "traceax.trace"
-    check_operator(operator, where)
-    dtype = space_of(operator).compute_dtype
+    dtype = check_operator(operator, where).compute_dtype
     tolerance = None
     if rtol is not None or atol is not None:
         tolerance = make_tolerance(rtol, atol, level, dtype, where, give_up=give_up)
@@ -134,17 +133,17 @@ def estimate_whole(
     operator: lx.AbstractLinearOperator,
     k: int | None,
     estimator: TraceEstimator | None,
-    tolerance: Tolerance | None,
-    meter: ProgressMeter,
+    tolerance: Tolerance | None = None,
+    meter: ProgressMeter = NO_PROGRESS_METER,
     *,
     rows: Rows | None = None,
     throw: bool,
 ) -> Estimate:
-    """The estimate of a front door: exact parts, and an estimator for the rest.
+    """The estimate of a checked operator: exact parts, and an estimator for the rest.
 
     Of groups of rows of the diagonal if `rows` are given, as an array.
     """
-    space, key = check_operator(operator, where), check_key(key, where)
+    space, key = space_of(operator), check_key(key, where)
     k = budget_of(k, tolerance, space.size, where)
     check_meter(meter, where)
     state = TraceState(key, operator)
