@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
 from ._arguments import StoredKey, budget_of, check_key, kind_of
 from ._estimate import Estimate, raise_failure
-from ._linalg.tall import Rows
+from ._linalg.tall import Rows, summed
 from ._operators.block import (
     apply_block,
     as_data,
@@ -373,8 +373,7 @@ class _Trace(Algorithm):
 def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None):
     space = space_of(operator)
     identity = jnp.eye(space.size, dtype=space.compute_dtype)
-    diagonal = jnp.diagonal(apply_block(operator, identity))
-    value = jnp.sum(diagonal) if rows is None else rows(diagonal)
+    value = summed(jnp.diagonal(apply_block(operator, identity)), rows)
     error = jnp.zeros(value.shape, space.real_dtype)
     return value, error, {"num_matvecs": space.size}, (identity, identity)
 

@@ -17,7 +17,7 @@ from ._estimate import RESULTS, Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
-from ._linalg.tall import Rows
+from ._linalg.tall import Rows, summed
 from ._operators.block import (
     Space,
     check_operator,
@@ -156,8 +156,7 @@ def estimate_whole(
     if estimator is None:
         choice, split = CHOICES.structure, _split(operator, k)
     if split.rest is None:
-        nothing = jnp.zeros(space.size, space.compute_dtype)
-        nothing = jnp.sum(nothing) if rows is None else rows(nothing)
+        nothing = summed(jnp.zeros(space.size, space.compute_dtype), rows)
         stats = {"num_matvecs": jnp.asarray(0)}
         stats["degrees_of_freedom"] = jnp.full_like(nothing, jnp.inf, space.real_dtype)
         estimate = Estimate(nothing, nothing.real, RESULTS.successful, stats, state)
@@ -166,7 +165,7 @@ def estimate_whole(
         if estimator is None:
             few = tolerance is None or space.size <= SMALL
             estimator, choice = _choose(split.rest, budget, rows, exact=few)
-        exact = None if split.exact is None else _summed(split.exact, rows)
+        exact = None if split.exact is None else summed(split.exact, rows)
         if tolerance is not None:
             tolerance = tolerance.of_part(split.factor, exact)
         estimate = estimate_trace(
@@ -186,10 +185,6 @@ def estimate_whole(
     return raise_failure(estimate) if throw else estimate
 
 
-def _summed(diagonal: Inexact[Array, " n"], rows: Rows | None) -> Inexact[Array, "*g"]:
-    return jnp.sum(diagonal) if rows is None else rows(diagonal)
-
-
 def _combine(
     estimate: Estimate,
     state: TraceState,
@@ -206,7 +201,7 @@ def _combine(
         factor = split.factor.astype(space.compute_dtype)
         value, error = value * factor, error * jnp.abs(factor)
     if split.exact is not None:
-        exact = _summed(split.exact, rows)
+        exact = summed(split.exact, rows)
         # The sum is rounded; an error of 0 says that all of it is exact.
         magnitude = jnp.abs(value) + jnp.abs(exact)
         rounding = 4 * jnp.finfo(error.dtype).eps * magnitude

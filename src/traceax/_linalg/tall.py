@@ -254,6 +254,11 @@ class Rows(NamedTuple):
         return jnp.concatenate([sums, jnp.sum(sums, axis=0, keepdims=True)])
 
 
+def summed(x: Inexact[Array, " n"], rows: Rows | None) -> Inexact[Array, "*g"]:
+    """The sum, or those over groups of rows."""
+    return jnp.sum(x) if rows is None else rows(x)
+
+
 class RowMoments(NamedTuple):
     """Moments of independent samples, by group.
 
