@@ -7,8 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
-from jaxtyping import Array, ArrayLike, Key, PyTree
+from jaxtyping import Array, ArrayLike, Key
 
 from ._accuracy.tolerance import make_tolerance
 from ._arguments import check_budget, check_key
@@ -25,6 +24,7 @@ from ._operators.block import (
     is_hermitian,
     size_of_parameters,
     space_of,
+    unflatten,
 )
 from ._operators.known_diagonal import known_diagonal
 from ._primitive import Outcome, outcome_of
@@ -112,11 +112,7 @@ def diagonal(
         rows=rows,
         throw=throw,
     )
-
-    def shaped(flat):
-        return _unflatten(flat, space.structure)
-
-    return _with_parts(estimate, shaped)
+    return _with_parts(estimate, lambda x: unflatten(x, space.structure))
 
 
 def leaf_traces(
@@ -267,13 +263,6 @@ def _exact_norm(operator: lx.AbstractLinearOperator, unit: Array) -> Outcome:
     error = jnp.zeros((), space.real_dtype)
     stats = {"num_matvecs": space.size}
     return outcome_of(value, error, stats, space.dtype, real=True)
-
-
-def _unflatten(flat: Array, structure: PyTree) -> PyTree[Array]:
-    leaves, treedef = jtu.tree_flatten(structure)
-    ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
-    parts = zip(jnp.split(flat, ends), leaves, strict=True)
-    return treedef.unflatten([part.reshape(leaf.shape) for part, leaf in parts])
 
 
 def _with_parts(estimate: Estimate, of) -> Estimate:

@@ -161,6 +161,17 @@ def columns_at_once(n: int) -> int:
     return max(_FEWEST, _CACHED // max(n, 1))
 
 
+def unflatten(
+    vector: Inexact[Array, " n"], structure: PyTree[jax.ShapeDtypeStruct]
+) -> PyTree[Inexact[Array, "..."]]:
+    """A vector in the shapes of a structure."""
+    leaves, treedef = jtu.tree_flatten(structure)
+    ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
+    parts = jnp.split(vector, ends) if len(leaves) > 1 else [vector]
+    pairs = zip(parts, leaves, strict=True)
+    return treedef.unflatten([part.reshape(leaf.shape) for part, leaf in pairs])
+
+
 def apply_block(
     operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
 ) -> Inexact[Array, "n k"]:
@@ -171,17 +182,12 @@ def apply_block(
     columns at a time.
     """
     n, k = block.shape
-    space = space_of(operator)
-    leaves, treedef = jtu.tree_flatten(space.structure)
-    ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
+    structure = operator.in_structure()
 
     def product(vector):
-        parts = jnp.split(vector, ends) if len(leaves) > 1 else [vector]
-        shaped = [
-            part.reshape(leaf.shape).astype(leaf.dtype)
-            for part, leaf in zip(parts, leaves, strict=True)
-        ]
-        out = operator.mv(jtu.tree_unflatten(treedef, shaped))
+        parts = unflatten(vector, structure)
+        x = jtu.tree_map(lambda part, like: part.astype(like.dtype), parts, structure)
+        out = operator.mv(x)
         flat = [x.reshape(-1).astype(block.dtype) for x in jtu.tree_leaves(out)]
         return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
