@@ -16,7 +16,7 @@ from traceax._linalg.leave_one_out import (
     leave_one_out_traces,
     stand_in,
 )
-from traceax._linalg.nystrom import nystrom_traces
+from traceax._linalg.nystrom import nystrom_factor, nystrom_traces
 from traceax._linalg.nystrom import stand_in as nystrom_stand_in
 from traceax._linalg.tall import column_dots, orthonormalise
 from traceax._operators.block import apply_block
@@ -107,11 +107,10 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
     U, AU = (_zeros_beyond(x, room) for x in (u, a @ u))
     T = _zeros_beyond(t, room, room)
     active = None if room == M else jnp.arange(room) < M
-    found = nystrom_traces(U, T, -AU, -1, resphere=resphere, active=active)
-    assert not found.wrong
-    samples, pairs, mu = (
-        x * abs(found.scale) for x in (found.samples, found.pairs, found.mu)
-    )
+    of = nystrom_factor(U, T, -AU, -1, resphere=resphere, active=active)
+    assert not of.wrong
+    samples, pairs, _ = nystrom_traces(of, resphere=resphere)
+    samples, pairs, mu = (x * abs(of.scale) for x in (samples, pairs, of.mu))
     shifted = a + float(mu) * np.eye(N)
 
     def naive(i, left_out):
@@ -141,8 +140,8 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
 def test_a_wrong_tag_shows(key):
     u, t = np.linalg.qr(_probes(key, matrix("signed", N)))
     for a, sign in ((matrix("signed", N), 1), (matrix("flat", N), -1)):
-        found = nystrom_traces(*map(jnp.asarray, (u, t, a @ u)), sign, resphere=True)
-        assert found.wrong
+        of = nystrom_factor(*map(jnp.asarray, (u, t, a @ u)), sign, resphere=True)
+        assert of.wrong
 
 
 class _OfAnyLength(tx.IndexedSampler):

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from .._accuracy.error_bar import ErrorBar, leave_one_out_samples, row_error_bar
 from .._estimate import RESULTS
 from .._growing import ByRows, GrowingEstimator, active_of
-from .._linalg.nystrom import nystrom_factor, nystrom_rows, nystrom_traces, stand_in
+from .._linalg.nystrom import (
+    NystromFactor,
+    nystrom_factor,
+    nystrom_rows,
+    nystrom_traces,
+    stand_in,
+)
 from .._linalg.tall import combine, extend, put
 from .._operators.block import (
     apply_block,
@@ -92,45 +98,39 @@ class XNysTraceEstimator(GrowingEstimator):
         return {name: put(buffers[name], x, count) for name, x in new.items()}
 
     def judge(self, state, buffers, count):
-        U, T, AU = (buffers[name] for name in ("U", "T", "AU"))
-        n = len(U)
-        active = active_of(count, U.shape[1])
-        number = (
-            count if isinstance(count, int) else count.astype(jnp.finfo(U.dtype).dtype)
-        )
-        # Zero is both.
-        sign = 1 if is_positive_semidefinite(state.operator) else -1
-        found = nystrom_traces(U, T, AU, sign, resphere=self.resphere, active=active)
-        bar = leave_one_out_samples(
-            found.samples,
-            found.pairs,
-            found.magnitude,
-            n - number + 2 if self.resphere else None,
-            active=active,
-        )
-        value = found.scale * (bar.mean - n * found.mu)
-        error = jnp.abs(found.scale) * bar.standard_error
-        result = RESULTS.where(
-            found.wrong, RESULTS.not_semidefinite, RESULTS.successful
-        )
-        return ErrorBar(value, error, bar.degrees_of_freedom), result
+        of, active = self._factor(state, buffers, count)
+        traces = nystrom_traces(of, resphere=self.resphere)
+        left = of.dimension + 1 if self.resphere else None
+        bar = leave_one_out_samples(*traces, left, active=active)
+        bar = bar._replace(mean=bar.mean - len(of.F) * of.mu)
+        return _of_operator(bar, of)
 
     def by_rows(self, rows):
         return ByRows(self, rows)
 
     def judge_rows(self, state, buffers, count, rows):
-        U, T, AU = (buffers[name] for name in ("U", "T", "AU"))
-        sign = 1 if is_positive_semidefinite(state.operator) else -1
-        active, resphere = active_of(count, U.shape[1]), self.resphere
-        of = nystrom_factor(U, T, AU, sign, resphere=resphere, active=active)
-        tests = U if resphere else combine(U, T)
+        of, active = self._factor(state, buffers, count)
+        U, resphere = buffers["U"], self.resphere
+        tests = U if resphere else combine(U, buffers["T"])
         found = nystrom_rows(tests, of, rows, resphere=resphere, active=active)
-        bar = row_error_bar(found, active)
-        mean = of.scale.astype(bar.mean.dtype) * bar.mean
-        error = jnp.abs(of.scale) * bar.standard_error
-        result = RESULTS.where(of.wrong, RESULTS.not_semidefinite, RESULTS.successful)
-        return ErrorBar(mean, error, bar.degrees_of_freedom), result
+        return _of_operator(row_error_bar(found, active), of)
 
     def stand_in(self, state, buffers, count):
         active = active_of(count, buffers["U"].shape[1])
         return stand_in(**buffers, resphere=self.resphere, active=active)
+
+    def _factor(self, state, buffers, count):
+        U, T, AU = (buffers[name] for name in ("U", "T", "AU"))
+        active = active_of(count, U.shape[1])
+        # Zero is both.
+        sign = 1 if is_positive_semidefinite(state.operator) else -1
+        of = nystrom_factor(U, T, AU, sign, resphere=self.resphere, active=active)
+        return of, active
+
+
+def _of_operator(bar: ErrorBar, of: NystromFactor) -> tuple[ErrorBar, RESULTS]:
+    """The error bar in units of the operator, and whether that is what its tag says."""
+    mean = of.scale.astype(bar.mean.dtype) * bar.mean
+    error = jnp.abs(of.scale) * bar.standard_error
+    result = RESULTS.where(of.wrong, RESULTS.not_semidefinite, RESULTS.successful)
+    return ErrorBar(mean, error, bar.degrees_of_freedom), result

@@ -30,47 +30,25 @@ from .small import divisor, frobenius, inverse_root, matmul, squares
 from .tall import Rows, column_dots, combine, inner, orthonormalise, power_of_two_scale
 
 
-class NystromTraces(NamedTuple):
-    """Leave-one-out traces of `A / scale + mu I`, which is of order 1 and positive.
+class NystromFactor(NamedTuple):
+    """The Nystrom approximation of `A / scale + mu I`, and what leaves columns out of it.
 
-    - `samples`, `pairs`: `t_i`, and `t_ij` with probe j left out as well.
+    - `F`: n x k, of order 1; 0 of a zero operator, as are the next two and `mu`.
+    - `halves`: `C e_i`, or what stands for it.
+    - `remainders`: `1 / |C e_i|^2`.
+    - `dimension`: of the complement of the others, or 1.
     - `mu`: the multiple of the identity that was added.
-    - `magnitude`: of what is added up to a sample, for the error of rounding.
     - `wrong`: whether A is not semidefinite, or has another sign.
     - `scale`: a power of two with the sign of A.
     """
 
-    samples: Float[Array, " k"]
-    pairs: Float[Array, "k k"]
-    mu: Float[Array, ""]
-    magnitude: Float[Array, ""]
-    wrong: Bool[Array, ""]
-    scale: Float[Array, ""]
-
-
-class NystromFactor(NamedTuple):
-    """The Nystrom approximation of `A / scale + mu I`, and what leaves columns out of it.
-
-    - `F`: n x k.
-    - `halves`: `C e_i`, or what stands for it.
-    - `weights`: their squares.
-    - `dimension`: of the complement of the others, or 1.
-    - `norm`, `nonzero`: of Y.
-    """
-
     F: Inexact[Array, "n k"]
     halves: Inexact[Array, "k k"]
-    weights: Float[Array, " k"]
+    remainders: Float[Array, " k"]
     dimension: ArrayLike
     mu: Float[Array, ""]
-    nonzero: Bool[Array, ""]
     wrong: Bool[Array, ""]
     scale: Float[Array, ""]
-
-    @property
-    def remainders(self) -> Float[Array, " k"]:
-        """`1 / |C e_i|^2`. A probe that the others span has nothing left to test."""
-        return jnp.where(self.weights == 0, 0, 1 / divisor(self.weights))
 
 
 def nystrom_factor(
@@ -82,7 +60,28 @@ def nystrom_factor(
     resphere: bool,
     active: Bool[Array, " k"] | None = None,
 ) -> NystromFactor:
-    """See `nystrom_traces`."""
+    r"""The factor F, from `Y = A U`.
+
+    With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
+    approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
+    i it is `F (I - q_i q_i^*) F^*`, where the unit vector `q_i` is along
+    `H^{-1/2} e_i`: its range is orthogonal to `H^{1/2} e_j` for every other j. And
+
+        u_i^* (A + mu I - F (I - q_i q_i^*) F^*) u_i = 1 / |H^{-1/2} e_i|^2 .
+
+    All of this holds for any `C` with `C^* C = H^-1`, and `C e_i` for `H^{-1/2} e_i`.
+
+    Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i`
+    takes the place of `e_i`, and 1 that of n - k + 1, the dimension of the complement.
+
+    Departures from the source (its Algorithm 4 factors `Omega^* Y` by Cholesky): the
+    basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding. That
+    moves the eigenvalues of `H` by up to about `eps |Y|_F`; products from an iterative
+    solver move them by more, which shows in `H` not being Hermitian: `mu` is
+    `|H - H^*|_F` where that is more than rounding. A floor of `mu` itself under the
+    eigenvalues would lift half of those that should equal `mu`, and bias the value by a
+    multiple of `mu n`; a floor of `mu / 2` does not.
+    """
     n, k = U.shape
     one = jnp.eye(k, dtype=Y.dtype)
     count, outside = k, jnp.zeros_like(one)
@@ -100,8 +99,7 @@ def nystrom_factor(
     inverse = (1 / scale).astype(Y.dtype)
     H, Y = H * inverse, Y * inverse
     norm = jnp.sqrt(jnp.sum(squares(Y)))
-    nonzero = norm != 0
-    norm = divisor(norm)
+    nonzero, norm = norm != 0, divisor(norm)
     eps = jnp.finfo(Y.dtype).eps
     noise = frobenius(H - H.conj().T)
     mu = eps * norm
@@ -114,53 +112,33 @@ def nystrom_factor(
     # A tag can be wrong: neither noise nor rounding does this.
     limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
     wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
-    F = combine(Y_mu, C.conj().T)
+    # A zero operator is explained by no column.
+    C, mu = (jnp.where(nonzero, x, 0) for x in (C, mu))
     halves = matmul(C, left_out)
     weights = jnp.real(column_dots(halves, halves))
-    return NystromFactor(F, halves, weights, dimension, mu, nonzero, wrong, scale)
+    # A probe that the others span has nothing left to test.
+    remainders = jnp.where(weights == 0, 0, 1 / divisor(weights))
+    F = combine(Y_mu, C.conj().T)
+    return NystromFactor(F, halves, remainders, dimension, mu, wrong, scale)
 
 
 def nystrom_traces(
-    U: Inexact[Array, "n k"],
-    T: Inexact[Array, "k k"],
-    Y: Inexact[Array, "n k"],
-    sign: int,
-    *,
-    resphere: bool,
-    active: Bool[Array, " k"] | None = None,
-) -> NystromTraces:
-    r"""Leave-one-out traces from `Y = A U`.
+    of: NystromFactor, *, resphere: bool
+) -> tuple[Float[Array, " k"], Float[Array, "k k"], Float[Array, ""]]:
+    r"""Leave-one-out traces `t_i`, and `t_ij`: the same with probe j left out as well.
 
-    With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
-    approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
-    i it is `F (I - q_i q_i^*) F^*`, where the unit vector `q_i` is along
-    `H^{-1/2} e_i`: its range is orthogonal to `H^{1/2} e_j` for every other j. And
-
-        u_i^* (A + mu I - F (I - q_i q_i^*) F^*) u_i = 1 / |H^{-1/2} e_i|^2 .
+    Also the magnitude of what is added up to a sample, for the error of rounding.
 
     Given the other columns, `u_i` is uniform on the unit sphere of their complement,
     of dimension n - k + 1, outside which the remainder vanishes: hence
 
-        tr_i = |F|^2 - |F q_i|^2 + (n - k + 1) / |H^{-1/2} e_i|^2 .
+        t_i = |F|^2 - |F q_i|^2 + (n - k + 1) / |H^{-1/2} e_i|^2 .
 
-    *Leaving out j as well*, for `t_ij`: the pair `q_i`, `q_j` spans what is lost, with
+    *Leaving out j as well*: the pair `q_i`, `q_j` spans what is lost, with
     `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
-    All of this holds for any `C` with `C^* C = H^-1`, and `C e_i` for `H^{-1/2} e_i`.
-
-    Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i`
-    takes the place of `e_i`, and 1 that of n - k + 1.
-
-    Departures from the source (its Algorithm 4 factors `Omega^* Y` by Cholesky): the
-    basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding. That
-    moves the eigenvalues of `H` by up to about `eps |Y|_F`; products from an iterative
-    solver move them by more, which shows in `H` not being Hermitian: `mu` is
-    `|H - H^*|_F` where that is more than rounding. A floor of `mu` itself under the
-    eigenvalues would lift half of those that should equal `mu`, and bias the value by a
-    multiple of `mu n`; a floor of `mu / 2` does not.
     """
-    of = nystrom_factor(U, T, Y, sign, resphere=resphere, active=active)
-    F, halves, _, dimension, mu, nonzero, wrong, scale = of
-    eps, remainders = jnp.finfo(Y.dtype).eps, of.remainders
+    F, halves, remainders, dimension, mu, _, _ = of
+    eps = jnp.finfo(F.dtype).eps
     squared = inner(F, F)
     all_columns = jnp.sum(jnp.real(jnp.diagonal(squared)))
     weighted = matmul(squared, halves)
@@ -177,12 +155,7 @@ def nystrom_traces(
     pairs = all_columns + (dimension * remainders[:, None] - lost_by_two) / sine_squared
     # Where all is explained, n mu is added and subtracted again; it has the rounding of
     # eigenvalues that should equal mu: at most a few times `mu sqrt(n)`, measured.
-    magnitude = all_columns + mu * math.sqrt(len(U)) / eps
-    # A zero operator is explained by no column.
-    samples, pairs, mu, magnitude = (
-        jnp.where(nonzero, x, 0) for x in (samples, pairs, mu, magnitude)
-    )
-    return NystromTraces(samples, pairs, mu, magnitude, wrong, scale)
+    return samples, pairs, all_columns + mu * math.sqrt(len(F)) / eps
 
 
 def stand_in(
@@ -247,6 +220,4 @@ def nystrom_rows(
     weight = dimension.astype(ones.dtype)
     samples = on_range + weight * rows(Omega.conj() * (f * alpha[None, :]))
     outside = dimension + 1 if resphere else jnp.inf
-    found = row_samples(samples, without, active, outside)
-    parts = [jnp.where(of.nonzero, x, 0) for x in found[:4]]
-    return RowSamples(parts[0], parts[1], parts[2], parts[3], outside)
+    return row_samples(samples, without, active, outside)
