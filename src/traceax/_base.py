@@ -233,8 +233,9 @@ class TraceEstimator(eqx.Module):
             Budgets below 4 keep nothing.
         - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
             is exact and takes n products.
-        - `rtol`, `atol`, `level`, `give_up`, `progress_meter`, `throw`: as for [`traceax.trace`][],
-            of estimators that take a tolerance. The state keeps what was taken.
+        - `rtol`, `atol`, `level`, `give_up`, `progress_meter`, `throw`: as for
+            [`traceax.trace`][], of estimators that take a tolerance. The state keeps
+            what was taken.
 
         **Returns:** a [`traceax.Estimate`][].
 

@@ -137,8 +137,8 @@ def leaf_traces(
 
     With blocks, an eighth of the budget is a pilot, equal for all leaves; the rest is
     divided over the leaves so that the error of the total is least. A product is with one
-    block, of which nothing else is computed. Leaves that are smaller than a pilot are exact.
-    Both ways are unbiased, and are one program.
+    block, of which nothing else is computed. Leaves smaller than a pilot are exact. Both
+    ways are unbiased, and are one program.
 
     Differentiable with respect to `operator`.
 

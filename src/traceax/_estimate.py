@@ -111,9 +111,9 @@ class Estimate(eqx.Module):
 
     !!! note
 
-        `state` holds the operator and products with it. Return `estimate.value` rather than the whole
-        estimate from a function that is `vmap`ped over keys alone, or the operator is
-        copied once per key.
+        `state` holds the operator and products with it. Return `estimate.value` rather
+        than the whole estimate from a function that is `vmap`ped over keys alone, or
+        the operator is copied once per key.
     """
 
     value: PyTree[Inexact[Array, ""]]
