@@ -97,7 +97,8 @@ def trace(
         [`traceax.XNysTraceEstimator`][].
     - `level`: of that interval, a Python number between 0 and 1.
     - `give_up`: whether to stop when twice the budget wouldn't meet the tolerance, at
-        the rate at which the error bar has fallen so far.
+        the rate at which the error bar has fallen so far. Without a tolerance it does
+        nothing, as `level` and `progress_meter`.
     - `progress_meter`: shows how far an estimate to a tolerance is; nothing by default.
         See [`traceax.TextProgressMeter`][].
     - `throw`: whether a failure raises an error at run time, or is only reported in
