@@ -1,6 +1,5 @@
 """A budget that splits itself between a basis and the tests of what it leaves."""
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Bool, Inexact
@@ -12,9 +11,9 @@ from .._linalg import adaptive, krylov_split, tall
 from .._operators.block import apply_block, is_hermitian, space_of
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
 
-# Budgets from which a Krylov space pays, its blocks, and how many blocks are looked at
-# before it is decided upon.
-_KRYLOV, _WIDTH, _PILOT = 60, 4, 3
+# Budgets from which a Krylov space pays, its blocks, and the tests that judge it: at least
+# so many, and one of so many products.
+_KRYLOV, _WIDTH, _FEWEST, _SHARE = 60, 4, 8, 16
 
 
 class AdaptiveXTraceEstimator(TraceEstimator):
@@ -29,19 +28,17 @@ class AdaptiveXTraceEstimator(TraceEstimator):
     and the value is a weighted mean. r = 0 is Hutchinson's estimator, r = k/2 - 1 nearly
     XTrace. The rank is chosen for each test by all others, among four.
 
-    *Use when* nothing is known of the operator, and its spectrum may be flat: the error is
-    about that of the better one of Hutchinson's estimator and XTrace. Where eigenvalues
-    fall steeply, or the rank is just below k/2, XTrace is better, by what its one basis
-    vector more finds. For signs, and without a symmetric tag, what is diagonal costs
-    nothing, and a multiple of the identity is exact. Not for matrices of a few integers:
-    signs meet null spaces of these by chance, and the error bar may not show it.
+    *Use when* nothing is known of the operator: the error is about that of the better one of
+    Hutchinson's estimator and XTrace. Where eigenvalues fall steeply, or the rank is just
+    below k/2, XTrace is better, by what its one basis vector more finds. Without a symmetric
+    tag what is diagonal costs nothing, for signs, and a multiple of the identity is exact.
 
     *Symmetric operators*, and Hermitian ones, known by their tag, have a Krylov basis of
     blocks of 4 from 60 products on. A product with a basis vector is then one for the next
-    block, too. Tests, k/8 probes that the basis knows nothing of, say when to stop; what is
+    block, too. Tests, k/16 probes that the basis knows nothing of, say when to stop; what is
     left is for fresh tests. Where the spectrum decays the error falls by factors. Krylov
-    spaces find 4 eigenvectors of an eigenvalue: where 12 products show that most of the
-    operator is in eigenvalues of higher multiplicity, the others are split as above.
+    spaces find 4 eigenvectors of an eigenvalue: where products with random vectors show that
+    most of what is left is in others, the next blocks are begun with these.
 
     | | |
     |---|---|
@@ -54,7 +51,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
 
     `stats["basis"]` is the size of the basis; the other products were tests. Budgets are
     fixed: an estimate can't go on from an earlier one, nor to a tolerance, and `refresh`
-    begins anew. Under `vmap` a symmetric operator takes the products of both ways.
+    begins anew.
 
     **Arguments:**
 
@@ -79,13 +76,8 @@ class AdaptiveXTraceEstimator(TraceEstimator):
             return deflated_trace(state, k, self.sampler, resphere=False)
         operator, space = state.operator, space_of(state.operator)
         deep = k >= _KRYLOV and is_hermitian(operator)
-        number = k + _WIDTH if deep else k
-        probes = draw_range(self.sampler, state.key, 0, number, number, space)
-        if deep:
-            bar, rank, V, K = _krylov_split(operator, probes, k)
-        else:
-            nothing = probes[:, :0]
-            bar, rank, V, K = _split(operator, probes, nothing, nothing)
+        probes = draw_range(self.sampler, state.key, 0, k, k, space)
+        bar, rank, V, K = (_krylov_split if deep else _split)(operator, probes)
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
@@ -97,26 +89,16 @@ class AdaptiveXTraceEstimator(TraceEstimator):
 Found = tuple[ErrorBar, Array, Inexact[Array, "n k"], Inexact[Array, "k k"]]
 
 
-def _split(
-    operator: lx.AbstractLinearOperator,
-    probes: Inexact[Array, "n k"],
-    B: Inexact[Array, "n r"],
-    AB: Inexact[Array, "n r"],
-) -> Found:
-    """The error bar, the size of the basis, V, and K with `Z = V conj(K)`.
-
-    Beside a basis B that the probes know nothing of.
-    """
-    if B.shape[1]:
-        probes = probes - tall.combine(B, tall.inner(B, probes))
-    (n, k), known = probes.shape, B.shape[1]
-    n, h = n - known, k // 2
+def _split(operator: lx.AbstractLinearOperator, probes: Inexact[Array, "n k"]) -> Found:
+    """The error bar, the size of the basis, V, and K with `Z = V conj(K)`."""
+    n, k = probes.shape
+    h = k // 2
     width = k - h
     W, fresh = probes[:, :h], probes[:, h:]
     Y = apply_block(operator, W)
     unit = tall.power_of_two_scale(Y).astype(Y.dtype)
-    Q, R = tall.extend(tall.side_by_side(B, jnp.zeros_like(W)), Y / unit, known)
-    R, C, ranks = R[known:], tall.inner(Q, W), adaptive.candidates(h)
+    Q, R = tall.orthonormalise(Y / unit)
+    C, ranks = tall.inner(Q, W), adaptive.candidates(h)
     duals = adaptive.duals_of(R)
     which, energies = adaptive.choose_ranks(duals, R, C, n, k, ranks)
     tests = adaptive.split_tests(duals, which, ranks, width)
@@ -136,62 +118,40 @@ def _split(
         shared=adaptive.covariance(form, gram, n, tests, shifts),
         freedom=max(2.0, h / 2),
     )
-    K = jax.scipy.linalg.block_diag(
-        jnp.eye(known, dtype=W.dtype), adaptive.stand_in(form, gram, n, tests)
-    )
-    bar = added(bar, unit, tall.column_dots(B, AB))
-    return bar, known + rank, tall.side_by_side(B, W, X), K
+    K = adaptive.stand_in(form, gram, n, tests)
+    return scaled(bar, unit), rank, tall.side_by_side(W, X), K
 
 
 def _krylov_split(
-    operator: lx.AbstractLinearOperator, probes: Inexact[Array, "n kb"], k: int
+    operator: lx.AbstractLinearOperator, probes: Inexact[Array, "n k"]
 ) -> Found:
     """The same, of a Hermitian operator."""
-    n, b, dtype = len(probes), _WIDTH, probes.dtype
-    p = k // 8 + (k - k // 8) % b
-    width = k - p
-
-    def multiply(block):
-        return apply_block(operator, block)
-
-    start = probes[:, :b]
-    pilot = krylov_split.begin(multiply, start, width // b, _PILOT)
-    unit = tall.power_of_two_scale(pilot.AQ).astype(dtype)
-    pilot = pilot.scaled(1 / unit)
-    size = b * _PILOT
-
-    def shallow():
-        B, AB = pilot.Q[:, :size], pilot.AQ[:, :size] * unit
-        return _split(operator, probes[:, b : b + k - size], B, AB)
-
-    def deep():
-        def product(block):
-            return multiply(block) / unit
-
-        W = probes[:, b : b + p]
-        Y = product(W)
-        space, stop, energies = krylov_split.grow(product, pilot, W, Y, k)
-        basis = jnp.arange(width) < b * space.steps
-        X = jnp.where(basis[:, None], space.Q.T, probes[:, b + p :].T).T
-        AX = krylov_split.multiply_fresh(product, X, space)
-        upper, mixed = tall.inner(W, AX), tall.inner(W, X)
-        own = tall.column_dots(W, Y), tall.column_dots(W, W)
-        form = form_of(own[0], upper, upper.conj().T, tall.inner(X, AX))
-        gram = form_of(own[1], mixed, mixed.conj().T, tall.inner(X, X))
-        tests = krylov_split.krylov_tests(stop, b, width, dtype)
-        samples = [adaptive.samples_of(form, gram, n, x)[0] for x in tests]
-        bar = weighted_samples(
-            jnp.concatenate([x.reshape(-1) for x in samples]),
-            jnp.concatenate([x.weight.reshape(-1) for x in tests]),
-            magnitude_of(form, basis),
-            energy=jnp.mean(energies),
-        )
-        K = adaptive.stand_in(form, gram, n, *tests)
-        bar = added(bar, unit, jnp.zeros(1, dtype))
-        return bar, b * space.steps, tall.side_by_side(W, X), K
-
-    wide = krylov_split.misses_multiples(pilot, start, size)
-    return jax.lax.cond(wide, shallow, deep)
+    (n, k), b = probes.shape, _WIDTH
+    p = max(_FEWEST, k // _SHARE)
+    p += (k - p) % b
+    W, others = probes[:, :p], probes[:, p:]
+    Y = apply_block(operator, W)
+    unit = tall.power_of_two_scale(Y).astype(Y.dtype)
+    Y, width = Y / unit, k - p
+    spent = krylov_split.split_budget(
+        lambda block: apply_block(operator, block) / unit, W, Y, others, b
+    )
+    rank, X, AX = b * jnp.max(spent.stop), spent.X, spent.AX
+    basis = jnp.arange(width) < rank
+    upper, mixed = tall.inner(W, AX), tall.inner(W, X)
+    own = tall.column_dots(W, Y), tall.column_dots(W, W)
+    form = form_of(own[0], upper, upper.conj().T, tall.inner(X, AX))
+    gram = form_of(own[1], mixed, mixed.conj().T, tall.inner(X, X))
+    tests = krylov_split.krylov_tests(spent.stop, b, width, W.dtype)
+    samples = [adaptive.samples_of(form, gram, n, x)[0] for x in tests]
+    bar = weighted_samples(
+        jnp.concatenate([x.reshape(-1) for x in samples]),
+        jnp.concatenate([x.weight.reshape(-1) for x in tests]),
+        magnitude_of(form, basis),
+        energy=jnp.mean(spent.energy),
+    )
+    K = adaptive.stand_in(form, gram, n, *tests)
+    return scaled(bar, unit), rank, tall.side_by_side(W, X), K
 
 
 def form_of(
@@ -211,8 +171,7 @@ def magnitude_of(form: Inexact[Array, "k k"], basis: Bool[Array, " l"]):
     return jnp.mean(sizes[:first]) + jnp.sum(jnp.where(basis, sizes[first:], 0))
 
 
-def added(bar: ErrorBar, unit: Array, exact: Inexact[Array, " r"]) -> ErrorBar:
-    """The error bar in other units, beside an exact part."""
-    error, size = bar.standard_error, jnp.sum(jnp.abs(exact))
-    error = jnp.maximum(error * jnp.real(unit), 4 * jnp.finfo(error.dtype).eps * size)
-    return ErrorBar(bar.mean * unit + jnp.sum(exact), error, bar.degrees_of_freedom)
+def scaled(bar: ErrorBar, unit: Array) -> ErrorBar:
+    """The error bar in other units."""
+    error = bar.standard_error * jnp.real(unit)
+    return ErrorBar(bar.mean * unit, error, bar.degrees_of_freedom)

@@ -50,8 +50,12 @@ def candidates(h: int) -> list[int]:
 
 
 def duals_of(R: Inexact[Array, "h h"]) -> Inexact[Array, "h h"]:
-    """`R^-*`, column i of which is orthogonal to all columns of R but the i-th."""
-    return inverse_conjugate_transpose(floor_diagonal(R))
+    """`R^-*`, column i of which is orthogonal to all columns of R but the i-th.
+
+    Columns that depend on others are moved apart, along their own column of Q, by much
+    more than rounding: what one of a pair leaves of the other has digits then.
+    """
+    return inverse_conjugate_transpose(floor_diagonal(R, power=0.75))
 
 
 def directions(
@@ -115,25 +119,26 @@ def left_energies(
         e_ij = |(I - P) A w_j|^2 ,      u_ij = w_j^* (I - P) A w_j ,
 
     and with means over all j but i, `E_i - |u_i|^2 / (n - rank)` is the energy less that
-    of a multiple of the identity. A column j that is in the basis loses its own direction
-    and that of i: the length of its rest is `1 / |z|` for one, and `1 / (|z|^2 det)` squared
-    for both, `det = 1 - |s_i^* s_j|^2`.
+    of a multiple of the identity. A column j of the basis loses its own direction and that
+    of i. With `d_j = R^-* e_j`, what `d_ij = d_j - s_i s_i^* d_j` says of it is
+
+        e_ij = 1 / |d_ij|^2 ,      u_ij = C_j^* d_ij / |d_ij|^2 .
+
+    Vectors are subtracted, and not their lengths: of two products that are parallel, one
+    of which is left out, the lengths would have no digits.
     """
     h = len(R)
-    eps = jnp.finfo(R.dtype).eps
-    S, z = directions(duals, inside)
-    z = divisor(z)[None, :]
-    B, a, c = inner(S, R), inner(S, C), inner(S, S)
-    det = 1 - squares(c)
-    parallel = det < 400 * eps
-    det = jnp.maximum(det, 4 * eps)
+    S, _ = directions(duals, inside)
+    B, a = inner(S, R), inner(S, C)
+    duals = jnp.where(inside[:, None], duals, 0)
+    left = duals.T[None] - inner(S, duals)[:, :, None] * S.T[:, None, :]
+    own = 1 / divisor(jnp.sum(squares(left), axis=2))
+    u_own = own.astype(R.dtype) * jnp.sum(left * C.T.conj()[None], axis=2)
     beyond = jnp.where(inside[:, None], 0, R)
     outer = jnp.sum(squares(beyond), axis=0)[None, :] + squares(B)
-    own = jnp.minimum(1 / (z**2 * det), jnp.sum(squares(R), axis=0)[None, :])
-    e = jnp.where(inside[None, :], own, outer)
     u_outer = column_dots(C, beyond)[None, :] + a.conj() * B
-    u_own = (jnp.diagonal(a)[None, :] - c.conj() * a).conj() / (z * det).astype(R.dtype)
-    u = jnp.where(inside[None, :], jnp.where(parallel, 0, u_own), u_outer)
+    e = jnp.where(inside[None, :], own, outer)
+    u = jnp.where(inside[None, :], u_own, u_outer)
     others = ~jnp.eye(h, dtype=bool)
     energy = jnp.sum(jnp.where(others, e, 0), axis=1) / (h - 1)
     traces = jnp.sum(jnp.where(others, u, 0), axis=1) / (h - 1)
