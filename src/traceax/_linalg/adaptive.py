@@ -198,44 +198,35 @@ def split_tests(
 def samples_of(
     form: Inexact[Array, "k k"], gram: Inexact[Array, "k k"], n: int, tests: Tests
 ) -> tuple[Inexact[Array, "g c t"], Inexact[Array, "g c"]]:
-    """`t_i`, linear in `form`, and `c_i`."""
+    r"""`t_i`, linear in `form`, and `c_i`.
+
+    With B for the basis, `x_j = B^* v_j` and `g_j = v_j - B x_j`,
+
+        g_ij = g_j + a_ij B s_i ,    a_ij = s_i^* x_j ,    |g_ij|^2 = |g_j|^2 + |a_ij|^2 .
+    """
 
     def one(inside, S, shift):
         first, t = len(form) - len(S), shift.shape[1]
         X = jnp.where(inside[:, None], gram[first:, :t], 0)
-        traces, quadratics = left_out(form, X, S, inside)
-        ranks, lengths = left_out(gram, X, S, inside)
+        H, R, L = on_basis(form, inside, first, t)
+        BAg, gAB = R - matmul(H, X), L - matmul(X.conj().T, H)
+        base = jnp.diagonal(form)[:t] - column_dots(X, R) - jnp.sum(gAB.T * X, axis=0)
+        a, on_s = inner(S, X), column_dots(S, matmul(H, S))
+        mixed = a.conj() * inner(S, BAg) + a * matmul(gAB, S).T
+        quadratics = base[None, :] + mixed + a.conj() * a * on_s[:, None]
+        whole = jnp.diagonal(gram)[:t].real
+        lengths = (whole - column_dots(X, X).real)[None, :] + squares(a)
+        rank = jnp.sum(inside).astype(whole.dtype) - jnp.sum(squares(S), axis=0)
         c = jnp.sum(jnp.where(shift, quadratics, 0), axis=1)
         left = jnp.sum(jnp.where(shift, lengths, 0), axis=1)
         # Probes may lie in the basis: what is left of them is rounding then.
-        whole = jnp.sum(jnp.where(shift, jnp.diagonal(gram)[:t], 0), axis=1)
-        known = left.real > 1e3 * jnp.finfo(gram.dtype).eps * whole.real
-        c = jnp.where(known, c / jnp.where(known, left, 1), 0)
-        tested = quadratics - c[:, None] * (ranks[:, None] + lengths - n)
-        return traces[:, None] + tested, c
+        rounding = 1e3 * jnp.finfo(gram.dtype).eps
+        known = left > rounding * jnp.sum(jnp.where(shift, whole, 0), axis=1)
+        c = jnp.where(known, c / jnp.where(known, left, 1).astype(c.dtype), 0)
+        more = (lengths - n + rank[:, None]).astype(c.dtype)
+        return (jnp.trace(H) - on_s)[:, None] + quadratics - c[:, None] * more, c
 
     return jax.vmap(one)(tests.inside, tests.S, tests.shift)
-
-
-def left_out(
-    form: Inexact[Array, "k k"],
-    X: Inexact[Array, "l t"],
-    S: Inexact[Array, "l c"],
-    inside: Bool[Array, " l"],
-) -> tuple[Inexact[Array, " c"], Inexact[Array, "c t"]]:
-    r"""`tr(P_i A)` and `g_ij^* A g_ij`; of the Gram matrix `rank P_i` and `|g_ij|^2`.
-
-    With B for the basis, `x_j = B^* v_j` and `g_j = v_j - B x_j`,
-
-        g_ij = g_j + a_ij B s_i ,    a_ij = s_i^* x_j .
-    """
-    first, t = len(form) - len(S), X.shape[1]
-    H, R, L = on_basis(form, inside, first, t)
-    BAg, gAB = R - matmul(H, X), L - matmul(X.conj().T, H)
-    base = jnp.diagonal(form)[:t] - column_dots(X, R) - jnp.sum(gAB.T * X, axis=0)
-    a, on_s = inner(S, X), column_dots(S, matmul(H, S))
-    mixed = a.conj() * inner(S, BAg) + a * matmul(gAB, S).T
-    return jnp.trace(H) - on_s, base[None, :] + mixed + a.conj() * a * on_s[:, None]
 
 
 def on_basis(
