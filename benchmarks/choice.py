@@ -1,6 +1,6 @@
 """Error against products of the estimator that splits its budget, and of the others.
 
-    python benchmarks/choice.py                      # everything: about half an hour
+    python benchmarks/choice.py --figure docs/choice.svg    # all of it: ten minutes
     python benchmarks/choice.py --keys 100 --k 24 60
 
 For every operator and budget, over many keys:
@@ -13,7 +13,8 @@ For every operator and budget, over many keys:
 
 Operators are dense: three spectra and a signed one in a random basis, a nonsymmetric one, a
 Matern kernel, the Laplacian of a random geometric graph, and Hessians of a network before
-and after training. `--more` adds others.
+and after training. `--more` takes others. The figure has relative errors of all estimators;
+XNysTrace is for the semidefinite ones, tagged so, and isn't among the four.
 """
 
 import argparse
@@ -120,7 +121,7 @@ def estimates(matrix, keys, k, estimator, tags):
         low, high = found.confidence_interval()
         return found.value, found.standard_error, low, high
 
-    return jax.lax.map(one, keys)  # under vmap both ways of a choice are taken
+    return jax.lax.map(one, keys)
 
 
 def measure(matrix, k, estimator, keys, tags=()) -> tuple[float, float, float]:
@@ -133,6 +134,49 @@ def measure(matrix, k, estimator, keys, tags=()) -> tuple[float, float, float]:
     return rms, bar, 100 * np.mean((low <= truth) & (truth <= high))
 
 
+def is_semidefinite(matrix) -> bool:
+    symmetric = np.allclose(matrix, matrix.T)
+    return symmetric and np.linalg.eigvalsh(matrix)[0] > -1e-9 * np.trace(matrix)
+
+
+def draw(errors: dict[str, dict[str, dict[int, float]]], path: str) -> None:
+    """Relative errors by products, a panel for each operator."""
+    import matplotlib.pyplot as plt  # noqa: PLC0415 (the table needs none)
+
+    plt.rcParams.update({"font.size": 9, "svg.hashsalt": "traceax"})
+    styles = {
+        "signs": ("Hutchinson, signs", "s", "#7f7f7f"),
+        "sphere": ("Hutchinson, sphere", "s", "#bdbdbd"),
+        "Hutch++": ("Hutch++", "^", "#e69f00"),
+        "XTrace": ("XTrace", "o", "#0072b2"),
+        "XNysTrace": ("XNysTrace, tagged semidefinite", "D", "#d55e00"),
+        "untagged": ("adaptive, the default", "", "black"),
+        "symmetric": ("the same, tagged symmetric", "", "#009e73"),
+    }
+    figure, axes = plt.subplots(3, 3, figsize=(10, 8.5), layout="constrained")
+    for ax, (operator, found) in zip(axes.flat, errors.items(), strict=True):
+        for name, by_budget in found.items():
+            label, marker, colour = styles[name]
+            x, y = list(by_budget), list(by_budget.values())
+            ax.loglog(
+                x, y, marker=marker, color=colour, label=label, lw=1 + (not marker)
+            )
+        ax.set_title(operator, fontsize="medium")
+        ax.set_xticks(ticks := [12, 24, 60, 120, 240], [str(k) for k in ticks])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.spines[["right", "top"]].set_visible(False)
+        if ax.get_ylim()[0] < 1e-7:
+            ax.set_ylim(bottom=1e-7)
+    for ax in axes[:, 0]:
+        ax.set_ylabel("relative error")
+    for ax in axes[-1]:
+        ax.set_xlabel("products")
+    lines = {x.get_label(): x for ax in axes.flat for x in ax.lines}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=4)
+    figure.savefig(path, facecolor="white", metadata={"Date": None})
+
+
 def geometric_mean(ratios) -> float:
     return float(np.exp(np.mean(np.log(ratios))))
 
@@ -143,6 +187,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--more", action="store_true", help="other operators")
+    parser.add_argument("--figure", help="draw errors into this file")
     arguments = parser.parse_args()
     keys = jr.split(jr.key(arguments.seed), arguments.keys)
     print(
@@ -156,6 +201,7 @@ def main() -> None:
         "operator            k | untagged symmetric XTrace | bar/RMSE cover | the same"
     )
     ratios = {"untagged": [], "symmetric": [], "XTrace": []}
+    errors = {}
     for k in arguments.k:
         for name, matrix in matrices(more=arguments.more).items():
             others = {x: measure(matrix, k, OTHERS[x], keys)[0] for x in OTHERS}
@@ -167,6 +213,17 @@ def main() -> None:
             if k >= 60 and np.allclose(matrix, matrix.T):
                 tagged = measure(matrix, k, ADAPTIVE, keys, lx.symmetric_tag)
                 ratios["symmetric"].append(tagged[0] / best)
+                others["symmetric"] = tagged[0]
+            if arguments.figure and is_semidefinite(matrix):
+                tag, semidefinite = (
+                    lx.positive_semidefinite_tag,
+                    tx.XNysTraceEstimator(),
+                )
+                found = measure(matrix, k, semidefinite, keys, tag)
+                others["XNysTrace"] = found[0]
+            for estimator, error in {**others, "untagged": mine[0]}.items():
+                by_budget = errors.setdefault(name, {}).setdefault(estimator, {})
+                by_budget[k] = error / abs(np.trace(matrix))
             print(
                 f"{name:18}{k:4}| {mine[0] / best:8.2f} {tagged[0] / best:9.2g} "
                 f"{others['XTrace'] / best:6.2f} | {mine[1]:8.2f} {mine[2]:5.1f} |"
@@ -177,6 +234,8 @@ def main() -> None:
         if found:
             mean, worst = geometric_mean(found), max(found)
             print(f"{name}: geometric mean {mean:.2f}, worst {worst:.2f}")
+    if arguments.figure:
+        draw(errors, arguments.figure)
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def _naive_krylov(a, w, probes, b):
         predicted.append(_naive_prediction(a, w, bases[-1], k))
         for i in range(p):
             so_far = [x[i] for x in predicted]
-            risen = so_far[-1] > 8 / 7 * min(so_far)
+            risen = so_far[-1] > 1.2 * min(so_far)
             waited = s + 1 - int(np.argmin(so_far)) >= 3
             if stops[i] < 0 and ((risen and waited) or s + 1 == most):
                 stops[i] = s + 1

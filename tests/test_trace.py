@@ -66,7 +66,7 @@ def test_the_rest_of_a_sum_is_estimated(key):
     plain, psd, diagonal, identity, tridiagonal, upper = _parts()
     every = diagonal, -identity, upper / 2.0, tridiagonal @ diagonal
     for rest, name, exacts in (
-        (plain, "XTrace", every[:2]),
+        (plain, "AdaptiveXTrace", every[:2]),
         (psd, "XNysTrace", every[2:]),
         (psd * 2.0, "XNysTrace", every[:1]),
     ):
@@ -111,6 +111,8 @@ def test_choices_by_budget(key):
     plain, psd, *_ = _parts()
     assert _choice(tx.trace(key, plain, 3)) == "Hutchinson"
     assert _choice(tx.trace(key, plain, 4)) == "XTrace"
+    assert _choice(tx.trace(key, plain, 8)) == "AdaptiveXTrace"
+    assert _choice(tx.trace(key, plain, 8, rtol=0.9, throw=False)) == "XTrace"
     assert _choice(tx.trace(key, psd, 1)) == "Hutchinson"
     assert _choice(tx.trace(key, psd, 2)) == "XNysTrace"
     assert _choice(tx.trace(key, -psd, 9)) == "XNysTrace"

@@ -14,6 +14,7 @@ from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
 from ._arguments import budget_of, check_key
 from ._base import TraceEstimator, TraceState, estimate_trace
 from ._estimate import RESULTS, Estimate, raise_failure
+from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
@@ -40,8 +41,12 @@ class CHOICES(eqx.Enumeration):
     structure = "Exact: the structure of the operator gives its diagonal."
     budget = "Exact: the budget allows a product with every coordinate vector."
     xnystrace = "XNysTrace: what is estimated is known to be semidefinite."
-    xtrace = "XTrace: what is estimated is not known to be semidefinite."
-    hutchinson = "Hutchinson: the budget is too small for XTrace or XNysTrace."
+    adaptive = "AdaptiveXTrace: what is estimated is not known to be semidefinite."
+    xtrace = (
+        "XTrace: what is estimated is not known to be semidefinite, and it is a diagonal, "
+        "or the budget is small, or not known in advance."
+    )
+    hutchinson = "Hutchinson: the budget is too small for the others."
 
 
 def trace(
@@ -73,8 +78,9 @@ def trace(
         `K + D` only `K` is estimated, and a factor doesn't hide a semidefinite tag;
     2. the rest is exact if the budget allows a product with every coordinate vector;
     3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
-        semidefinite (and `k >= 2`), [`traceax.XTraceEstimator`][] if not (and
-        `k >= 4`), and [`traceax.HutchinsonEstimator`][] for smaller budgets.
+        semidefinite (and `k >= 2`). If not, [`traceax.AdaptiveXTraceEstimator`][] (and
+        `k >= 8`), [`traceax.XTraceEstimator`][] with a tolerance or for smaller budgets
+        (and `k >= 4`). [`traceax.HutchinsonEstimator`][] for the smallest.
 
     `stats["choice"]` tells which, a [`traceax.CHOICES`][] item.
 
@@ -165,7 +171,10 @@ def estimate_whole(
         budget = k - split.num_matvecs
         if estimator is None:
             few = tolerance is None or space.size <= SMALL
-            estimator, choice = _choose(split.rest, budget, rows, exact=few)
+            fixed = tolerance is None and rows is None
+            estimator, choice = _choose(
+                split.rest, budget, rows, exact=few, fixed=fixed
+            )
         exact = None if split.exact is None else summed(split.exact, rows)
         if tolerance is not None:
             tolerance = tolerance.of_part(split.factor, exact)
@@ -230,7 +239,12 @@ def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
 
 
 def _choose(
-    operator: lx.AbstractLinearOperator, k: int, rows: Rows | None, *, exact: bool
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    rows: Rows | None,
+    *,
+    exact: bool,
+    fixed: bool,
 ) -> tuple[TraceEstimator, CHOICES]:
     # Of a single entry probes of any length see little; signs see the least of the others.
     given = (NormalSampler(), True) if rows is None else (RademacherSampler(), False)
@@ -239,6 +253,8 @@ def _choose(
         return HutchinsonEstimator(), CHOICES.budget
     if semidefinite and k >= 2:
         return XNysTraceEstimator(*given), CHOICES.xnystrace
+    if not semidefinite and fixed and k >= 8:
+        return AdaptiveXTraceEstimator(), CHOICES.adaptive
     if not semidefinite and k >= 4:
         return XTraceEstimator(*given), CHOICES.xtrace
     return HutchinsonEstimator(), CHOICES.hutchinson

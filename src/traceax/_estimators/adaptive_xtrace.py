@@ -13,7 +13,7 @@ from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
 
 # Budgets from which a Krylov space pays, its blocks, and the tests that judge it: at least
 # so many, and one of so many products.
-_KRYLOV, _WIDTH, _FEWEST, _SHARE = 60, 4, 8, 16
+_KRYLOV, _WIDTH, _FEWEST, _SHARE = 60, 4, 8, 10
 
 
 class AdaptiveXTraceEstimator(TraceEstimator):
@@ -35,7 +35,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
 
     *Symmetric operators*, and Hermitian ones, known by their tag, have a Krylov basis of
     blocks of 4 from 60 products on. A product with a basis vector is then one for the next
-    block, too. Tests, k/16 probes that the basis knows nothing of, say when to stop; what is
+    block, too. Tests, k/10 probes that the basis knows nothing of, say when to stop; what is
     left is for fresh tests. Where the spectrum decays the error falls by factors. Krylov
     spaces find 4 eigenvectors of an eigenvalue: where products with random vectors show that
     most of what is left is in others, the next blocks are begun with these.

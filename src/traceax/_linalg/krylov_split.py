@@ -35,7 +35,7 @@ _MUCH = 4.0
 # part, by what the basis knows.
 _LOOKS = (0, 2, 8, 26, 80)
 # A basis is stopped where the variance is that much larger than it was so many steps ago.
-_WORSE, _STEPS = 8 / 7, 3
+_WORSE, _STEPS = 1.2, 3
 
 
 class Growth(NamedTuple):
