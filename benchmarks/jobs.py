@@ -298,7 +298,7 @@ def hessian(k=40):
             sample, keys = samples(*args)
             return jnp.mean(jax.lax.map(sample, keys))
 
-        ways = {"traceax, Hutchinson": hutchinson, "traceax, XTrace": ours}
+        ways = {"traceax, Hutchinson": hutchinson, "traceax, default": ours}
         ways |= {"by hand, vmap": vmapped, "by hand, lax.map": mapped}
         error = deviation if name == "equinox" else None
         title, args = f"Hessian, {name}", (params, x, labels)

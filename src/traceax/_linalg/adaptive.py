@@ -55,7 +55,7 @@ def duals_of(R: Inexact[Array, "h h"]) -> Inexact[Array, "h h"]:
     Columns that depend on others are moved apart, along their own column of Q, by much
     more than rounding: what one of a pair leaves of the other has digits then.
     """
-    return inverse_conjugate_transpose(floor_diagonal(R, power=0.75))
+    return inverse_conjugate_transpose(floor_diagonal(R, factor=100.0))
 
 
 def directions(

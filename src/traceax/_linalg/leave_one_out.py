@@ -71,16 +71,16 @@ def grams(
 
 
 def floor_diagonal(
-    R: Inexact[Array, "m m"], power: float = 1.0
+    R: Inexact[Array, "m m"], factor: float = 1.0
 ) -> Inexact[Array, "m m"]:
-    """`R` with diagonal entries of modulus at least `eps^power |R|_F`.
+    """`R` with diagonal entries of modulus at least `factor eps |R|_F`.
 
     `|R|_F = |Y|_F`, so the test is relative to the block itself. A diagonal entry
     below the floor is rounding: the floor makes the triangle safe to invert and moves
     `Q R` by no more than rounding has moved it already.
     """
     norm = frobenius(R)
-    floor = jnp.finfo(R.dtype).eps ** power * divisor(norm)
+    floor = factor * jnp.finfo(R.dtype).eps * divisor(norm)
     small = jnp.eye(len(R), dtype=bool) & (jnp.abs(R) < floor)
     return jnp.where(small, floor.astype(R.dtype), R)
 
