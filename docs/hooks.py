@@ -1,7 +1,7 @@
 """What the site does beyond Markdown: formulas, and figures drawn elsewhere.
 
 With `FIGURES=directory` the figures in that directory take the place of those that are
-kept in `docs/figures`, and the gallery shows those of the examples.
+kept in `docs/figures`, and pages show those of the examples.
 """
 
 import ast
@@ -14,6 +14,7 @@ from math_core import LatexToMathML
 from mkdocs.structure.files import File
 
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
+FIGURE = re.compile(r"<!-- figure: (\w+) -->")
 CONVERTER = LatexToMathML()
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -43,9 +44,7 @@ def examples():
     for path in sorted(EXAMPLES.glob("*.py")):
         title = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
         yield f"**{title}** `examples/{path.name}`"
-        name = f"{path.stem}.png"
-        if name in drawn():
-            yield f"![What examples/{path.name} draws](figures/{name})"
+        yield f"<!-- figure: {path.stem} -->"
 
 
 def on_config(config):
@@ -66,7 +65,13 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    return markdown.replace("<!-- examples -->", "\n\n".join(examples()))
+    def figure(found):
+        name, up = f"{found[1]}.png", "../" * page.file.src_uri.count("/")
+        shown = f"![What examples/{found[1]}.py draws]({up}figures/{name})"
+        return shown if name in drawn() else ""
+
+    markdown = markdown.replace("<!-- examples -->", "\n\n".join(examples()))
+    return FIGURE.sub(figure, markdown)
 
 
 def on_page_content(html, page, config, files):
