@@ -149,6 +149,8 @@ def _krylov_split(
         jnp.concatenate([x.weight.reshape(-1) for x in tests]),
         magnitude_of(form, basis),
         energy=jnp.mean(spent.energy),
+        # Tests of which the basis was stopped earlier have a larger variance.
+        freedom=(k - rank) / 2,
     )
     K = adaptive.stand_in(form, gram, n, *tests)
     return scaled(bar, unit), rank, tall.side_by_side(W, X), K
