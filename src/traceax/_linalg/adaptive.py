@@ -60,15 +60,14 @@ def duals_of(R: Inexact[Array, "h h"]) -> Inexact[Array, "h h"]:
 
 def directions(
     duals: Inexact[Array, "h h"], inside: Bool[Array, " h"]
-) -> tuple[Inexact[Array, "h h"], Float[Array, " h"]]:
-    r"""`s_i` for the basis of the leading columns, and the `1 / |(I - P_i) y_i|`.
+) -> Inexact[Array, "h h"]:
+    """`s_i` for the basis of the leading columns, 0 for columns that aren't in it.
 
-    `duals` is `R^-*`. The leading rows of `R^-* e_i` are orthogonal to every leading column of R but the
-    i-th. Of columns that aren't in the basis they are 0.
+    The leading rows of `R^-* e_i` are orthogonal to every leading column of R but the i-th.
     """
     duals = jnp.where(inside[:, None], duals, 0)
-    z = jnp.linalg.norm(duals, axis=0)
-    return duals / divisor(z)[None, :].astype(duals.dtype), z
+    lengths = jnp.linalg.norm(duals, axis=0)
+    return duals / divisor(lengths)[None, :].astype(duals.dtype)
 
 
 def choose_ranks(
@@ -128,7 +127,7 @@ def left_energies(
     of which is left out, the lengths would have no digits.
     """
     h = len(R)
-    S, _ = directions(duals, inside)
+    S = directions(duals, inside)
     B, a = inner(S, R), inner(S, C)
     duals = jnp.where(inside[:, None], duals, 0)
     left = duals.T[None] - inner(S, duals)[:, :, None] * S.T[:, None, :]
@@ -182,7 +181,7 @@ def split_tests(
 
     def of(rank):
         inside = column < rank
-        S = jnp.pad(directions(duals, inside[:h])[0], ((0, width - h), (0, 1)))
+        S = jnp.pad(directions(duals, inside[:h]), ((0, width - h), (0, 1)))
         # c_i is told by tests that aren't in the basis, and by one that is always fresh.
         shift = jnp.zeros((h + 1, h + width), bool)
         shift = shift.at[:, :h].set(~inside[None, :h] & ~itself).at[:h, -1].set(True)
