@@ -199,8 +199,8 @@ class TraceEstimator(eqx.Module):
     def by_rows(self, rows: Rows) -> "TraceEstimator":
         """The same, of sums over groups of rows of the diagonal, as arrays. Optional."""
         raise TypeError(
-            f"traceax.diagonal: {type(self).__name__} gives no diagonal; use "
-            "traceax.HutchinsonEstimator() or traceax.XTraceEstimator()."
+            f"{type(self).__name__}: this estimator gives neither diagonals nor traces of "
+            "leaves; use traceax.HutchinsonEstimator() or traceax.XTraceEstimator()."
         )
 
     def settled(self, state: Any) -> Any:
@@ -259,7 +259,8 @@ class TraceEstimator(eqx.Module):
         """The state for an operator that has changed, as by a step of training.
 
         On directions in which products were large the trace is exact; fresh probes, on
-        which these don't depend, test the rest without bias. Other estimators begin anew.
+        which these don't depend, test the rest without bias. Other estimators begin anew, with
+        the probes of the key.
 
         | | what is used again |
         |---|---|
@@ -270,7 +271,7 @@ class TraceEstimator(eqx.Module):
 
         - `state`: of an estimate, or of `init`, of this estimator. Its operator may be
             `None`, as in the carry of a loop.
-        - `key`: a single key. Probes are fresh also for the same one again.
+        - `key`: a single key. Probes of those in the table are fresh also for the same one.
         - `operator`: of the same structure as that of the state.
 
         **Returns:** a state that keeps no products. **Raises:** as `init`; `ValueError`

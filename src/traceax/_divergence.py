@@ -48,7 +48,7 @@ def divergence(
         it is taken for holomorphic.
     - `x`: a PyTree of floating-point arrays.
     - `k`: a positive Python int, the budget of products. One is common in training.
-    - `estimator`: as of [`traceax.trace`][]: by default signs for `k < 4`.
+    - `estimator`: as of [`traceax.trace`][]: by default signs for `k < 8`.
     - `throw`: as of [`traceax.trace`][], but `False` by default, with no host callback in
         the program.
 

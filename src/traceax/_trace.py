@@ -44,7 +44,7 @@ class CHOICES(eqx.Enumeration):
     adaptive = "AdaptiveXTrace: what is estimated is not known to be semidefinite."
     xtrace = (
         "XTrace: what is estimated is not known to be semidefinite, and it is a diagonal, "
-        "or the budget is small, or not known in advance."
+        "or the budget isn't known in advance."
     )
     hutchinson = "Hutchinson: the budget is too small for the others."
 
@@ -79,8 +79,8 @@ def trace(
     2. the rest is exact if the budget allows a product with every coordinate vector;
     3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
         semidefinite (and `k >= 2`). If not, [`traceax.AdaptiveXTraceEstimator`][] (and
-        `k >= 8`), [`traceax.XTraceEstimator`][] with a tolerance or for smaller budgets
-        (and `k >= 4`). [`traceax.HutchinsonEstimator`][] for the smallest.
+        `k >= 8`), or [`traceax.XTraceEstimator`][] with a tolerance (and `k >= 4`);
+        [`traceax.HutchinsonEstimator`][] for smaller budgets.
 
     `stats["choice"]` tells which, a [`traceax.CHOICES`][] item.
 
@@ -255,7 +255,7 @@ def _choose(
         return XNysTraceEstimator(*given), CHOICES.xnystrace
     if not semidefinite and fixed and k >= 8:
         return AdaptiveXTraceEstimator(), CHOICES.adaptive
-    if not semidefinite and k >= 4:
+    if not semidefinite and not fixed and k >= 4:
         return XTraceEstimator(*given), CHOICES.xtrace
     return HutchinsonEstimator(), CHOICES.hutchinson
 

@@ -5,15 +5,15 @@ import lineax as lx
 from jaxtyping import Array, Bool, Inexact
 
 from .._accuracy.error_bar import ErrorBar, weighted_samples
-from .._base import TraceEstimator, init_state
+from .._base import TraceEstimator, init_state, kept_of
 from .._deflation import deflated_trace
 from .._linalg import adaptive, krylov_split, tall
 from .._operators.block import apply_block, is_hermitian, space_of
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
 
-# Budgets from which a Krylov space pays, its blocks, and the tests that judge it: at least
-# so many, and one of so many products.
-_KRYLOV, _WIDTH, _FEWEST, _SHARE = 60, 4, 8, 10
+# Budgets from which a Krylov space pays, its blocks, and of how many products one is a test
+# that judges it.
+_KRYLOV, _WIDTH, _SHARE = 100, 4, 10
 
 
 class AdaptiveXTraceEstimator(TraceEstimator):
@@ -30,11 +30,12 @@ class AdaptiveXTraceEstimator(TraceEstimator):
 
     *Use when* nothing is known of the operator: the error is about that of the better one of
     Hutchinson's estimator and XTrace. Where eigenvalues fall steeply, or the rank is just
-    below k/2, XTrace is better, by what its one basis vector more finds. Without a symmetric
-    tag what is diagonal costs nothing, for signs, and a multiple of the identity is exact.
+    below k/2, XTrace is better, by what its one basis vector more finds. Signs don't see a
+    diagonal, and where that is most of the operator no basis is taken. A multiple of the
+    identity is exact.
 
     *Symmetric operators*, and Hermitian ones, known by their tag, have a Krylov basis of
-    blocks of 4 from 60 products on. A product with a basis vector is then one for the next
+    blocks of 4 from 100 products on. A product with a basis vector is then one for the next
     block, too. Tests, k/10 probes that the basis knows nothing of, say when to stop; what is
     left is for fresh tests. Where the spectrum decays the error falls by factors. Krylov
     spaces find 4 eigenvectors of an eigenvalue: where products with random vectors show that
@@ -51,7 +52,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
 
     `stats["basis"]` is the size of the basis; the other products were tests. Budgets are
     fixed: an estimate can't go on from an earlier one, nor to a tolerance, and `refresh`
-    begins anew.
+    begins anew, with the probes of its key.
 
     **Arguments:**
 
@@ -72,6 +73,12 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         return init_state(key, operator, "AdaptiveXTraceEstimator.init")
 
     def compute(self, state, k):
+        if kept_of(state) is not None:
+            raise TypeError(
+                "AdaptiveXTraceEstimator.estimate: an estimate can't go on from an earlier "
+                "one; begin anew with init and another key, or go on with "
+                "traceax.XTraceEstimator()."
+            )
         if k < 8:
             return deflated_trace(state, k, self.sampler, resphere=False)
         operator, space = state.operator, space_of(state.operator)
@@ -82,6 +89,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
             "basis": rank,
+            "kept": (),  # tells a state that was used
         }
         return bar.mean, bar.standard_error, stats, (V, tall.combine(V, K.conj()))
 
@@ -127,7 +135,7 @@ def _krylov_split(
 ) -> Found:
     """The same, of a Hermitian operator."""
     (n, k), b = probes.shape, _WIDTH
-    p = max(_FEWEST, k // _SHARE)
+    p = k // _SHARE
     p += (k - p) % b
     W, others = probes[:, :p], probes[:, p:]
     Y = apply_block(operator, W)

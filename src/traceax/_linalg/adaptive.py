@@ -88,10 +88,14 @@ def choose_ranks(
     where the last term is what tests in the basis have in common: the energy of a
     direction, `v' - v`, interpolated from the candidate before. The rank is the argmin,
     the smaller one of a tie.
+
+    Signs don't see a diagonal, which energies count. Without a basis v is half of the
+    sample variance of the other tests, and an allowance for that of few, where it is less.
     """
     h = len(R)
     inside = jnp.arange(h)[None, :] < jnp.asarray(ranks)[:, None]
     v = jax.vmap(lambda inside: left_energies(duals, R, C, n, inside))(inside)
+    v = v.at[0].min((1 + 30 / h) * other_variances(column_dots(C, R)) / 2)
     predicted = []
     for g, r in enumerate(ranks):
         cost = v[g] / (k - r)
@@ -144,6 +148,15 @@ def left_energies(
     dimension = (n - jnp.sum(inside) + inside.astype(int)).astype(energy.dtype)
     rest = energy - squares(traces) / dimension
     return jnp.maximum(rest, energy / 1000)
+
+
+def other_variances(samples: Inexact[Array, " h"]) -> Float[Array, " h"]:
+    """The sample variance of all but each."""
+    h = len(samples)
+    samples = samples - jnp.mean(samples)
+    mean = (jnp.sum(samples) - samples) / (h - 1)
+    rest = jnp.sum(squares(samples)) - squares(samples) - (h - 1) * squares(mean)
+    return jnp.maximum(rest, 0) / (h - 2)
 
 
 class Tests(NamedTuple):

@@ -33,7 +33,7 @@ Product = Callable[[Inexact[Array, "n b"]], Inexact[Array, "n b"]]
 _MUCH = 4.0
 # Steps at which vectors are random in any case: images of older ones have been followed in
 # part, by what the basis knows.
-_LOOKS = (0, 2, 8, 26, 80)
+_LOOKS = (2, 8, 26, 80)
 # A basis is stopped where the variance is that much larger than it was so many steps ago.
 _WORSE, _STEPS = 1.2, 3
 
