@@ -210,7 +210,7 @@ def main() -> None:
             ratios["untagged"].append(mine[0] / best)
             ratios["XTrace"].append(others["XTrace"] / best)
             tagged = (np.nan,) * 3
-            if k >= 60 and np.allclose(matrix, matrix.T):
+            if k >= 100 and np.allclose(matrix, matrix.T):
                 tagged = measure(matrix, k, ADAPTIVE, keys, lx.symmetric_tag)
                 ratios["symmetric"].append(tagged[0] / best)
                 others["symmetric"] = tagged[0]

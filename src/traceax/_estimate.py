@@ -107,7 +107,8 @@ class Estimate(eqx.Module):
         and why.
     - `str(estimate)`: a line for people, as `print` shows outside of a program.
     - `state`: what the estimator's `estimate` takes. Hand it back with another budget
-        to refine: it keeps the products that were taken, and takes so many more.
+        to refine: estimators that can go on keep the products that were taken, and take so
+        many more. [`traceax.AdaptiveXTraceEstimator`][] can't.
 
     !!! note
 
@@ -279,7 +280,7 @@ def raise_failure(estimate: Estimate) -> Estimate:
     failed = (estimate.result != RESULTS.successful) & ~unmet
     if not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0 and bool(unmet):
         message = f"The tolerance was not met; {estimate._forecast()}."
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
     if not isinstance(failed, jax.core.Tracer) and not bool(failed):
         return estimate
     real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype

@@ -84,8 +84,7 @@ def trace_function(
     - `TypeError` for a wrong key, function, operator, `k` or estimator, `ValueError`
         for an operator that isn't square, or a function that isn't one of scalars.
     - A run-time error for an operator that isn't Hermitian, a function that isn't
-        finite on its spectrum, a tolerance that is not met, and whatever
-        [`traceax.RESULTS`][] names.
+        finite on its spectrum, and whatever failure [`traceax.RESULTS`][] names.
     """
     where = "traceax.trace_function"
     check_operator(operator, where, "(key, fn, operator, k)")
