@@ -26,6 +26,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
+import matplotlib.pyplot as plt
 import numpy as np
 
 import traceax as tx
@@ -141,8 +142,6 @@ def is_semidefinite(matrix) -> bool:
 
 def draw(errors: dict[str, dict[str, dict[int, float]]], path: str) -> None:
     """Relative errors by products, a panel for each operator."""
-    import matplotlib.pyplot as plt  # noqa: PLC0415 (the table needs none)
-
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "traceax"})
     styles = {
         "signs": ("Hutchinson, signs", "s", "#7f7f7f"),

@@ -36,13 +36,13 @@ def test_a_line():
 @pytest.mark.parametrize(
     ("scale", "start"),
     [
-        (1e12, r"[89]\.\d+e\+13 \+- "),
-        (1e-9, r"[89]\.\d+e-08 \+- "),
-        (-1.0, r"-[89]\d\.\d+ \+- "),
+        (1e12, r"8\.\d+e\+13 \+- "),
+        (1e-9, r"8\.\d+e-08 \+- "),
+        (-1.0, r"-8\d\.\d\d \+- "),
     ],
 )
 def test_sizes(scale, start):
-    estimate = tx.trace(KEY, FLAT * scale, 20)
+    estimate = tx.trace(KEY, FLAT * scale, 20, tx.XTraceEstimator())
     assert re.match(start, str(estimate)), str(estimate)
 
 

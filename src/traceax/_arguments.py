@@ -120,9 +120,10 @@ def check_budget(k: Any, where: str) -> int:
 
 
 def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
-    """`k` as a positive Python int; with a tolerance it may be left out.
+    """`k` as a positive Python int.
 
-    That is 1,000 products, and fewer where blocks of 2^27 entries are full before.
+    Left out, with a tolerance, it is 1,000 products, and fewer where blocks of 2^27 entries
+    are full before.
     """
     if k is not None:
         return check_budget(k, where)

@@ -252,15 +252,14 @@ def weighted_samples(
     magnitude: Float[Array, ""],
     *,
     energy: Float[Array, ""],
+    freedom: ArrayLike,
     shared: ArrayLike = 0.0,
-    freedom: ArrayLike | None = None,
 ) -> ErrorBar:
     """The error bar of a weighted sum of samples of one mean; the weights add up to 1.
 
     What has weight 0 is no sample. `V = s^2 sum_i weight_i^2 + shared`, the last of what
     samples have in common. Where they agree by chance `s^2` is, as for
     `independent_samples`, from the `energy`, half of the largest variance of a sample.
-    The degrees of freedom are one less than the number of samples, or as given.
     """
     real = weight.dtype
     m = jnp.sum(weight != 0).astype(real)
@@ -270,9 +269,10 @@ def weighted_samples(
     tied = jnp.exp2(1 - m) * 2 * energy
     spread = jnp.where(spread < 0.01 * tied, tied, spread)
     variance = spread * jnp.sum(weight**2) + jnp.asarray(shared).astype(real)
-    freedom = m - 1 if freedom is None else jnp.asarray(freedom).astype(real)
     one = jnp.ones((), real)
-    return _error_bar(value, one, variance, 1 / freedom, magnitude)
+    return _error_bar(
+        value, one, variance, 1 / jnp.asarray(freedom).astype(real), magnitude
+    )
 
 
 def cyclic_pairs(

@@ -42,6 +42,9 @@ from .tall import column_dots, inner
 # What tests that are columns of the basis have in common, as a share of what they would
 # have if all of them missed the same direction. Measured: 1/4 loses the least.
 _COMMON = 0.25
+# What few samples may hide of their variance: a factor of 1 + 30 / h. Less lets chance decide
+# against a basis, at 12 products.
+_HIDDEN = 30
 
 
 def candidates(h: int) -> list[int]:
@@ -95,7 +98,7 @@ def choose_ranks(
     h = len(R)
     inside = jnp.arange(h)[None, :] < jnp.asarray(ranks)[:, None]
     v = jax.vmap(lambda inside: left_energies(duals, R, C, n, inside))(inside)
-    v = v.at[0].min((1 + 30 / h) * other_variances(column_dots(C, R)) / 2)
+    v = v.at[0].min((1 + _HIDDEN / h) * other_variances(column_dots(C, R)) / 2)
     predicted = []
     for g, r in enumerate(ranks):
         cost = v[g] / (k - r)

@@ -16,7 +16,6 @@ many there are. So images of random vectors are kept beside those of the last bl
 what the basis knows. Where they have much more energy they are followed, and others kept.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -24,10 +23,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .adaptive import Tests
+from .krylov import Product
 from .small import squares
 from .tall import column_dots, combine, extend, inner, put
 
-Product = Callable[[Inexact[Array, "n b"]], Inexact[Array, "n b"]]
 # How much more energy images of random vectors have when they are followed. What Krylov
 # spaces find next costs half as many products.
 _MUCH = 4.0

@@ -77,7 +77,7 @@ def floor_diagonal(
 
     `|R|_F = |Y|_F`, so the test is relative to the block itself. A diagonal entry
     below the floor is rounding: the floor makes the triangle safe to invert and moves
-    `Q R` by no more than rounding has moved it already.
+    `Q R` by no more than rounding has moved it already, times the factor.
     """
     norm = frobenius(R)
     floor = factor * jnp.finfo(R.dtype).eps * divisor(norm)
