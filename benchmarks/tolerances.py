@@ -39,9 +39,9 @@ from jax.scipy.stats import norm
 import traceax as tx
 from traceax._accuracy import tolerance as tolerance_module
 from traceax._accuracy.tolerance import FEWEST, make_tolerance, step_width
-from traceax._estimate import student_t_quantile, two_sided
 from traceax._operators.block import space_of
 from traceax._progress import NO_PROGRESS_METER
+from traceax._student_t import student_t_quantile, two_sided
 
 PSD = lx.positive_semidefinite_tag
 ESTIMATORS = {

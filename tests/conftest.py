@@ -55,26 +55,10 @@ def _number_of_memory_maps():
 def _forget_compiled_programs():
     """Each program XLA compiles for the CPU holds memory maps, of which Linux allows a
     process 65,530: a whole suite in two processes would cross that and be killed. Small
-    programs are of use to several files, unless they were compiled quickly."""
-    before = len(QUICK)
+    programs are of use to several files."""
     yield
-    if len(QUICK) > before or _number_of_memory_maps() > 20_000:
+    if _number_of_memory_maps() > 20_000:
         jax.clear_caches()
-
-
-QUICK = []
-
-
-@pytest.fixture(autouse=True)
-def _compile_quickly(request):
-    """Whether transforms compose doesn't depend on XLA's optimisations, which take time."""
-    if "transforms" not in request.keywords:
-        yield
-        return
-    QUICK.append(request.node.nodeid)
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -157,6 +157,15 @@ def printed_by(code):
     return done.stdout
 
 
+def is_rounding(estimate):
+    """Whether an error bar is that of rounding, as of an exact answer."""
+    sizes = zip(
+        *map(jax.tree.leaves, (estimate.value, estimate.standard_error)), strict=True
+    )
+    eps = jnp.finfo(jax.tree.leaves(estimate.standard_error)[0].dtype).eps
+    return all(np.all(error <= 1e3 * eps * np.max(np.abs(x))) for x, error in sizes)
+
+
 def assert_close(x, y, rtol=None, atol=0.0):
     if rtol is None:
         rtol = 1e-9 if is_x64() else 1e-4

@@ -238,6 +238,65 @@ def parameters_on_devices(estimator, mesh):
         agree(differentiate(spread, jax.device_put(inputs, x)), alone, 1e-7)
 
 
+def doors_of_each_device(_, mesh):
+    n = 20
+    a = jnp.asarray(rng.normal(size=(n, n)))
+    positive = a @ a.T + jnp.eye(n)
+
+    def values(key, scale):
+        def energy(x):
+            return scale * jnp.sum(x["a"] ** 4) + jnp.sum(jnp.sin(x["b"]))
+
+        kernel = lx.MatrixLinearOperator(scale * positive, PSD)
+        hessian = tx.HessianLinearOperator(energy, {"a": a[0, :12], "b": a[0, 12:]})
+        function = tx.as_operator(lambda v: scale * (a @ v), a[0])
+        mean = tx.MeanLinearOperator(
+            lambda b: lx.MatrixLinearOperator(scale * b * a), jnp.arange(1.0, 4.0)
+        )
+        quiet = {"throw": False}
+        return jnp.stack(
+            [
+                tx.trace(key, kernel, 6, **quiet).value,
+                tx.trace(key, function, 9, **quiet).value,
+                tx.trace(key, mean, 9, **quiet).value,
+                tx.trace(key, hessian, 9, rtol=0.5, **quiet).value,
+                jnp.sum(tx.diagonal(key, function, 6, **quiet).value ** 2),
+                tx.leaf_traces(key, hessian, 9, probes="blocks", **quiet)[0].value["a"],
+                tx.leaf_traces(key, hessian, 9, **quiet)[1].value,
+                tx.frobenius_norm_squared(key, function, 9, **quiet).value,
+                tx.divergence(key, lambda x: jnp.sin(scale * x), a[0], 3)[1].value,
+                tx.laplacian(key, lambda x: jnp.sum(x**3) * scale, a[0], 3)[2].value,
+                tx.logdet(key, kernel, 9, shift=0.1, **quiet).value,
+                tx.logdet(key, kernel, 12, shift=0.1, rtol=0.5, **quiet).value,
+                tx.trace_inverse(key, kernel, n, shift=scale, **quiet).value,
+                tx.schatten_norm(key, kernel, 9, p=1.5, **quiet).value,
+                tx.spectral_density(key, kernel, 9, **quiet).points[0],
+            ]
+        )
+
+    def gradient(key, scale):
+        def logdet(scale):
+            kernel = lx.MatrixLinearOperator(scale * positive, PSD)
+            return tx.logdet(key, kernel, 9, shift=0.1, throw=False).value
+
+        return jax.grad(logdet)(scale)
+
+    def both(key, scale):
+        return jnp.append(values(key, scale), gradient(key, scale))
+
+    keys, scales = jax.random.split(KEY, 2), jnp.asarray([1.0, 2.0])
+    pair = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        lambda keys, scales: both(keys[0], scales[0])[None],
+        mesh=pair,
+        in_specs=(P("x"), P("x")),
+        out_specs=P("x"),
+        check_vma=False,
+    )
+    alone = jnp.stack([jax.jit(both)(*x) for x in zip(keys, scales, strict=True)])
+    agree(jax.jit(mapped)(keys, scales), alone, 1e-7)
+
+
 def cases():
     # Functions over arrays of explicit layouts are not among them: lineax makes data of
     # what they close over under the explicit mesh, and is called under an automatic one.
@@ -250,6 +309,7 @@ def cases():
     yield lanes_on_devices, "auto", "hutchinson"
     yield lanes_on_devices, "explicit", "xtrace"
     yield parameters_on_devices, "auto", "xtrace"
+    yield doors_of_each_device, "auto", "xtrace"
     yield rows_to_a_tolerance, "auto", "xtrace"
     yield rows_to_a_tolerance, "explicit", "xnystrace"
 

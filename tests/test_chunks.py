@@ -17,7 +17,6 @@ pytestmark = pytest.mark.x64
 TOLERANCE = 1e-8 if is_x64() else 1e-3
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize(
     ("operator", "size"),
     [("function", 1), ("jacobian over a PyTree", 4), ("function", 6)],

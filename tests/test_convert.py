@@ -91,7 +91,6 @@ def _convert(form, a, **kwargs):
     return tx.as_operator(FORMS[form](a), jnp.asarray(a[0]), **kwargs)
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("complex", [False, True])
 def test_products(form, complex):
@@ -117,7 +116,6 @@ def test_products(form, complex):
     jax.tree.map(_near, products(jnp.asarray(vectors)), expected)
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize("form", ["padded BCOO", "matvec"])
 def test_traces(form):
     a = _matrix()
@@ -137,7 +135,6 @@ def test_traces(form):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 @pytest.mark.parametrize("form", ["sparse array", "lineax"])
 def test_tags(form):
     a = _matrix()
@@ -150,7 +147,6 @@ def test_tags(form):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 @pytest.mark.parametrize("form", ["BCOO", "BCSR"])
 def test_derivatives_with_respect_to_entries(form):
     sparse = FORMS[form](_matrix())

@@ -92,7 +92,6 @@ each = pytest.mark.parametrize(("make", "dense"), MAKERS.values(), ids=MAKERS)
 #
 
 
-@pytest.mark.transforms
 @each
 def test_products(make, dense):
     parameters, data = _parameters(), _data()
@@ -129,7 +128,6 @@ def test_what_is_known():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_solves():
     make, dense = MAKERS["hessian"]
     parameters, data = _parameters(), _data()
@@ -193,7 +191,6 @@ def _network_loss(network, batch):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_leaves_that_are_not_arrays():
     network, data = _network(), _data()
     operator = tx.HessianLinearOperator(_network_loss, network, data)
@@ -238,7 +235,6 @@ def test_arguments_are_optional():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 @each
 def test_minibatches(make, dense):
     parameters, batches = _parameters(), _data(3)
@@ -273,7 +269,6 @@ def _check_network(loss, x, size):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_networks_of_equinox():
     network = eqx.nn.MLP(3, 2, 4, 2, jnp.tanh, key=jr.key(0), dtype=float_dtype())
 
@@ -284,7 +279,6 @@ def test_networks_of_equinox():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_networks_of_flax_linen():
     nn = pytest.importorskip("flax.linen")
     layers = [nn.Dense(4, param_dtype=float_dtype()), jnp.tanh]
@@ -298,7 +292,6 @@ def test_networks_of_flax_linen():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_networks_of_flax_nnx():
     nnx = pytest.importorskip("flax.nnx")
     rngs = nnx.Rngs(0)
@@ -317,7 +310,6 @@ def test_networks_of_flax_nnx():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_networks_of_haiku():
     hk = pytest.importorskip("haiku")
     network = hk.without_apply_rng(
@@ -337,7 +329,6 @@ def test_networks_of_haiku():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_implicit_hessians_of_linear_solves():
     a = jnp.eye(3, dtype=float_dtype()) * 4 + _normal(3, 3)
 
@@ -354,7 +345,6 @@ def test_implicit_hessians_of_linear_solves():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_implicit_hessians_of_nonlinear_solves():
     optx = pytest.importorskip("optimistix")
 
@@ -381,7 +371,6 @@ def test_implicit_hessians_of_nonlinear_solves():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_functions_with_rules_of_their_own():
     @jax.custom_vjp
     def cube(x):
@@ -399,7 +388,6 @@ def test_functions_with_rules_of_their_own():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 @each
 def test_gradients_of_traces(make, dense):
     parameters, data = _parameters(), _data()
@@ -418,7 +406,6 @@ def test_gradients_of_traces(make, dense):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_many_at_once():
     make, dense = MAKERS["hessian"]
     parameters, batches = _parameters(), _data(3)
@@ -431,7 +418,6 @@ def test_many_at_once():
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_closures_over_traced_values():
     x = _normal(3)
 

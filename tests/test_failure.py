@@ -118,7 +118,6 @@ def test_an_exact_part_that_is_not_finite(bad):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 @pytest.mark.parametrize("transform", ["grad", "jit grad", "jvp", "jit vmap grad"])
 def test_derivatives_raise_the_same_message(transform):
     operator = _nan_parameters()

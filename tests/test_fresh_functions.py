@@ -21,7 +21,7 @@ from helpers import PSD, assert_close, float_dtype
 import traceax as tx
 
 # The same in both modes.
-pytestmark = [pytest.mark.transforms, pytest.mark.x64]
+pytestmark = pytest.mark.x64
 N = 6
 SIGNS = tx.HutchinsonEstimator()  # exact for diagonal operators
 

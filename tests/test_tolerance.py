@@ -129,7 +129,6 @@ def test_a_tolerance_that_is_missed_gives_the_estimate_of_all_products(
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_derivatives_at_different_stops(key):
     estimator = ESTIMATORS["xtrace"]
     a = jnp.asarray(matrix("exp", N))
@@ -172,7 +171,6 @@ def test_gradients_are_unbiased(name, n, most):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_operators_over_pytrees(key):
     kind = "jacobian over a PyTree"
 
@@ -257,7 +255,6 @@ def test_failures(key):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 def test_closures_over_tracers(key):
     a = jnp.asarray(matrix("exp", 40), float_dtype())
 
@@ -282,7 +279,6 @@ def test_closures_over_tracers(key):
 
 
 @pytest.mark.x64
-@pytest.mark.transforms
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("lax", "xnystrace"), ("scan", "hutchinson"), ("checkpointed", "xtrace")],

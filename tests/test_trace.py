@@ -210,7 +210,7 @@ def test_an_estimator_may_wrap_another(key):
 def test_student_t_quantiles():
     from scipy import stats  # noqa: PLC0415
 
-    from traceax._estimate import student_t_quantile, two_sided  # noqa: PLC0415
+    from traceax._student_t import student_t_quantile, two_sided  # noqa: PLC0415
 
     for level in (0.5, 0.8, 0.95, 0.99, 0.999):
         for freedom in (1, 2, 3, 4, 5, 7, 10, 19, 50, 300, np.inf):

@@ -69,7 +69,6 @@ def _assert_trees_close(x, y, rtol=None):
         assert_close(a, b, rtol=rtol, atol=tolerance)
 
 
-@pytest.mark.transforms
 @CROSS_SECTION
 def test_jit_and_vmap_agree_with_single_calls(key, estimator, operator):
     value = _value(estimator, operator)
@@ -103,7 +102,6 @@ def test_jit_and_vmap_agree_with_single_calls(key, estimator, operator):
     assert_close(nested, grid)
 
 
-@pytest.mark.transforms
 @CROSS_SECTION
 def test_the_derivative_pairs_the_frozen_blocks(key, estimator, operator):
     # d value = <Z, dA V>: the derivative of <Z, A V> with the blocks of this draw.
@@ -167,7 +165,6 @@ def test_gradients_match_those_of_the_exact_trace(estimator, operator):
             assert z_score(samples, np.asarray(truth), 10 * rounding()) < 5
 
 
-@pytest.mark.transforms
 @TWO
 def test_gradients_under_vmap_and_vmapped_gradients(key, estimator, operator):
     value, p = _value(estimator, operator), parameters()
@@ -180,7 +177,6 @@ def test_gradients_under_vmap_and_vmapped_gradients(key, estimator, operator):
     _assert_trees_close(jax.jit(total)(p), expected)
 
 
-@pytest.mark.transforms
 @FEW
 def test_control_flow_and_checkpoint(key, estimator, operator):
     value, p = _value(estimator, operator), parameters()
@@ -215,7 +211,6 @@ def test_control_flow_and_checkpoint(key, estimator, operator):
     _assert_trees_close(jax.jit(jax.grad(branched))(p), expected)
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize(
     ("estimator", "operator"), [("xnystrace", "matrix"), ("xtrace", "pytree")]
 )
@@ -244,7 +239,6 @@ def test_equinox_transforms(key, estimator, operator):
     assert (struct.shape, struct.dtype) == (plain.shape, plain.dtype)
 
 
-@pytest.mark.transforms
 @TWO
 def test_export(estimator, operator):
     value, p = _value(estimator, operator), parameters()
@@ -255,7 +249,6 @@ def test_export(estimator, operator):
         _assert_trees_close(again.call(p, key), jax.jit(fn)(p, key))
 
 
-@pytest.mark.transforms
 @pytest.mark.parametrize("estimator", ["hutchinson", "xnystrace"])
 def test_the_whole_estimate_passes_through_jit(key, estimator):
     est = ESTIMATORS[estimator]

@@ -4,8 +4,6 @@ from importlib.metadata import version as _version
 
 from ._accuracy.error_bar import ErrorBar as ErrorBar
 from ._base import TraceEstimator as TraceEstimator
-from ._base import TraceState as TraceState
-from ._base import init_state as init_state
 from ._diagonal import diagonal as diagonal
 from ._diagonal import frobenius_norm_squared as frobenius_norm_squared
 from ._diagonal import leaf_traces as leaf_traces
@@ -59,6 +57,8 @@ from ._spectral_sums import schatten_norm as schatten_norm
 from ._spectral_sums import spectral_density as spectral_density
 from ._spectral_sums import trace_inverse as trace_inverse
 from ._spectral_sums import von_neumann_entropy as von_neumann_entropy
+from ._state import TraceState as TraceState
+from ._state import init_state as init_state
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace
 from ._trace_function import trace_function as trace_function

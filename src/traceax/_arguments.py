@@ -7,11 +7,14 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, PyTree
 
 # Of a budget that isn't given.
 _FEWEST_OF_CAP, _ENTRIES_OF_CAP = 64, 2**27
+# NumPy's floating-point dtypes that are JAX's, too.
+_FLOATING = (np.float16, np.float32, np.float64, np.complex64, np.complex128)
 
 
 def kind_of(x: Any) -> str:
@@ -32,6 +35,26 @@ def _full_name(cls: type) -> str:
         return cls.__qualname__
     parts = [x for x in cls.__module__.split(".") if not x.startswith("_")]
     return ".".join([*parts, cls.__qualname__])
+
+
+def native_arrays(tree: PyTree, where: str) -> PyTree:
+    """The tree with NumPy arrays that JAX takes: of the byte order of this machine.
+
+    Raises `TypeError` for long doubles, of which JAX has none.
+    """
+
+    def native(x):
+        if not isinstance(x, np.ndarray | np.generic):
+            return x
+        dtype = x.dtype.newbyteorder("=")
+        if dtype.kind in "fc" and dtype not in _FLOATING:
+            raise TypeError(
+                f"{where}: arrays of dtype {dtype} are not of JAX's, got one of shape "
+                f"{x.shape}; convert it, by x.astype(numpy.float64) for example."
+            )
+        return x if x.dtype.isnative else x.astype(dtype)
+
+    return jtu.tree_map(native, tree)
 
 
 def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:

@@ -5,129 +5,24 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
 
+from ._accuracy.error_bar import exact_bar
 from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
-from ._arguments import StoredKey, budget_of, check_key, kind_of
+from ._arguments import budget_of
 from ._estimate import Estimate, raise_failure
 from ._linalg.tall import Rows, summed
 from ._operators.block import (
     apply_block,
     as_data,
-    check_operator,
     columns_at_once,
     has_real_trace,
     space_of,
 )
 from ._primitive import Algorithm, Blocks, Columns, RowWise, estimate, outcome_of
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-
-#
-# State
-#
-
-
-class Kept(eqx.Module):
-    """What an estimate keeps of its products, for a later one to go on from.
-
-    **Attributes:**
-
-    - `budget`: how many products were allowed so far.
-    - `parts`: arrays, as the estimator's `compute` returned them.
-    - `owner`: the structure of the estimator, its configuration included.
-    """
-
-    budget: int = eqx.field(static=True)
-    parts: PyTree[Any]
-    owner: Any = eqx.field(static=True, default=None)
-
-
-class TraceState(eqx.Module):
-    """The state of an estimator that needs no set-up.
-
-    A PyTree of ordinary arrays, besides the operator's leaves: it can be saved by
-    `eqx.tree_serialise_leaves`, and loaded into the state of an equal run.
-
-    **Attributes:**
-
-    - `key`: a typed key.
-    - `operator`: the operator whose trace is estimated.
-    - `kept`: what earlier estimates keep of their products; `None` for a new state.
-    - `basis`: orthonormal vectors, found for an operator that has changed since, of which
-        the exact trace is taken; `None` without such.
-    """
-
-    _key: StoredKey
-    operator: lx.AbstractLinearOperator
-    kept: Kept | None
-    basis: Inexact[Array, "n r"] | None
-
-    def __init__(
-        self,
-        key: Key[Array, ""],
-        operator: lx.AbstractLinearOperator,
-        kept: Kept | None = None,
-        basis: Inexact[Array, "n r"] | None = None,
-    ):
-        self._key = StoredKey(key)
-        self.operator = operator
-        self.kept = kept
-        self.basis = basis
-
-    @property
-    def key(self) -> Key[Array, ""]:
-        """A typed key."""
-        return self._key.typed
-
-
-def init_state(
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    where: str = "traceax.init_state",
-) -> TraceState:
-    """Checks a key and an operator, and puts them into a state.
-
-    **Arguments:**
-
-    - `key`: a typed key or a legacy `uint32` key; the state holds a typed one.
-    - `operator`: a lineax operator.
-    - `where`: the name that error messages start with.
-
-    **Raises:**
-
-    - `TypeError` for anything but a single key, or for an operator that isn't a lineax
-        operator or that acts on integers.
-    - `ValueError` for an operator that isn't square (equal input and output
-        structures), or that mixes real and complex leaves.
-    """
-    check_operator(operator, where)
-    return TraceState(check_key(key, where), operator)
-
-
-_MISSING = object()
-
-
-def kept_of(state: Any) -> Kept | None:
-    """What a state keeps. States of estimators of one's own need not keep anything."""
-    return getattr(state, "kept", None)
-
-
-def with_parts(state: Any, **parts: Any) -> Any:
-    """The state with other parts, of those that it has."""
-    names = [name for name in parts if getattr(state, name, _MISSING) is not _MISSING]
-    return eqx.tree_at(
-        lambda x: [getattr(x, name) for name in names],
-        state,
-        [parts[name] for name in names],
-        is_leaf=lambda x: x is None,
-    )
-
-
-#
-# Estimators
-#
+from ._state import Kept, check_state, kept_of, with_parts
 
 
 class TraceEstimator(eqx.Module):
@@ -244,7 +139,7 @@ class TraceEstimator(eqx.Module):
         - as [`traceax.trace`][]; `TypeError` for the state of another estimator.
         """
         where = f"{type(self).__name__}.estimate"
-        _check_state(state, self, where)
+        check_state(state, self, where)
         space = space_of(state.operator)
         tolerance = make_tolerance(
             rtol, atol, level, space.compute_dtype, where, give_up=give_up
@@ -258,13 +153,14 @@ class TraceEstimator(eqx.Module):
     ) -> Any:
         """The state for an operator that has changed, as by a step of training.
 
-        On directions in which products were large the trace is exact; fresh probes, on
-        which these don't depend, test the rest without bias. Other estimators begin anew, with
-        the probes of the key.
+        On directions in which products were large the trace is exact; what they leave is
+        tested by fresh probes, on which they don't depend, or estimated by the estimator
+        itself where budgets are more than three times as large; going on keeps to the one
+        that was begun. Other estimators begin anew, with the probes of the key.
 
         | | what is used again |
         |---|---|
-        | XTrace, Hutch++ | directions in which products were large, for half of the products |
+        | XTrace, Hutch++ | directions in which products were large, for at most half of the products |
         | DeltaShift | the estimate, its probes, and such directions |
 
         **Arguments:**
@@ -274,12 +170,14 @@ class TraceEstimator(eqx.Module):
         - `key`: a single key. Probes of those in the table are fresh also for the same one.
         - `operator`: of the same structure as that of the state.
 
+        An estimate to a tolerance finds a basis of its own.
+
         **Returns:** a state that keeps no products. **Raises:** as `init`; `ValueError`
         for an operator of another structure.
         """
         where = f"{type(self).__name__}.refresh"
-        _check_state(state, self, where)
-        fresh = self.init(key, operator)
+        check_state(state, self, where)
+        state, fresh = self.settled(state), self.init(key, operator)
         if state.operator is not None:
             old, new = (space_of(x.operator) for x in (state, fresh))
             if (old.structure, old.compute_dtype) != (new.structure, new.compute_dtype):
@@ -329,7 +227,7 @@ def estimate_trace(
     if kept is not None:
         if not isinstance(kept, Kept):
             kept = Kept(total, kept)
-        kept = Kept(kept.budget, kept.parts, jtu.tree_structure(estimator))
+        kept = Kept(kept.budget, kept.parts, estimator)
         state = with_parts(state, kept=kept)
     found = Estimate(*outcome[:4], state, name)
     return raise_failure(found) if throw else found
@@ -369,29 +267,14 @@ class _Trace(Algorithm):
         stand_in = blocks if isinstance(blocks, Columns) else Blocks([blocks])
         if self.rows is not None:
             stand_in = RowWise(stand_in, self.rows)
-        return outcome_of(value, error, stats, space.dtype, real=self.real), stand_in
+        return outcome_of(
+            value, error, stats, space.compute_dtype, real=self.real
+        ), stand_in
 
 
 def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None):
     space = space_of(operator)
     identity = jnp.eye(space.size, dtype=space.compute_dtype)
-    value = summed(jnp.diagonal(apply_block(operator, identity)), rows)
-    error = jnp.zeros(value.shape, space.real_dtype)
-    return value, error, {"num_matvecs": space.size}, (identity, identity)
-
-
-def _check_state(state: Any, estimator: TraceEstimator, where: str) -> None:
-    """Refuses what isn't a state, and what another estimator keeps."""
-    if getattr(state, "operator", _MISSING) is _MISSING:
-        hint = "its `.state`" if isinstance(state, Estimate) else "that of `init`"
-        raise TypeError(
-            f"{where}: state must be that of an estimator, got "
-            f"{kind_of(state)}; pass {hint}."
-        )
-    kept = kept_of(state)
-    if kept is not None and kept.owner != jtu.tree_structure(estimator):
-        raise TypeError(
-            f"{where}: the state keeps products of another estimator or configuration, "
-            f"of which {estimator} can't make use; begin anew with "
-            f"{type(estimator).__name__}.init."
-        )
+    entries = jnp.diagonal(apply_block(operator, identity))
+    bar = exact_bar(summed(entries, rows), summed(jnp.abs(entries), rows))
+    return *bar[:2], {"num_matvecs": space.size}, (identity, identity)

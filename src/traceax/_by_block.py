@@ -66,14 +66,17 @@ class ByBlock(Algorithm):
     def run(self, primal):
         space = space_of(primal)
         sizes = [math.prod(x.shape) for x in jtu.tree_leaves(space.structure)]
+        # Leaves of size 0 have trace 0.
+        places = [i for i, n in enumerate(sizes) if n > 0]
+        number, sizes = len(sizes), [sizes[i] for i in places]
         # Blocks that are smaller than a pilot are exact.
         pilot = max(2, self.k // (8 * len(sizes)))
         pilots = [min(n, pilot) for n in sizes]
         left = self.k - sum(pilots)
-        keys = jax.random.split(self.key, len(sizes))
+        keys = jax.random.split(self.key, number)
         blocks = [
             _Block(keys[i], self.sampler, space.compute_dtype, i, n, pilot, left)
-            for i, n in enumerate(sizes)
+            for i, n in zip(places, sizes, strict=True)
         ]
         firsts = [block.tested(primal, 0, block.pilot) for block in blocks]
         spreads = jnp.stack([_spread(x, n) for x, n in zip(firsts, sizes, strict=True)])
@@ -84,13 +87,15 @@ class ByBlock(Algorithm):
             for block, first, share in zip(blocks, firsts, shares, strict=True)
         ]
         bars.append(sum_of_independent(*bars))
-        value, error, freedom = (jnp.stack(x) for x in zip(*bars, strict=True))
+        value, error, freedom = (
+            _at_places(list(x), places, number) for x in zip(*bars, strict=True)
+        )
         used = sum(pilots) + jnp.sum(shares)
         stats = {"num_matvecs": used, "degrees_of_freedom": freedom}
         real = has_real_trace(primal)
-        outcome = outcome_of(value, error, stats, space.dtype, real=real)
+        outcome = outcome_of(value, error, stats, space.compute_dtype, real=real)
         parts = zip(blocks, shares, strict=True)
-        return outcome, _Blocks([_Probes(*part) for part in parts])
+        return outcome, _Blocks([_Probes(*part) for part in parts], places, number)
 
 
 class _Block(eqx.Module):
@@ -193,9 +198,11 @@ class _Probes(Columns):
 
 
 class _Blocks(StandIn):
-    """Of all blocks, and of their sum."""
+    """Of all blocks, and of their sum; `places` are theirs among the leaves."""
 
     blocks: list[_Probes]
+    places: list[int] = eqx.field(static=True)
+    number: int = eqx.field(static=True)
 
     def derivative(self, primal, tangent):
         def pairing(Z, products):
@@ -205,8 +212,20 @@ class _Blocks(StandIn):
             probes.paired(primal, tangent, pairing, probes.block.product)
             for probes in self.blocks
         ]
-        known = [part for part in parts if part is not None]  # all, or none
-        return jnp.stack([*known, sum(known[1:], known[0])]) if known else None
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        zero = jnp.zeros_like(known[0])
+        parts = [zero if part is None else part for part in parts]
+        return _at_places([*parts, sum(known, zero)], self.places, self.number)
+
+
+def _at_places(parts: list[Array], places: list[int], number: int) -> Array:
+    """The parts at their places among so many leaves, others 0, and the last behind."""
+    all_parts = [jnp.zeros_like(parts[0])] * number + parts[-1:]
+    for i, part in zip(places, parts[:-1], strict=True):
+        all_parts[i] = part
+    return jnp.stack(all_parts)
 
 
 def _spread(first, n: int) -> Array:

@@ -4,33 +4,36 @@ import math
 from typing import Literal
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Key
 
+from ._accuracy.error_bar import exact_bar
 from ._accuracy.tolerance import make_tolerance
-from ._arguments import check_budget, check_key
-from ._base import TraceEstimator, TraceState
+from ._arguments import check_budget, check_key, native_arrays
+from ._base import TraceEstimator
 from ._by_block import ByBlock
-from ._estimate import Estimate, raise_failure
+from ._estimate import UNKNOWN, Estimate, finite_or_failed, raise_failure
 from ._linalg.small import squares
-from ._linalg.tall import Rows
+from ._linalg.tall import Rows, power_of_two_scale
 from ._operators.block import (
     apply_block,
     as_data,
-    check_operator,
     has_real_trace,
     is_hermitian,
-    size_of_parameters,
+    size_of_product,
     space_of,
     unflatten,
 )
+from ._operators.check import as_complex, checked_operator
 from ._operators.known_diagonal import known_diagonal
 from ._primitive import Outcome, outcome_of
 from ._primitive import estimate as run
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._samplers import RademacherSampler
+from ._state import TraceState
 from ._trace import estimate_whole, trace
 
 
@@ -91,7 +94,8 @@ def diagonal(
     doi:10.1016/j.apnum.2007.01.003.
     """
     where = "traceax.diagonal"
-    space = check_operator(operator, where)
+    operator = checked_operator(operator, where)
+    space = space_of(operator)
     if norm not in ("root mean square", "largest"):
         raise ValueError(
             f"{where}: norm must be 'root mean square' or 'largest', got {norm!r}; it is "
@@ -161,7 +165,8 @@ def leaf_traces(
     three products a block, and an estimator with blocks.
     """
     where = "traceax.leaf_traces"
-    space = check_operator(operator, where)
+    operator = checked_operator(operator, where)
+    space = space_of(operator)
     leaves, treedef = jtu.tree_flatten(space.structure)
     if probes not in ("whole", "blocks"):
         raise ValueError(
@@ -223,46 +228,51 @@ def frobenius_norm_squared(
     """
     where = "traceax.frobenius_norm_squared"
     if not isinstance(operator, lx.AbstractLinearOperator):
-        check_operator(operator, where)
+        checked_operator(operator, where)
+    operator = as_complex(native_arrays(operator, where))
     k, space = check_budget(k, where), space_of(operator)
-    # Squares of small or large products leave the range of numbers.
-    unit = size_of_parameters(operator, space.real_dtype)
-    symmetric = is_hermitian(operator)
-    operator, given = operator * (1 / unit).astype(space.dtype), operator
     if k >= space.size:
-        outcome = _exact_norm(as_data(operator), unit)
-        estimate = Estimate(*outcome[:4], TraceState(check_key(key, where), given))
+        outcome = _exact_norm(as_data(operator))
+        estimate = Estimate(*outcome[:4], TraceState(check_key(key, where), operator))
         return raise_failure(estimate) if throw else estimate
     if k == 1:
         raise ValueError(
             f"{where}: k must be at least 2, got 1; an estimate takes a product with A and "
             "one with its adjoint."
         )
-    adjoint = operator
-    if not symmetric:
-        adjoint = operator.transpose()
-        adjoint = lx.conj(adjoint) if space.is_complex else adjoint
-    gram = lx.TaggedLinearOperator(adjoint @ operator, lx.positive_semidefinite_tag)
-    estimate = trace(key, gram, k // 2, estimator, throw=throw)
-    stats = {**estimate.stats, "num_matvecs": 2 * estimate.stats["num_matvecs"]}
-    scale = (unit**2).astype(estimate.value.dtype)
-    error = estimate._standard_error
-    parts = (
-        estimate.value * scale,
-        jnp.where(error < 0, error, error * scale),
-        stats,
+    # Squares of small or large products leave the range of numbers: one product tells.
+    spent = 1 if k > 2 else 0
+    unit = (
+        size_of_product(as_data(operator)) if spent else jnp.ones((), space.real_dtype)
     )
-    return eqx.tree_at(lambda x: (x.value, x._standard_error, x.stats), estimate, parts)
+    scaled = operator * (1 / unit).astype(space.dtype)
+    adjoint = scaled
+    if not is_hermitian(operator):
+        adjoint = scaled.transpose()
+        adjoint = lx.conj(adjoint) if space.is_complex else adjoint
+    gram = lx.TaggedLinearOperator(adjoint @ scaled, lx.positive_semidefinite_tag)
+    estimate = trace(key, gram, (k - spent) // 2, estimator, throw=False)
+    used = 2 * estimate.stats["num_matvecs"] + spent
+    # Not by its square, which may leave the range of numbers.
+    value, error = (x * unit * unit for x in (estimate.value, estimate._standard_error))
+    error = jnp.where(estimate._standard_error < 0, UNKNOWN, error)
+    result = finite_or_failed(value, estimate.result)
+    parts = value, error, {**estimate.stats, "num_matvecs": used}, result
+    estimate = eqx.tree_at(
+        lambda x: (x.value, x._standard_error, x.stats, x.result), estimate, parts
+    )
+    return raise_failure(estimate) if throw else estimate
 
 
 @eqx.filter_jit
-def _exact_norm(operator: lx.AbstractLinearOperator, unit: Array) -> Outcome:
+def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
     space = space_of(operator)
     products = apply_block(operator, jnp.eye(space.size, dtype=space.compute_dtype))
-    value = unit**2 * jnp.sum(squares(products))
-    error = jnp.zeros((), space.real_dtype)
+    unit = jax.lax.stop_gradient(power_of_two_scale(products))
+    value = jnp.sum(squares(products / unit.astype(products.dtype))) * unit * unit
+    bar = exact_bar(value, value)
     stats = {"num_matvecs": space.size}
-    return outcome_of(value, error, stats, space.dtype, real=True)
+    return outcome_of(*bar[:2], stats, space.compute_dtype, real=True)
 
 
 def _with_parts(estimate: Estimate, of) -> Estimate:

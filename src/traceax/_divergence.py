@@ -9,10 +9,11 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Inexact, Key, PyTree
 
-from ._arguments import check_budget, kind_of
+from ._arguments import check_budget, kind_of, native_arrays
 from ._base import TraceEstimator
 from ._estimate import Estimate
-from ._operators.block import check_operator
+from ._operators.block import forward_mode
+from ._operators.check import checked_operator
 from ._trace import estimate_whole
 
 
@@ -67,7 +68,8 @@ def divergence(
     """
     where = "traceax.divergence"
     x = _arrays(x, where)
-    value, linear = jax.linearize(fn, x)
+    with forward_mode():
+        value, linear = jax.linearize(fn, x)
     got, asked = (jax.eval_shape(lambda y: y, y) for y in (value, x))
     if got != asked:
         raise ValueError(
@@ -133,14 +135,15 @@ def laplacian(
         value, gradient = jax.value_and_grad(fn)(x)
         return gradient, value
 
-    gradient, hessian, value = jax.linearize(gradient_and_value, x, has_aux=True)
+    with forward_mode():
+        gradient, hessian, value = jax.linearize(gradient_and_value, x, has_aux=True)
     structure = jax.eval_shape(lambda: x)
     operator = lx.FunctionLinearOperator(hessian, structure, lx.symmetric_tag)
     return value, gradient, _trace(where, key, operator, k, estimator, throw)
 
 
 def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
-    check_operator(operator, where)
+    operator = checked_operator(operator, where)
     k = check_budget(k, where)
     return estimate_whole(where, key, operator, k, estimator, throw=throw)
 
@@ -155,4 +158,4 @@ def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:
             )
         return array
 
-    return jtu.tree_map(check, x)
+    return jtu.tree_map(check, native_arrays(x, where))

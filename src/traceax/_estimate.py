@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,6 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
+from ._student_t import Level, check_level, student_t_quantile, two_sided
 from ._words import array_with_errors, number_with_error
 
 # So many estimates of a `vmap` are printed.
@@ -57,9 +57,12 @@ class RESULTS(eqx.Enumeration):
     )
     outside_domain = (
         "The function is not finite at an eigenvalue of the operator, such as a "
-        "logarithm at 0 or of a negative number. Shift the operator (traceax.logdet "
-        "takes shift=), check that it is positive definite, or give a function that is "
-        "finite on its spectrum."
+        "logarithm at 0 or of a negative number, or at one that rounding can't tell from "
+        "it. Shift the operator (traceax.logdet takes shift=), check that it is positive "
+        "definite, or give a function that is finite on its spectrum. Rounding hides "
+        "eigenvalues, and a shift, of less than about 1e-6 (32 bits) or 2e-15 (64 bits) "
+        'of the largest eigenvalue, which stats["ritz_values"] shows: take a larger shift, '
+        "or 64 bits: jax.config.update('jax_enable_x64', True)."
     )
 
 
@@ -79,6 +82,10 @@ class _Box(eqx.Module):
         self.arrays = [x for x in leaves if eqx.is_array(x)]
         self.rest = tuple(None if eqx.is_array(x) else (x,) for x in leaves)
 
+    def __reduce__(self):
+        # A tree, since the structure of a module doesn't survive pickling.
+        return _Box, (self.unbox(),)
+
     def unbox(self) -> PyTree:
         arrays = iter(self.arrays)
         leaves = [next(arrays) if x is None else x[0] for x in self.rest]
@@ -93,19 +100,22 @@ class Estimate(eqx.Module):
 
     **Attributes:**
 
-    - `value`: the estimate, a scalar. Real where the quantity is known to be real (a
-        real operator, or one known to be semidefinite), else of the operator's dtype.
+    - `value`: the estimate, a scalar of at least 32 bits. Real where the quantity is known
+        to be real (an operator whose products with real vectors are real, or one known to
+        be semidefinite), else complex.
         Of a function that returns a PyTree a PyTree of scalars, as are the standard
         error and the ends of the interval.
     - `standard_error`: an estimate of the root mean square error, a real scalar in the
-        unit of `value`. 0 for an exact answer, NaN where it cannot be known (from one
-        probe).
+        unit of `value`. Of exact answers that of rounding, 0 where nothing is rounded; NaN
+        where it cannot be known (from one probe).
     - `result`: a [`traceax.RESULTS`][] item.
     - `stats`: a dictionary. `"num_matvecs"` is how many products with the operator
         were used, `"degrees_of_freedom"` how many the error bar rests on; the front
         door [`traceax.trace`][] adds `"choice"`, which says how the estimate was made
         and why.
     - `str(estimate)`: a line for people, as `print` shows outside of a program.
+        `float(estimate)` and `f"{estimate:.3f}"` are those of the value. Compute with
+        `value`: an estimate is no number.
     - `state`: what the estimator's `estimate` takes. Hand it back with another budget
         to refine: estimators that can go on keep the products that were taken, and take so
         many more. [`traceax.AdaptiveXTraceEstimator`][] can't.
@@ -156,6 +166,25 @@ class Estimate(eqx.Module):
     def state(self) -> PyTree:
         """The state that the estimator's `estimate` takes."""
         return self._state.unbox()
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(np.asarray(self.value)[()], spec) if spec else str(self)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise self._no_number()
+
+    def _no_number(self, *_: Any) -> Any:
+        raise TypeError(
+            "traceax.Estimate: an estimate is a value with an error bar, and no number or "
+            "array; compute with estimate.value."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_number
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __abs__ = _no_number
+    __lt__ = __le__ = __gt__ = __ge__ = _no_number
 
     def __str__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(self)):
@@ -271,6 +300,13 @@ def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, "
     return jnp.where(jnp.isnan(standard_error), unknown, standard_error)
 
 
+def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:
+    """`result`, or that the value that is returned isn't finite."""
+    finite = jnp.stack([jnp.isfinite(x).all() for x in jtu.tree_leaves(value)]).all()
+    failed = ~finite & (result == RESULTS.successful)
+    return RESULTS.where(failed, RESULTS.nonfinite, result)
+
+
 def raise_failure(estimate: Estimate) -> Estimate:
     """The estimate; using it, or a derivative of it, raises if it failed.
 
@@ -292,96 +328,3 @@ def raise_failure(estimate: Estimate) -> Estimate:
         estimate,
         replace_fn=lambda x: x * one.astype(x.dtype),
     )
-
-
-#
-# Quantiles of Student's t distribution
-#
-
-# Up to this many degrees of freedom quantiles are interpolated from those at 1 / node.
-_FEW = 3
-_NODES = (1.0, 1 / 2, 1 / 3, 1 / 4)
-
-# A Python number, or a traced one.
-_Number = float | Float[Array, ""]
-
-
-def check_level(level: float, where: str) -> None:
-    """Refuses what is no level of an interval."""
-    if not 0 < level < 1:
-        raise ValueError(
-            f"{where}: level must lie strictly between 0 and 1, got {level}; write "
-            "0.95 for an interval of 95 %."
-        )
-
-
-class Level(NamedTuple):
-    """What quantiles of a two-sided interval are made of: Python numbers where its level
-    is one, so that nothing of it is traced.
-    """
-
-    tails: _Number  # what the level lacks of 1
-    normal: _Number  # the quantile of the normal distribution
-    logarithms: tuple[_Number, ...]  # of the quantiles at the nodes
-
-
-def two_sided(level: float | Float[Array, ""]) -> Level:
-    """Of an interval that holds the truth with probability `level`."""
-    if isinstance(level, float):
-        normal = -NormalDist().inv_cdf((1 - level) / 2)
-        return jax.tree.map(float, _two_sided(level, normal, np))
-    return _two_sided(level, -jax.scipy.special.ndtri((1 - level) / 2), jnp)
-
-
-def _two_sided(level, normal, numbers) -> Level:
-    tails = 1 - level
-    one = 1 / numbers.tan(np.pi / 2 * tails)
-    two = level / numbers.sqrt((1 + level) * tails / 2)
-    three, four = (_hill(tails, normal, nu, numbers) for nu in (3.0, 4.0))
-    quantiles = (numbers.maximum(x, 1e-30) for x in (one, two, three, four))
-    return Level(tails, normal, tuple(numbers.log(x) for x in quantiles))
-
-
-def student_t_quantile(of: Level, freedom: Float[Array, "*s"]) -> Any:
-    """The quantile of Student's t distribution.
-
-    Hill (1970), "Algorithm 396: Student's t-quantiles", doi:10.1145/355598.355600.
-    Its expansion is poor below three degrees of freedom: there the logarithm is
-    interpolated in `1 / freedom` from the closed forms at one and two and from three
-    and four. Relative error below 1 % (below 1e-3 from three degrees on). At least
-    one degree of freedom is taken.
-    """
-    inverse = 1 / jnp.maximum(freedom, 1)
-    logarithm = jnp.zeros_like(inverse)
-    for node, value in zip(_NODES, of.logarithms, strict=True):
-        others = [x for x in _NODES if x != node]
-        weight = math.prod((inverse - x) / (node - x) for x in others)
-        logarithm = logarithm + weight * value
-    expansion = _hill(of.tails, of.normal, freedom, jnp)
-    return jnp.where(freedom < _FEW, jnp.exp(logarithm), expansion)
-
-
-def _hill(tails, x, freedom, numbers):
-    # By operations of `numbers`, NumPy or `jax.numpy`.
-    nu = numbers.clip(freedom, _FEW, 1e6)
-    a = 1 / (nu - 0.5)
-    b = 48 / a**2
-    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
-    d = ((94.5 / (b + c) - 3) / b + 1) * numbers.sqrt(a * np.pi / 2) * nu
-    y = (d * tails) ** (2 / nu)
-
-    y1 = x**2
-    c1 = numbers.where(nu < 5, c + 0.3 * (nu - 4.5) * (x + 0.6), c)
-    c1 = (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b + c1
-    y1 = (((((0.4 * y1 + 6.3) * y1 + 36) * y1 + 94.5) / c1 - y1 - 3) / b + 1) * x
-    central = numbers.expm1(a * y1**2)
-
-    outer = (
-        (
-            1 / (((nu + 6) / (nu * y) - 0.089 * d - 0.822) * (nu + 2) * 3)
-            + 0.5 / (nu + 4)
-        )
-        * y
-        - 1
-    ) * (nu + 1) / (nu + 2) + 1 / y
-    return numbers.sqrt(nu * numbers.where(y > 0.05 + a, central, outer))

@@ -13,10 +13,11 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ._accuracy.error_bar import ErrorBar
 from ._accuracy.tolerance import FEWEST, Looked, met_or_failed, step_width, until
-from ._base import Kept, TraceEstimator, init_state, kept_of, with_parts
+from ._base import TraceEstimator
 from ._estimate import RESULTS
 from ._linalg.tall import Rows, side_by_side
 from ._primitive import Blocks, Columns
+from ._state import Kept, init_state, kept_of, with_parts
 
 
 class Grown(eqx.Module):

@@ -29,7 +29,7 @@ import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
-from ._estimate import RESULTS, UNKNOWN
+from ._estimate import RESULTS, UNKNOWN, finite_or_failed
 from ._linalg.tall import Rows, column_dots, side_by_side
 from ._operators.block import apply_block, columns_at_once
 
@@ -58,9 +58,6 @@ def outcome_of(
     kept, result = stats.pop("kept", None), stats.pop("result", RESULTS.successful)
     value, standard_error = jtu.tree_map(jnp.asarray, (value, standard_error))
     real_dtype = jnp.finfo(dtype).dtype
-    finite = jnp.stack([jnp.isfinite(x) for x in jtu.tree_leaves(value)]).all()
-    failed = ~finite & (result == RESULTS.successful)
-    result = RESULTS.where(failed, RESULTS.nonfinite, result)
 
     def of_dtype(x):
         return jnp.real(x).astype(real_dtype) if real else x.astype(dtype)
@@ -75,7 +72,9 @@ def outcome_of(
 
     standard_error = jtu.tree_map(bar, value, standard_error)
     stats = jtu.tree_map(as_array, stats)
-    return Outcome(jtu.tree_map(of_dtype, value), standard_error, result, stats, kept)
+    value = jtu.tree_map(of_dtype, value)
+    result = finite_or_failed(value, result)
+    return Outcome(value, standard_error, result, stats, kept)
 
 
 class StandIn(eqx.Module):
@@ -113,7 +112,13 @@ def _run(algorithm: Algorithm, primal: PyTree) -> tuple[Outcome, StandIn]:
     return algorithm.run(primal)
 
 
-def _implementation(algorithm, primal, blocks):
+def _implementation(algorithm, primal, blocks, x64):
+    if x64 != jax.config.jax_enable_x64:  # pyright: ignore
+        raise RuntimeError(
+            "traceax: jax.enable_x64 was changed inside of a jitted function, which JAX "
+            "compiles in the mode that it is called in; change it around the call, as in "
+            "`with jax.enable_x64(True): jitted(x)`."
+        )
     # Lowering says that there is no mesh where tracing says nothing, and the trace cache
     # takes the two for different.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
@@ -121,10 +126,12 @@ def _implementation(algorithm, primal, blocks):
     return (outcome, stand_in) if blocks else outcome
 
 
-def _abstract(algorithm, primal, blocks):
+def _abstract(algorithm, primal, blocks, x64):
     def to_struct(x):
         if isinstance(x, jax.core.ShapedArray):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+            return jax.ShapeDtypeStruct(
+                x.shape, x.dtype, weak_type=x.weak_type, sharding=x.sharding
+            )
         return x
 
     def to_aval(x):
@@ -133,13 +140,15 @@ def _abstract(algorithm, primal, blocks):
         return x
 
     given = jtu.tree_map(to_struct, (algorithm, primal))
-    out = eqx.filter_eval_shape(_implementation, *given, blocks)
+    out = eqx.filter_eval_shape(_implementation, *given, blocks, x64)
     return jtu.tree_map(to_aval, out)
 
 
 def _jvp(primals, tangents):
-    algorithm, primal, blocks = primals
-    outcome, stand_in = eqxi.filter_primitive_bind(estimate_p, algorithm, primal, True)
+    algorithm, primal, blocks, x64 = primals
+    outcome, stand_in = eqxi.filter_primitive_bind(
+        estimate_p, algorithm, primal, True, x64
+    )
     t_value = stand_in.derivative(primal, tangents[1])
 
     def of_dtype(x, t):
@@ -187,7 +196,8 @@ def estimate(algorithm: Algorithm, primal: PyTree) -> Outcome:
         algorithm = eqx.combine(jax.lax.stop_gradient(dynamic), rest)
         if algorithm.plain(primal):
             return _run(algorithm, primal)[0]
-        return eqxi.filter_primitive_bind(estimate_p, algorithm, primal, False)
+        x64 = jax.config.jax_enable_x64  # pyright: ignore
+        return eqxi.filter_primitive_bind(estimate_p, algorithm, primal, False, x64)
 
     meshes = [jax.typeof(x).sharding.mesh for x in jtu.tree_leaves(arrays)]
     meshes.append(jax.sharding.get_abstract_mesh())
@@ -249,11 +259,13 @@ class Columns(StandIn):
             _, products = eqx.filter_jvp(
                 lambda operator: product(operator, V), (primal,), (tangent,)
             )
-            return pairing(Z, products)
+            return None if products is None else pairing(Z, products)
 
         if self.size >= self.most:
             return pair(0)
         shape = jax.eval_shape(pair, jnp.int32(0))
+        if shape is None:
+            return None
         zero = jnp.zeros(shape.shape, shape.dtype)
 
         @jax.checkpoint

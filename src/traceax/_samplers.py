@@ -267,7 +267,8 @@ def check_sampler(
 ) -> None:
     """Refuses probes that an estimator would be biased with.
 
-    Resphering needs a uniform direction, leaving one probe out independent probes.
+    Resphering needs a uniform direction, testing on some probes what others found
+    independent ones.
     """
     if not isinstance(sampler, Sampler):
         raise TypeError(
@@ -283,7 +284,7 @@ def check_sampler(
         )
     if independent and not sampler.independent:
         raise ValueError(
-            f"{where}: leaving one probe out needs independent probes, got those of "
+            f"{where}: probes that test what others found must be independent, got those of "
             f"{type(sampler).__name__}; use traceax.SphereSampler() or "
             "traceax.NormalSampler()."
         )

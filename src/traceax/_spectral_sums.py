@@ -11,20 +11,43 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._accuracy.tolerance import make_tolerance
 from ._arguments import check_real_scalar, known_number
-from ._base import init_state
-from ._estimate import Estimate
-from ._operators.block import is_positive_semidefinite, size_of_parameters, space_of
+from ._estimate import Estimate, finite_or_failed, raise_failure
+from ._operators.block import is_positive_semidefinite, space_of
+from ._operators.shifted import ShiftedLinearOperator
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import Accuracy, SpectralEstimator
-from ._spectral.function import SpectralFunction
+from ._spectral.function import Power, SpectralFunction
+from ._state import init_state
 from ._trace_function import estimate_function
 
+
+# Functions of this module, which can be pickled as JAX's can't.
+def _log(x):
+    return jnp.log(x)
+
+
+def _exp(x):
+    return jnp.exp(x)
+
+
+def _reciprocal(x):
+    return jnp.reciprocal(x)
+
+
+def _entropy(x):
+    return jax.scipy.special.entr(x)
+
+
+def _identity(x):
+    return x
+
+
 # Made once: programs for these are kept.
-_LOG = SpectralFunction(jnp.log)
-_EXP = SpectralFunction(jnp.exp)
-_RECIPROCAL = SpectralFunction(jnp.reciprocal)
-_ENTROPY = SpectralFunction(jax.scipy.special.entr)
-_IDENTITY = SpectralFunction(lambda x: x)
+_LOG = SpectralFunction(_log)
+_EXP = SpectralFunction(_exp)
+_RECIPROCAL = SpectralFunction(_reciprocal)
+_ENTROPY = SpectralFunction(_entropy)
+_IDENTITY = SpectralFunction(_identity)
 
 
 def logdet(
@@ -127,24 +150,22 @@ def schatten_norm(
         raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}")
     space = space_of(init_state(key, operator, where).operator)
     power = jnp.asarray(p, space.real_dtype)
-    # Powers of large or small eigenvalues leave the range of numbers.
-    unit = size_of_parameters(operator, space.real_dtype)
-    scaled = operator * (1 / unit).astype(space.dtype)
     # A relative error of the norm is one p times as large of the sum.
     if rtol is not None:
         make_tolerance(rtol, None, level, space.real_dtype, where)
         rtol = jnp.asarray(rtol).astype(space.real_dtype) * power
-    accuracy = Accuracy(rtol, None, level, progress_meter)
     total = estimate_function(
         where,
         key,
-        SpectralFunction(_Power(power)),
-        scaled,
+        SpectralFunction(Power(power)),
+        operator,
         k,
         estimator,
-        accuracy,
-        throw,
+        Accuracy(rtol, None, level, progress_meter),
+        False,
     )
+    stats = dict(total.stats)
+    unit = stats.pop("unit", jnp.ones((), space.real_dtype))
     # The root of a sum, and the slope there for its error.
     positive = total.value > 0
     safe = jnp.where(positive, total.value, 1)
@@ -154,20 +175,9 @@ def schatten_norm(
     slope = jnp.where(positive, value / (safe / exponent), 1)
     error = total._standard_error
     error = jnp.where(error < 0, error, error * jax.lax.stop_gradient(slope))
-    return eqx.tree_at(lambda e: (e.value, e._standard_error), total, (value, error))
-
-
-class _Power(eqx.Module):
-    p: Float[Array, ""]
-
-    def __call__(self, x):
-        # The derivative of a power at 0 is not that of its two-argument form.
-        magnitude = jnp.abs(x)
-        positive = magnitude > 0
-        safe = jnp.where(positive, magnitude, 1)
-        power = jnp.where(positive, safe ** self.p.astype(x.dtype), 0)
-        # Not a norm, where p is only known when the program runs.
-        return jnp.where(self.p > 0, power, jnp.nan)
+    result = finite_or_failed(value, total.result)
+    estimate = Estimate(value, error, result, stats, total.state, total._by)
+    return raise_failure(estimate) if throw else estimate
 
 
 def von_neumann_entropy(
@@ -308,8 +318,7 @@ def _shifted(
     )
     dtype = space_of(operator).dtype
     scalar = jnp.asarray(shift).astype(jnp.finfo(dtype).dtype)
-    identity = lx.IdentityLinearOperator(operator.in_structure())
-    total = operator + identity * scalar.astype(dtype)
+    total = ShiftedLinearOperator(operator, scalar)
     if not is_positive_semidefinite(operator):
         return total, None
     if isinstance(shift, int | float) and shift > 0:

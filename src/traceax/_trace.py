@@ -12,8 +12,8 @@ from jaxtyping import Array, ArrayLike, Inexact, Key
 
 from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
 from ._arguments import budget_of, check_key
-from ._base import TraceEstimator, TraceState, estimate_trace
-from ._estimate import RESULTS, Estimate, raise_failure
+from ._base import TraceEstimator, estimate_trace
+from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
@@ -21,14 +21,15 @@ from ._estimators.xtrace import XTraceEstimator
 from ._linalg.tall import Rows, summed
 from ._operators.block import (
     Space,
-    check_operator,
     has_real_trace,
     is_semidefinite,
     space_of,
 )
+from ._operators.check import ComplexLinearOperator, as_complex, checked_operator
 from ._operators.known_diagonal import KnownDiagonal, known_diagonal
 from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
 from ._samplers import NormalSampler, RademacherSampler
+from ._state import TraceState
 
 
 class CHOICES(eqx.Enumeration):
@@ -125,8 +126,8 @@ def trace(
     - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
     """
     where = "traceax.trace"
-    dtype = check_operator(operator, where).compute_dtype
-    tolerance = None
+    operator = checked_operator(operator, where)
+    dtype, tolerance = space_of(operator).compute_dtype, None
     if rtol is not None or atol is not None:
         tolerance = make_tolerance(rtol, atol, level, dtype, where, give_up=give_up)
     return estimate_whole(
@@ -217,16 +218,13 @@ def _combine(
         rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
         error = jnp.where(error > 0, jnp.maximum(error, rounding), error)
         value = value + exact
-    failed = ~jnp.isfinite(value).all() & (estimate.result == RESULTS.successful)
-    result = RESULTS.where(failed, RESULTS.nonfinite, estimate.result)
-    dtype = space.dtype
     if real:
-        value, dtype = jnp.real(value), jnp.finfo(dtype).dtype
+        value = jnp.real(value)
     used = estimate.stats["num_matvecs"] + split.num_matvecs
     return Estimate(
-        value.astype(dtype),
-        error.astype(jnp.finfo(dtype).dtype),
-        result,
+        value,
+        error,
+        finite_or_failed(value, estimate.result),
         {**estimate.stats, "num_matvecs": used},
         state,
         estimate._by,
@@ -300,9 +298,8 @@ def _split(operator: lx.AbstractLinearOperator, k: int) -> _Split:
                 return _Split(exact, used, jnp.asarray(factor), inner)
         if not known:
             return _Split(None, used, None, operator)
-        return _Split(
-            exact, used, None, ft.reduce(op.add, [x.times(x.operator) for x in rest])
-        )
+        rest = ft.reduce(op.add, [x.times(x.operator) for x in rest])
+        return _Split(exact, used, None, as_complex(rest))
 
 
 def _terms(
@@ -325,6 +322,8 @@ def _terms(
                 return _terms(operator.operator, one / operator.scalar, most_products)
             case lx.NegLinearOperator():
                 return _terms(operator.operator, -one, most_products)
+            case ComplexLinearOperator():
+                return _terms(operator.operator, factor, most_products)
             case lx.TaggedLinearOperator():
                 parts = _terms(operator.operator, factor, most_products)
                 # Tags say nothing of a part.

@@ -10,7 +10,8 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from ._arguments import check_budget
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._linalg.tall import largest_entry
-from ._operators.block import check_operator, is_known, space_of
+from ._operators.block import is_known, space_of
+from ._operators.check import checked_operator
 from ._operators.known_diagonal import known_diagonal
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import (
@@ -87,7 +88,7 @@ def trace_function(
         finite on its spectrum, and whatever failure [`traceax.RESULTS`][] names.
     """
     where = "traceax.trace_function"
-    check_operator(operator, where, "(key, fn, operator, k)")
+    operator = checked_operator(operator, where, "(key, fn, operator, k)")
     accuracy = Accuracy(rtol, atol, level, progress_meter)
     return estimate_function(
         where, key, fn, operator, k, estimator, accuracy, throw, lower=lower
@@ -127,7 +128,7 @@ def _of_diagonal(
 ) -> Estimate | None:
     """The sum over a diagonal, where structure gives it for at most k products."""
     k = k if k is None else check_budget(k, where)
-    operator, function = state.operator, state.function
+    operator = state.operator
     space = space_of(operator)
     accuracy.checked(space.real_dtype, where)
     diagonal = known_diagonal(operator) if is_known(lx.is_diagonal, operator) else None
@@ -140,10 +141,11 @@ def _of_diagonal(
     result = RESULTS.where(
         imaginary > rounding, RESULTS.not_hermitian, RESULTS.successful
     )
+    function = state.function.in_range(points)
     values = [jnp.sum(f) for f in function(points)]
     errors = [jnp.zeros_like(points, shape=()) for _ in values]
     freedoms = [jnp.asarray(jnp.inf) for _ in values]
-    stats = {"num_matvecs": diagonal.num_matvecs, "result": result}
+    stats = {"num_matvecs": diagonal.num_matvecs, "result": result, **function.unit}
     weights = jnp.ones_like(points)
     outcome = spectral_outcome(
         function, space, values, errors, freedoms, stats, points, weights

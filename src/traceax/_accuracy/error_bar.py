@@ -6,6 +6,7 @@ Pure kernels on arrays. docs/error-bars.md has the derivations.
 import functools as ft
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
@@ -275,24 +276,6 @@ def weighted_samples(
     )
 
 
-def cyclic_pairs(
-    first: Inexact[Array, " m"], second: Inexact[Array, " m"]
-) -> tuple[Inexact[Array, "m m"], Bool[Array, "m m"]]:
-    """`pairs` and `known` of neighbours, the last and the first sample being such.
-
-    `first[i]` is sample i with probe i + 1 left out as well, `second[i]` sample i + 1
-    with probe i left out.
-    """
-    (m,) = first.shape
-    here = jnp.arange(m)
-    there = (here + 1) % m
-    pairs = jnp.zeros((m, m), first.dtype)
-    pairs = pairs.at[here, there].set(first).at[there, here].set(second)
-    known = jnp.zeros((m, m), bool).at[here, there].set(True)
-    known = (known | known.T) & ~jnp.eye(m, dtype=bool)
-    return pairs, known
-
-
 def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
     # The root of an estimated variance is too small on average, by 1 - 1 / (4 nu).
     inverse_freedom = jnp.minimum(inverse_freedom, 1)
@@ -301,6 +284,13 @@ def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
     return ErrorBar(
         mean, jnp.maximum(error, _ROUNDING * eps * magnitude), 1 / inverse_freedom
     )
+
+
+def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> ErrorBar:
+    """The error bar of a value that is exact but for rounding."""
+    size = jax.lax.stop_gradient(jnp.abs(magnitude))
+    error = _ROUNDING * jnp.finfo(size.dtype).eps * size
+    return ErrorBar(value, error, jnp.full_like(error, jnp.inf))
 
 
 def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:

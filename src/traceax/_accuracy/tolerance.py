@@ -18,9 +18,10 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
-from .._estimate import RESULTS, check_level, student_t_quantile, two_sided
+from .._estimate import RESULTS
 from .._linalg.small import divisor
 from .._progress import ProgressMeter
+from .._student_t import check_level, student_t_quantile, two_sided
 from .error_bar import ErrorBar
 
 # In units of 1 / count. The smallest integer for which intervals of normal samples keep
@@ -63,7 +64,7 @@ class Tolerance(eqx.Module):
         scaled = jnp.abs(self.factor).astype(error.dtype) * error
         half_width = jnp.where(error == 0, 0, quantile * scaled)
         # The loop's value may be known to be real where the whole is not.
-        dtype = np.result_type(bar.mean.dtype, self.factor.dtype)
+        dtype = np.result_type(bar.mean.dtype, self.factor.dtype, self.offset.dtype)
         factor, offset, mean = (
             x.astype(dtype) for x in (self.factor, self.offset, bar.mean)
         )

@@ -5,11 +5,12 @@ import lineax as lx
 from jaxtyping import Array, Bool, Inexact
 
 from .._accuracy.error_bar import ErrorBar, weighted_samples
-from .._base import TraceEstimator, init_state, kept_of
+from .._base import TraceEstimator
 from .._deflation import deflated_trace
 from .._linalg import adaptive, krylov_split, tall
 from .._operators.block import apply_block, is_hermitian, space_of
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
+from .._state import init_state, kept_of
 
 # Budgets from which a Krylov space pays, its blocks, and of how many products one is a test
 # that judges it.

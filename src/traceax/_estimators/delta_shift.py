@@ -23,11 +23,12 @@ from .._accuracy.error_bar import (
     sum_of_independent,
 )
 from .._arguments import StoredKey, check_optional_integer, without_numpy
-from .._base import Kept, TraceEstimator, TraceState, init_state
+from .._base import TraceEstimator
 from .._deflation import Deflated, deflate, leading_range
 from .._linalg.tall import column_dots, orthonormalise, side_by_side
 from .._operators.block import apply_block, space_of
 from .._samplers import NormalSampler, Sampler, check_sampler
+from .._state import Kept, TraceState, init_state
 
 # Products that are enough for three probes of the past and three fresh ones.
 _FEWEST = 6

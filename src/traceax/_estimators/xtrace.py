@@ -6,8 +6,8 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .._accuracy.error_bar import leave_one_out_samples, row_error_bar
-from .._deflation import deflated_trace, with_basis
-from .._growing import ByRows, GrowingEstimator, active_of
+from .._deflation import deflated_trace, only_tests, trace_beside_basis, with_basis
+from .._growing import ByRows, GrowingEstimator, Grown, active_of
 from .._linalg.leave_one_out import (
     grams,
     leave_one_out,
@@ -70,15 +70,20 @@ class XTraceEstimator(GrowingEstimator):
         )
 
     def carry_over(self, state, fresh):
-        kept = state.kept
-        if kept is None or state.basis is not None:
+        if state.kept is None:
             return with_basis(state, fresh, None, None)
-        AQ = kept.parts.buffers["AQ"]
+        parts = state.kept.parts
+        rest = parts if state.basis is None else parts[1]
+        if not isinstance(rest, Grown):
+            return with_basis(state, fresh, rest[:, :0], rest)
+        AQ = rest.buffers["AQ"]
         return with_basis(state, fresh, AQ, AQ[:, :0])
 
     def instead(self, state, k):
         # Of two probes each leaves the other a single direction to find, and a single
         # probe none: test all, project none.
+        if state.basis is not None and not only_tests(state, k):
+            return trace_beside_basis(self, state, k)
         if k < 4 or state.basis is not None:
             return deflated_trace(state, k, self.sampler, resphere=self.resphere)
         return None

@@ -178,3 +178,21 @@ def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k k"]) -> SampleW
 
     own, following = of(left_out.own), of(left_out.following)
     return SampleWeights(own[:m], own[m:], following[m:])
+
+
+def cyclic_pairs(
+    first: Inexact[Array, " m"], second: Inexact[Array, " m"]
+) -> tuple[Inexact[Array, "m m"], Bool[Array, "m m"]]:
+    """`pairs` and `known` of neighbours, the last and the first sample being such.
+
+    `first[i]` is sample i with probe i + 1 left out as well, `second[i]` sample i + 1
+    with probe i left out.
+    """
+    (m,) = first.shape
+    here = jnp.arange(m)
+    there = (here + 1) % m
+    pairs = jnp.zeros((m, m), first.dtype)
+    pairs = pairs.at[here, there].set(first).at[there, here].set(second)
+    known = jnp.zeros((m, m), bool).at[here, there].set(True)
+    known = (known | known.T) & ~jnp.eye(m, dtype=bool)
+    return pairs, known

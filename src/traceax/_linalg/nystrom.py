@@ -38,6 +38,7 @@ class NystromFactor(NamedTuple):
     - `remainders`: `1 / |C e_i|^2`.
     - `dimension`: of the complement of the others, or 1.
     - `mu`: the multiple of the identity that was added.
+    - `rounding`: what it is at least, `eps |Y|_F`.
     - `wrong`: whether A is not semidefinite, or has another sign.
     - `scale`: a power of two with the sign of A.
     """
@@ -47,6 +48,7 @@ class NystromFactor(NamedTuple):
     remainders: Float[Array, " k"]
     dimension: ArrayLike
     mu: Float[Array, ""]
+    rounding: Float[Array, ""]
     wrong: Bool[Array, ""]
     scale: Float[Array, ""]
 
@@ -102,8 +104,8 @@ def nystrom_factor(
     nonzero, norm = norm != 0, divisor(norm)
     eps = jnp.finfo(Y.dtype).eps
     noise = frobenius(H - H.conj().T)
-    mu = eps * norm
-    mu = jnp.where(noise > count**0.5 * mu, noise, mu)
+    rounding = eps * norm
+    mu = jnp.where(noise > count**0.5 * rounding, noise, rounding)
     Y_mu = Y + mu.astype(Y.dtype) * U
     # Columns that there are not take no part: eigenvalues of order 1 of their own.
     H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * one
@@ -113,13 +115,13 @@ def nystrom_factor(
     limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
     wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
     # A zero operator is explained by no column.
-    C, mu = (jnp.where(nonzero, x, 0) for x in (C, mu))
+    C, mu, rounding = (jnp.where(nonzero, x, 0) for x in (C, mu, rounding))
     halves = matmul(C, left_out)
     weights = jnp.real(column_dots(halves, halves))
     # A probe that the others span has nothing left to test.
     remainders = jnp.where(weights == 0, 0, 1 / divisor(weights))
     F = combine(Y_mu, C.conj().T)
-    return NystromFactor(F, halves, remainders, dimension, mu, wrong, scale)
+    return NystromFactor(F, halves, remainders, dimension, mu, rounding, wrong, scale)
 
 
 def nystrom_traces(
@@ -137,7 +139,7 @@ def nystrom_traces(
     *Leaving out j as well*: the pair `q_i`, `q_j` spans what is lost, with
     `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
     """
-    F, halves, remainders, dimension, mu, _, _ = of
+    F, halves, remainders, dimension, _, rounding, _, _ = of
     eps = jnp.finfo(F.dtype).eps
     squared = inner(F, F)
     all_columns = jnp.sum(jnp.real(jnp.diagonal(squared)))
@@ -154,8 +156,9 @@ def nystrom_traces(
     dimension = dimension + 1 if resphere else 1
     pairs = all_columns + (dimension * remainders[:, None] - lost_by_two) / sine_squared
     # Where all is explained, n mu is added and subtracted again; it has the rounding of
-    # eigenvalues that should equal mu: at most a few times `mu sqrt(n)`, measured.
-    return samples, pairs, all_columns + mu * math.sqrt(len(F)) / eps
+    # eigenvalues that should equal mu: at most a few times `rounding sqrt(n)`, measured.
+    # Noise of products shows in the samples.
+    return samples, pairs, all_columns + rounding * math.sqrt(len(F)) / eps
 
 
 def stand_in(

@@ -4,6 +4,7 @@ Algorithms see an operator as a function from `(n, k)` blocks to `(n, k)` blocks
 dtype. This file is the only one that knows of PyTrees, leaf dtypes and structure tags.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,8 +18,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from .._arguments import kind_of
-from .._linalg.tall import largest_entry, power_of_two_scale
+from .._linalg.tall import noise, power_of_two_scale
 
 # Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, which stay in
 # its cache. A stencil on 1e6 unknowns and 60 vectors takes half of the time so.
@@ -32,8 +32,8 @@ class Space(NamedTuple):
     """The space an operator maps to itself, flattened.
 
     - `size`: its dimension n.
-    - `dtype`: the common dtype of the leaves, in which values are returned.
-    - `compute_dtype`: the dtype of blocks; at least 32-bit.
+    - `dtype`: the common dtype of the leaves.
+    - `compute_dtype`: the dtype of blocks and of values; at least 32-bit.
     - `structure`: the PyTree of `jax.ShapeDtypeStruct`s.
     """
 
@@ -52,8 +52,21 @@ class Space(NamedTuple):
         return jnp.finfo(self.compute_dtype).dtype
 
 
+def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
+    """The structure of arrays like these that are made here, inside `jax.shard_map` too.
+
+    There the types of arrays name the mesh, and lineax and equinox compare them whole.
+    """
+    structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    if jax.sharding.get_abstract_mesh().empty:
+        return structure
+    return jax.eval_shape(
+        lambda: jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structure)
+    )
+
+
 def space_of(operator: lx.AbstractLinearOperator) -> Space:
-    """The space of an operator that passed `check_operator`."""
+    """The space of an operator that passed `checked_operator`."""
     structure = operator.in_structure()
     leaves = jtu.tree_leaves(structure)
     with jax.numpy_dtype_promotion("standard"):
@@ -63,61 +76,28 @@ def space_of(operator: lx.AbstractLinearOperator) -> Space:
     return Space(size, dtype, compute_dtype, structure)
 
 
-def check_operator(
-    operator: Any, where: str, arguments: str = "(key, operator)"
-) -> Space:
-    """The space of a square lineax operator; a clear error for anything else."""
-    if not isinstance(operator, lx.AbstractLinearOperator):
+def complex_dtype(dtype: Any) -> np.dtype:
+    """The complex dtype that holds numbers of a floating-point one."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.complex64)
+
+
+@contextlib.contextmanager
+def forward_mode():
+    """Explains that a function can't be differentiated in forward mode."""
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" not in str(error):
+            raise
         raise TypeError(
-            f"{where}: operator must be a lineax linear operator, got "
-            f"{kind_of(operator)}; traceax.as_operator(x) makes one of a matrix, dense "
-            "or sparse, and of SciPy's operators, traceax.as_operator(fn, example) of a "
-            f"linear function. The arguments start {arguments}."
-        )
-    for x in jtu.tree_leaves(operator, is_leaf=_is_matrix_operator):
-        if _is_matrix_operator(x) and not eqx.is_array(x.matrix):
-            raise TypeError(
-                f"{where}: lineax.MatrixLinearOperator must hold a dense array, got "
-                f"{kind_of(x.matrix)}; make an operator of it by "
-                "traceax.as_operator(x) instead."
-            )
-    in_structure, out_structure = operator.in_structure(), operator.out_structure()
-    in_leaves, in_treedef = jtu.tree_flatten(in_structure)
-    out_leaves, out_treedef = jtu.tree_flatten(out_structure)
-    if in_treedef != out_treedef or any(
-        x.shape != y.shape or x.dtype != y.dtype
-        for x, y in zip(in_leaves, out_leaves, strict=True)
-    ):
-        raise ValueError(
-            f"{where}: operator must map a space to itself, got one from "
-            f"{_describe(in_structure)} to {_describe(out_structure)}; its input and "
-            "output structures (PyTree, shapes and dtypes) must be equal."
-        )
-    for leaf in in_leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise TypeError(
-                f"{where}: operator must act on floating-point or complex leaves, got "
-                f"one of dtype {leaf.dtype}; cast it, or leave it out of the "
-                "operator's structure."
-            )
-    kinds = {jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in in_leaves}
-    if len(kinds) == 2:
-        raise ValueError(
-            f"{where}: operator must act on leaves that are all real or all complex, "
-            f"got {_describe(in_structure)}; make the real leaves complex, or estimate "
-            "the blocks one by one."
-        )
-    return space_of(operator)
-
-
-def _is_matrix_operator(x: Any) -> bool:
-    return isinstance(x, lx.MatrixLinearOperator)
-
-
-def _describe(structure: PyTree[jax.ShapeDtypeStruct]) -> str:
-    if isinstance(structure, jax.ShapeDtypeStruct):
-        return f"shape {structure.shape}, dtype {structure.dtype}"
-    return eqx.tree_pformat(structure)
+            "traceax: products are derivatives in forward mode, which a function with a "
+            "jax.custom_vjp has none of, got one. Of an ODE solver take an adjoint in "
+            "forward mode: diffrax.DirectAdjoint() or diffrax.ForwardMode(). Or take "
+            "products with the transpose, whose trace is the same: _, pullback = "
+            "jax.vjp(fn, x), and traceax.trace(key, traceax.as_operator(lambda v: "
+            "pullback(v)[0], x), k), with jax.grad(fn) for fn where a Hessian is wanted."
+        ) from error
 
 
 def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
@@ -129,29 +109,29 @@ def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     JAX's to keep.
     """
     leaves = jtu.tree_leaves(operator)
-    if all(_is_data(x) for x in leaves):
+    if all(is_data(x) for x in leaves):
         return operator
     return as_function(operator)
 
 
 def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     """The operator as lineax traces its products, with all its tags."""
-    structure = operator.in_structure()
+    structure = structure_of(operator.in_structure())
     return lx.FunctionLinearOperator(operator.mv, structure, tags_of(operator))
 
 
-def _is_data(leaf: Any) -> bool:
+def is_data(leaf: Any) -> bool:
+    """Whether a leaf is what it is for good, as arrays and constants are."""
     constant = str | jax.extend.core.Jaxpr | jax.stages.Wrapped
     return eqx.is_array_like(leaf) or isinstance(leaf, constant)
 
 
-def size_of_parameters(operator: lx.AbstractLinearOperator, real) -> Float[Array, ""]:
-    """A power of two next to the largest of the operator's parameters, or 1."""
-    leaves = [x for x in jax.tree.leaves(operator) if eqx.is_inexact_array(x)]
-    sizes = [largest_entry(x).astype(real) for x in leaves]
-    if not sizes:
-        return jnp.ones((), real)
-    return jax.lax.stop_gradient(power_of_two_scale(jnp.stack(sizes)))
+@eqx.filter_jit
+def size_of_product(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
+    """A power of two of the size of the product with a vector of signs, or 1."""
+    space = space_of(operator)
+    signs = noise(1, space.size, space.compute_dtype, 0).T
+    return jax.lax.stop_gradient(power_of_two_scale(apply_block(operator, signs)))
 
 
 def columns_at_once(n: int) -> int:
@@ -193,12 +173,13 @@ def apply_block(
 
     if n == 0 or k == 0:
         return block
-    if k == 1:
-        # Of many lanes, as in the training step of a flow, half of the time of a `vmap`.
-        return product(block.T[0])[None].T
-    if k > (few := columns_at_once(n)):
-        return jax.lax.map(product, block.T, batch_size=few).T
-    return jax.vmap(product)(block.T).T
+    with forward_mode():
+        if k == 1:
+            # Of many lanes, as in the training step of a flow, half of the time of a `vmap`.
+            return product(block.T[0])[None].T
+        if k > (few := columns_at_once(n)):
+            return jax.lax.map(product, block.T, batch_size=few).T
+        return jax.vmap(product)(block.T).T
 
 
 #

@@ -11,8 +11,8 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
-from .._arguments import kind_of
-from .block import register
+from .._arguments import kind_of, native_arrays
+from .block import register, structure_of
 
 _WHERE = "traceax.as_operator"
 
@@ -33,7 +33,7 @@ def as_operator(
     | 2-dimensional JAX or NumPy array, of shape `(m, n)` | a dense product | yes |
     | `BCOO` or `BCSR` of `jax.experimental.sparse` | O(nse), gather and scatter | with respect to the entries |
     | sparse matrix or array of SciPy | the same, of its entries on the device | no |
-    | `LinearOperator` of SciPy | a call of `matmat` on the host, once for all vectors | no |
+    | `LinearOperator` of SciPy | one call of its own `matmat` on the host, or a call of `matvec` with each `(n,)` | no |
     | linear function of what is like `like` | a call of it | as the function is |
     | lineax operator | its own | as it is |
 
@@ -107,7 +107,7 @@ def _is_a(x: Any, module: str, name: str) -> bool:
 
 
 def _inexact(x: Any) -> Inexact[Array, "..."]:
-    x = jnp.asarray(x)
+    x = jnp.asarray(native_arrays(x, _WHERE))
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 
@@ -152,8 +152,12 @@ class SciPyLinearOperator(lx.AbstractLinearOperator):
 
         def on_host(vectors):
             vectors = np.asarray(vectors)
-            columns = vectors.reshape(-1, vectors.shape[-1]).T
-            products = np.asarray(self.operator.matmat(columns), out.dtype).T
+            rows = vectors.reshape(-1, vectors.shape[-1])
+            if _takes_blocks(self.operator):
+                products = self.operator.matmat(rows.T).T
+            else:
+                products = [self.operator.matvec(row) for row in rows]
+            products = np.asarray(products, out.dtype)
             return products.reshape(*vectors.shape[:-1], *out.shape)
 
         @jax.custom_jvp
@@ -180,6 +184,20 @@ class SciPyLinearOperator(lx.AbstractLinearOperator):
         given = self.operator.dtype
         dtype = np.result_type(float if given is None else given, np.float32)
         return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _takes_blocks(operator: Any) -> bool:
+    """Whether a SciPy operator has a `matmat` of its own.
+
+    That of others calls `matvec` with columns `(n, 1)`, where it may be written for `(n,)`.
+    """
+    base = sys.modules["scipy.sparse.linalg"].LinearOperator
+    cls = type(operator)
+    if cls.__module__ != base.__module__:
+        return cls._matmat is not base._matmat or cls.matmat is not base.matmat
+    # SciPy's own: of a matrix, of functions, or made of other operators.
+    given = vars(operator).get("_CustomLinearOperator__matmat_impl")
+    return given is not None or cls.__name__ == "MatrixLinearOperator"
 
 
 def _nothing_known(check, operator) -> bool:
@@ -230,4 +248,4 @@ def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
     hint = "pass as_operator(fn, jax.numpy.zeros(n)), or a jax.ShapeDtypeStruct."
     if like is None:
         raise TypeError(f"{message}, got None; {hint}")
-    return jtu.tree_map(struct, like)
+    return structure_of(jtu.tree_map(struct, like))

@@ -10,8 +10,8 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
-from .._arguments import kind_of
-from .block import as_function, register, tags_of
+from .._arguments import kind_of, native_arrays
+from .block import as_function, register, structure_of, tags_of
 
 
 class Curvature(lx.AbstractLinearOperator):
@@ -26,9 +26,7 @@ class Curvature(lx.AbstractLinearOperator):
         return self
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return jtu.tree_map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.x
-        )
+        return structure_of(self.x)
 
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.in_structure()
@@ -89,8 +87,8 @@ class HessianLinearOperator(Curvature):
     def __init__(self, fn: Callable, x: PyTree[Any], args: PyTree[Any] = None):
         where = "traceax.HessianLinearOperator"
         _check_functions(where, fn=fn)
-        self.x, fixed = _arrays_of(x, where)
-        self.args = args
+        self.x, fixed = _arrays_of(native_arrays(x, where), where)
+        self.args = args = native_arrays(args, where)
         self.fn = _converted(fn, self.x, fixed, args)
         _check_scalar(self.fn, self.x, args, "fn", where)
 
@@ -156,8 +154,8 @@ class GaussNewtonLinearOperator(Curvature):
     ):
         where = "traceax.GaussNewtonLinearOperator"
         _check_functions(where, model=model, loss=loss)
-        self.x, fixed = _arrays_of(x, where)
-        self.args = args
+        self.x, fixed = _arrays_of(native_arrays(x, where), where)
+        self.args = args = native_arrays(args, where)
 
         self.model = _converted(model, self.x, fixed, args)
         outputs = eqx.filter_eval_shape(self.model, self.x, args)

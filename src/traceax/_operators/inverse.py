@@ -9,7 +9,8 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PyTree
 
 from .._arguments import kind_of
-from .block import as_function, check_operator, is_known, register
+from .block import as_function, is_known, register
+from .check import checked_operator
 
 _WHERE = "traceax.InverseLinearOperator"
 
@@ -50,7 +51,7 @@ class InverseLinearOperator(lx.AbstractLinearOperator):
         solver: lx.AbstractLinearSolver,
         options: dict[str, Any] | None = None,
     ):
-        check_operator(operator, _WHERE, "(operator, solver)")
+        operator = checked_operator(operator, _WHERE, "(operator, solver)")
         if not isinstance(solver, lx.AbstractLinearSolver):
             raise TypeError(
                 f"{_WHERE}: solver must be a lineax solver, got {kind_of(solver)}; pass "

@@ -10,7 +10,9 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact
 
-from .block import apply_block, is_known, space_of
+from .block import apply_block, complex_dtype, is_known, space_of
+from .check import ComplexLinearOperator
+from .shifted import ShiftedLinearOperator
 
 
 class KnownDiagonal(NamedTuple):
@@ -38,7 +40,7 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     if not (triangular or known(lx.is_diagonal) or known(lx.is_tridiagonal)):
         return None
     inner = operator
-    while isinstance(inner, lx.TaggedLinearOperator):
+    while isinstance(inner, lx.TaggedLinearOperator | ComplexLinearOperator):
         inner = inner.operator
     match inner:
         case lx.DiagonalLinearOperator():
@@ -53,26 +55,18 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
         case lx.PyTreeLinearOperator():
             return KnownDiagonal(0, lambda: _pytree_diagonal(inner, dtype))
         case lx.ComposedLinearOperator():
-            return _composed_diagonal(inner.operator1, inner.operator2)
+            parts = inner.operator1, inner.operator2
+            return _combined(jnp.multiply, *parts) if _multiplies(*parts) else None
         case lx.NegLinearOperator():
-            return _map_diagonal(lambda d: -d, inner.operator)
+            return _combined(jnp.negative, inner.operator)
         case lx.MulLinearOperator():
-            return _map_diagonal(
-                lambda d: (d * inner.scalar).astype(dtype), inner.operator
-            )
+            return _combined(lambda d: d * inner.scalar, inner.operator)
+        case ShiftedLinearOperator():
+            return _combined(lambda d: d + inner.shift, inner.operator)
         case lx.DivLinearOperator():
-            return _map_diagonal(
-                lambda d: (d / inner.scalar).astype(dtype), inner.operator
-            )
+            return _combined(lambda d: d / inner.scalar, inner.operator)
         case lx.AddLinearOperator():
-            first = known_diagonal(inner.operator1)
-            second = known_diagonal(inner.operator2)
-            if first is None or second is None:
-                return None
-            return KnownDiagonal(
-                first.num_matvecs + second.num_matvecs,
-                lambda: first.read() + second.read(),
-            )
+            return _combined(jnp.add, inner.operator1, inner.operator2)
     if known(lx.is_diagonal):
         return KnownDiagonal(1, lambda: _coloured_diagonal(operator, 1))
     if known(lx.is_tridiagonal):
@@ -80,33 +74,35 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     return None  # a triangular function: n products to read
 
 
-def _map_diagonal(fn, operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
-    inner = known_diagonal(operator)
-    if inner is None:
-        return None
-    return KnownDiagonal(inner.num_matvecs, lambda: fn(inner.read()))
-
-
-def _composed_diagonal(
-    first: lx.AbstractLinearOperator, second: lx.AbstractLinearOperator
+def _combined(
+    fn: Callable[..., Array], *operators: lx.AbstractLinearOperator
 ) -> KnownDiagonal | None:
+    """`fn` of the diagonals; complex where a scalar makes it so."""
+    parts = [known_diagonal(x) for x in operators]
+    known = [x for x in parts if x is not None]
+    if len(known) < len(parts):
+        return None
+    real = space_of(operators[0]).real_dtype
+
+    def read():
+        with jax.numpy_dtype_promotion("standard"):
+            d = fn(*(x.read() for x in known))
+        return d.astype(complex_dtype(real) if jnp.iscomplexobj(d) else real)
+
+    return KnownDiagonal(sum(x.num_matvecs for x in known), read)
+
+
+def _multiplies(
+    first: lx.AbstractLinearOperator, second: lx.AbstractLinearOperator
+) -> bool:
     # diag(A B) = diag(A) diag(B) if one is diagonal, or both triangular on one side.
     def both(check) -> bool:
         return is_known(check, first) and is_known(check, second)
 
-    if not (
-        is_known(lx.is_diagonal, first)
-        or is_known(lx.is_diagonal, second)
-        or both(lx.is_lower_triangular)
-        or both(lx.is_upper_triangular)
-    ):
-        return None
-    if first.in_structure() != first.out_structure():
-        return None
-    a, b = known_diagonal(first), known_diagonal(second)
-    if a is None or b is None:
-        return None
-    return KnownDiagonal(a.num_matvecs + b.num_matvecs, lambda: a.read() * b.read())
+    diagonal = is_known(lx.is_diagonal, first) or is_known(lx.is_diagonal, second)
+    triangular = both(lx.is_lower_triangular) or both(lx.is_upper_triangular)
+    square = first.in_structure() == first.out_structure()
+    return square and (diagonal or triangular)
 
 
 def _concatenate(leaves: list[Array], dtype) -> Inexact[Array, " n"]:

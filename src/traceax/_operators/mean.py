@@ -11,8 +11,9 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
-from .._arguments import kind_of
+from .._arguments import kind_of, native_arrays
 from .block import TAGS, as_function, register, space_of, tags_of
+from .check import as_complex
 
 _WHERE = "traceax.MeanLinearOperator"
 # A mean inherits these where no weight is negative.
@@ -93,8 +94,10 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
                 f"{_WHERE}: make_operator must be a function of a minibatch, got "
                 f"{kind_of(make_operator)}; pass (make_operator, batches)."
             )
-        self.batches = jtu.tree_map(_as_array, batches)
-        self.weights = _check_weights(weights, _number_of_batches(self.batches))
+        self.batches = jtu.tree_map(_as_array, native_arrays(batches, _WHERE))
+        self.weights = _check_weights(
+            native_arrays(weights, _WHERE), _number_of_batches(self.batches)
+        )
         structures, inherited = _look(make_operator, self.batches)
         # Of dictionaries, for example, which can't be hashed.
         leaves, treedef = jtu.tree_flatten(structures)
@@ -107,7 +110,7 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
             self.tags |= {lx.symmetric_tag}
 
         def product(batch, vector):
-            return make_operator(batch).mv(vector)
+            return as_complex(make_operator(batch)).mv(vector)
 
         def example():
             zeros = jtu.tree_map(
@@ -206,6 +209,7 @@ def _look(make: Callable, batches: PyTree[Array]) -> tuple[Any, frozenset[object
                 f"{_WHERE}: make_operator must return a lineax linear operator, got "
                 f"{kind_of(operator)}; wrap it, as lineax.MatrixLinearOperator does."
             )
+        operator = as_complex(operator)
         structures = operator.in_structure(), operator.out_structure()
         found.append((structures, tags_of(operator)))
 

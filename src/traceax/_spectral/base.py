@@ -8,27 +8,28 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 
 from .._accuracy.error_bar import ErrorBar
 from .._accuracy.tolerance import SMALL, Tolerance, make_tolerance, met_or_failed
 from .._arguments import StoredKey, budget_of, check_real_scalar
-from .._base import init_state
 from .._estimate import RESULTS, Estimate, raise_failure
 from .._linalg.krylov import RitzPairs
 from .._linalg.small import divisor, eigh, frobenius
+from .._linalg.tall import power_of_two_scale
 from .._operators.block import (
     Space,
     apply_block,
     as_data,
-    is_positive_semidefinite,
+    complex_dtype,
     space_of,
 )
 from .._primitive import Algorithm, Outcome, estimate, outcome_of
 from .._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from .._state import init_state
 from .blocks import SpectralBlocks
-from .function import SpectralFunction, spectral_function
+from .function import SpectralFunction, rounding_errors, spectral_function
+from .ritz import ritz_values
 
 
 class SpectralState(eqx.Module):
@@ -187,6 +188,7 @@ def spectral_state(
 ) -> SpectralState:
     """Checks key, operator and function, and puts them into a state."""
     state = init_state(key, operator, where)
+    operator = state.operator
     real = space_of(operator).real_dtype
     function = spectral_function(fn, real, where)
     if lower is not None:
@@ -244,7 +246,7 @@ class _Spectral(Algorithm):
         blocks = found.blocks
         points, weights = blocks.pairs.values, jnp.real(jnp.diagonal(blocks.coupling))
         outcome = spectral_outcome(function, space, *found[:4], points, weights)
-        if self.tolerance is not None:
+        if self.tolerance is not None and self.k < space.size:
             result = met_or_failed(
                 self.tolerance, bar_of_leaves(*found[:3]), outcome.result
             )
@@ -264,7 +266,8 @@ def spectral_outcome(
 ) -> Outcome:
     """The outcome in the structure of the function, from its values at some points."""
     real = not any(jnp.iscomplexobj(x) for x in values)
-    dtype = space.dtype if real else np.result_type(space.dtype, np.complex64)
+    dtype = space.compute_dtype
+    dtype = dtype if real else complex_dtype(dtype)
     values, errors, freedoms = (
         function.tree(x, space.real_dtype) for x in (values, errors, freedoms)
     )
@@ -292,6 +295,11 @@ def _in_domain(
     leaves = jnp.stack([jnp.abs(x) for x in function(points)])
     infinite = jnp.isinf(leaves) & (points == 0)[None, :]
     outside = jnp.any(jnp.isnan(leaves) | infinite) & jnp.isfinite(points).all()
+    return outside_if(outside, result)
+
+
+def outside_if(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
+    """`result`, or that the function is not finite, unless another failure is known."""
     outside = outside & (result == RESULTS.successful)
     return RESULTS.where(outside, RESULTS.outside_domain, result)
 
@@ -301,17 +309,23 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     space = space_of(operator)
     identity = jnp.eye(space.size, dtype=space.compute_dtype)
     A = apply_block(operator, identity)
-    hermitian = (A + A.conj().T) / 2
-    asymmetry = frobenius(A - hermitian) / divisor(frobenius(hermitian))
+    hermitian = A / 2 + A.conj().T / 2
+    unit = power_of_two_scale(A).astype(A.dtype)
+    size = divisor(frobenius(hermitian / unit))
+    asymmetry = frobenius((A - hermitian) / unit) / size
     values, vectors = eigh(hermitian)
-    values, result = ritz_values(values, asymmetry, operator)
-    leaves = [jnp.sum(f) for f in state.function(values)]
-    zeros = [jnp.zeros((), space.real_dtype) for _ in leaves]
+    values, noise, result = ritz_values(values, asymmetry, operator)
+    function = state.function.in_range(values)
+    leaves = [jnp.sum(f) for f in function(values)]
+    errors, decided = rounding_errors(
+        function, values, jnp.ones_like(values), noise, state.lower
+    )
     infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]
-    stats = {"num_matvecs": space.size, "result": result}
+    result = outside_if(decided, result)
+    stats = {"num_matvecs": space.size, "result": result, **function.unit}
     pairs = RitzPairs(identity, values, vectors, identity, space.size)
     blocks = SpectralBlocks(pairs, identity)
-    return SpectralOutcome(leaves, zeros, infinite, stats, blocks)
+    return SpectralOutcome(leaves, errors, infinite, stats, blocks)
 
 
 #
@@ -327,30 +341,6 @@ def bar_of_leaves(
     """Of all leaves, complex ones or real ones, for a tolerance."""
     sizes = [jnp.abs(x) for x in values]
     return ErrorBar(*map(jnp.stack, (sizes, errors, freedoms)))
-
-
-def ritz_values(
-    values: Float[Array, " k"],
-    asymmetry: Float[Array, ""],
-    operator: lx.AbstractLinearOperator,
-) -> tuple[Float[Array, " k"], RESULTS]:
-    """Ritz values, and whether they may be those of the operator as it is tagged.
-
-    Negative values of rounding size are 0 exactly: a root, a logarithm or an entropy
-    is real at 0, and not below.
-    """
-    largest = jnp.max(jnp.abs(values), initial=0)
-    eps = jnp.finfo(values.dtype).eps
-    rounding = 8 * math.sqrt(values.shape[0]) * eps * largest
-    values = jnp.where((values < 0) & (values > -rounding), 0, values)
-    result = RESULTS.successful
-    if is_positive_semidefinite(operator):
-        wrong = jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest
-        result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
-        values = jnp.where(wrong, values, jnp.maximum(values, 0))
-    wrong = asymmetry > 100 * jnp.sqrt(eps)
-    result = RESULTS.where(wrong, RESULTS.not_hermitian, result)
-    return values, result
 
 
 def probes_and_steps(num_probes: int | None, k: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from .._accuracy.error_bar import cyclic_pairs, leave_one_out_samples
+from .._accuracy.error_bar import leave_one_out_samples
 from .._accuracy.tolerance import FEWEST, Looked, until
 from .._arguments import check_optional_integer, without_numpy
 from .._estimate import RESULTS
@@ -25,6 +25,7 @@ from .._linalg.krylov import (
 from .._linalg.left_out_krylov import (
     LeftOut,
     coupling_of,
+    cyclic_pairs,
     leave_probes_out,
     ritz_pairs,
     sample_weights,
@@ -38,8 +39,8 @@ from .base import (
     SpectralOutcome,
     SpectralState,
     bar_of_leaves,
+    outside_if,
     probes_and_steps,
-    ritz_values,
 )
 from .blocks import SpectralBlocks, smallest_of
 from .function import (
@@ -48,6 +49,7 @@ from .function import (
     rounding_errors,
     weighted_sums,
 )
+from .ritz import ritz_values
 
 
 class KrylovAwareEstimator(SpectralEstimator):
@@ -115,7 +117,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         basis, factor = arnoldi(product, Omega, steps)
         found = _found(state, factor, m, steps)
         blocks = SpectralBlocks(found.pairs(basis, factor[:, :m]), found.coupling)
-        stats = {"num_matvecs": m * steps, "result": found.result}
+        stats = {"num_matvecs": m * steps, "result": found.result, **found.unit}
         return SpectralOutcome(*found[:3], stats, blocks)
 
     def compute_until(self, state, k, tolerance, meter):
@@ -156,7 +158,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         of_sizes = tuple(m * size for size in sizes)
         blocks = SpectralBlocks(pairs, found.coupling, used, of_sizes)
         errors, stats = list(bar.standard_error), {"num_matvecs": used}
-        stats["result"] = found.result
+        stats = {**stats, "result": found.result, **found.unit}
         stats["products_needed"] = m * reached.forecast.needed
         return SpectralOutcome(found.means, errors, found.freedoms, stats, blocks)
 
@@ -176,6 +178,7 @@ class _Found(NamedTuple):
     vectors: Inexact[Array, "k k"]
     coupling: Inexact[Array, "k k"]
     result: RESULTS
+    unit: dict[str, Array]
 
     def padded(self, missing: int) -> "_Found":
         """With so many Ritz pairs more, of zeros at the last Ritz value."""
@@ -206,11 +209,14 @@ def _found(
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
     values, vectors = ritz_pairs(T, m * steps)
-    values, result = ritz_values(values, asymmetry, state.operator)
+    values, noise, result = ritz_values(values, asymmetry, state.operator)
+    function = function.in_range(values)
     left_out = leave_probes_out(T, omega, n, steps)
     coupling = coupling_of(left_out, vectors, m)
     weights = sample_weights(left_out, vectors)
-    rounding = rounding_errors(function, values, jnp.real(jnp.diagonal(coupling)))
+    diagonal = jnp.real(jnp.diagonal(coupling))
+    rounding, decided = rounding_errors(function, values, diagonal, noise, state.lower)
+    result = outside_if(decided, result)
     quadrature = _quadrature_errors(
         function, projected, left_out, (values, vectors), n, steps
     )
@@ -223,7 +229,9 @@ def _found(
         means.append(bar.mean)
         errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
         freedoms.append(bar.degrees_of_freedom)
-    return _Found(means, errors, freedoms, values, vectors, coupling, result)
+    return _Found(
+        means, errors, freedoms, values, vectors, coupling, result, function.unit
+    )
 
 
 def _quadrature_errors(

@@ -17,8 +17,8 @@ from .._samplers import RademacherSampler, Sampler, check_sampler
 from .base import (
     SpectralEstimator,
     SpectralOutcome,
+    outside_if,
     probes_and_steps,
-    ritz_values,
 )
 from .blocks import SpectralBlocks
 from .function import (
@@ -27,6 +27,7 @@ from .function import (
     rounding_errors,
     weighted_sums,
 )
+from .ritz import ritz_values
 
 
 class LanczosQuadratureEstimator(SpectralEstimator):
@@ -82,8 +83,9 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         Omega = self.sampler.sample(state.key, n, m, space.compute_dtype)
         krylov = lanczos(ft.partial(apply_block, operator), Omega, steps)
         pairs = krylov.ritz_pairs()
-        flat, result = ritz_values(pairs.values, krylov.asymmetry, operator)
+        flat, noise, result = ritz_values(pairs.values, krylov.asymmetry, operator)
         pairs = eqx.tree_at(lambda pairs: pairs.values, pairs, flat)
+        function = function.in_range(flat)
         coupling = matmul(pairs.probes, pairs.probes.conj().T)
         weights = jnp.real(jnp.diagonal(coupling))
         squares = m * weights.reshape(m, steps)
@@ -91,7 +93,8 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         across = matmul(inner(Omega, pairs.basis), pairs.vectors).reshape(m, m, steps)
         own = jnp.einsum("iir->ir", across)
         gram_weights = (across * own.conj()[None])[:GRAM_PROBES, :GRAM_PROBES]
-        rounding = rounding_errors(function, flat, weights)
+        rounding, decided = rounding_errors(function, flat, weights, noise, state.lower)
+        result = outside_if(decided, result)
         if state.lower is None or steps == 1:
             quadrature = _quadrature_errors(function, krylov, flat)
         else:
@@ -111,7 +114,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             means.append(bar.mean)
             errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
             freedoms.append(bar.degrees_of_freedom)
-        stats = {"num_matvecs": m * steps, "result": result}
+        stats = {"num_matvecs": m * steps, "result": result, **function.unit}
         blocks = SpectralBlocks(pairs, coupling)
         return SpectralOutcome(means, errors, freedoms, stats, blocks)
 

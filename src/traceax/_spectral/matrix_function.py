@@ -10,6 +10,7 @@ import lineax as lx
 from .._arguments import without_numpy
 from .._operators import block
 from .._operators.block import apply_block, as_data, is_known, space_of
+from .._operators.check import checked_operator
 from .blocks import function_product
 from .function import SpectralFunction, spectral_function
 
@@ -52,7 +53,8 @@ class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
         tags: object = (),
     ):
         where = "traceax.MatrixFunctionLinearOperator"
-        space = block.check_operator(operator, where, "(operator, fn, num_steps)")
+        operator = checked_operator(operator, where, "(operator, fn, num_steps)")
+        space = space_of(operator)
         if not block.is_hermitian(operator):
             raise ValueError(
                 f"{where}: operator must be known to be Hermitian, got one without a "

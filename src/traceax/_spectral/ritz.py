@@ -1,0 +1,54 @@
+"""Ritz values: their errors, and whether they are those of a symmetric operator."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float
+
+from .._estimate import RESULTS
+from .._operators.block import is_positive_semidefinite, space_of
+
+# Asymmetry, relative to the operator. Rounding makes at most 50 eps of it: kernels, normal
+# equations and Hessians of networks, n = 1,000 to 36,000, 32 bits, by Lanczos (4 eps by
+# Arnoldi). Iterative solvers in 64 bits leave more.
+_ASYMMETRY, _SOLVERS = 200.0, 1e-6
+
+
+class RitzValues(NamedTuple):
+    """Eigenvalues of a projected operator.
+
+    - `values`: those of rounding size below 0 are 0: a root, a logarithm or an entropy is
+        real there.
+    - `noise`: their errors, relative to the largest: eps, or how far products are from
+        those of a symmetric operator where rounding alone doesn't explain it.
+    - `result`: whether they may be those of the operator as it is tagged.
+    """
+
+    values: Float[Array, " k"]
+    noise: Float[Array, ""]
+    result: RESULTS
+
+
+def ritz_values(
+    values: Float[Array, " k"],
+    asymmetry: Float[Array, ""],
+    operator: lx.AbstractLinearOperator,
+) -> RitzValues:
+    """`RitzValues`, given how far from symmetric the projected operator is."""
+    largest = jnp.max(jnp.abs(values), initial=0)
+    eps = jnp.finfo(values.dtype).eps
+    rounding = 8 * math.sqrt(values.shape[0]) * eps * largest
+    values = jnp.where((values < 0) & (values > -rounding), 0, values)
+    result = RESULTS.successful
+    if is_positive_semidefinite(operator):
+        wrong = jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest
+        result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
+        values = jnp.where(wrong, values, jnp.maximum(values, 0))
+    limit = max(
+        _ASYMMETRY * eps, _SOLVERS, 4 * float(jnp.finfo(space_of(operator).dtype).eps)
+    )
+    result = RESULTS.where(asymmetry > limit, RESULTS.not_hermitian, result)
+    rounded = asymmetry <= _ASYMMETRY / 4 * eps
+    return RitzValues(values, jnp.where(rounded, eps, asymmetry), result)

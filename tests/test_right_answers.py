@@ -1,0 +1,481 @@
+"""Answers that are right, or say that they aren't: dtypes, rounding, and odd inputs."""
+
+import copy
+import pickle
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import (
+    PSD,
+    as_operator,
+    assert_close,
+    complex_dtype,
+    float_dtype,
+    is_x64,
+    matrix,
+)
+
+import traceax as tx
+
+N = 16
+
+
+#
+# Products decide the dtype
+#
+
+
+def _complex_multiples():
+    """Operators of real structure, and their complex matrices."""
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=(N, N)), float_dtype()) for _ in range(2))
+    d = jnp.asarray(rng.uniform(0.5, 1.5, N), float_dtype())
+    A, D = lx.MatrixLinearOperator(a), lx.DiagonalLinearOperator(d)
+    function = lx.FunctionLinearOperator(lambda v: b @ v, A.in_structure())
+    identity = lx.IdentityLinearOperator(A.in_structure())
+    a, b, d = np.asarray(a), np.asarray(b), np.diag(d)
+    mean = tx.MeanLinearOperator(lambda c: A * (1j * c), jnp.ones(3, float_dtype()))
+    return {
+        "matrix": (A * 2j, 2j * a),
+        "quotient": (A / 2j, a / 2j),
+        "function": (function * (1 + 1j), b * (1 + 1j)),
+        "shifted": (A + 0.5j * identity, a + 0.5j * np.eye(N)),
+        "sum": (A + function * -1j, a - 1j * b),
+        "diagonal": (-(D * 1j), -1j * d),
+        "product": ((D @ A) * 1j, 1j * (d @ a)),
+        "array scalar": (A * jnp.asarray(1j, complex_dtype()), 1j * a),
+        "mean": (mean, 1j * a),
+    }
+
+
+MULTIPLES = (
+    *("matrix", "quotient", "function", "shifted", "sum", "diagonal", "product"),
+    *("array scalar", "mean"),
+)
+
+
+@pytest.fixture
+def _standard_promotion():
+    # A real array by a complex number, which strict promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("_standard_promotion")
+@pytest.mark.parametrize("name", MULTIPLES)
+def test_complex_multiples_of_real_operators(key, name):
+    operator, dense = _complex_multiples()[name]
+    exact = tx.trace(key, operator, N)
+    assert jnp.iscomplexobj(exact.value)
+    assert_close(exact.value, np.trace(dense), rtol=1e-5)
+    assert_close(tx.diagonal(key, operator, N).value, np.diag(dense), 1e-5, 1e-6)
+    for k in (4, 9):
+        estimate = tx.trace(key, operator, k)
+        assert abs(estimate.value - np.trace(dense)) <= 6 * estimate.standard_error
+        norm = tx.frobenius_norm_squared(key, operator, k + 1)
+        assert jnp.isrealobj(norm.value)
+        off = abs(norm.value - np.sum(np.abs(dense) ** 2))
+        assert off <= 6 * norm.standard_error + 1e-4 * norm.value
+    for k in (N, 12):
+        logdet = tx.logdet(key, operator, k, throw=False)
+        assert logdet.result == tx.RESULTS.not_hermitian
+
+
+@pytest.mark.x64
+@pytest.mark.usefixtures("_standard_promotion")
+def test_complex_multiples_are_unbiased_and_differentiable():
+    a = jnp.asarray(matrix("nonsymmetric", N))
+
+    def value(key, scale):
+        estimate = tx.trace(key, lx.MatrixLinearOperator(a * scale) * 1j, 9)
+        return jnp.imag(estimate.value)
+
+    found = jax.vmap(jax.value_and_grad(value, 1), (0, None))
+    values, slopes = jax.jit(found)(jr.split(jr.key(1), 2000), 1.0)
+    for samples in (values, slopes):
+        error = np.std(samples) / len(samples) ** 0.5
+        assert abs(np.mean(samples) - np.trace(a)) < 5 * error
+
+
+@pytest.mark.x64
+@pytest.mark.usefixtures("_standard_promotion")
+def test_a_multiple_that_is_hermitian_again(key):
+    a = matrix("flat", N)
+    estimate = tx.logdet(key, (as_operator(a) * 1j) * -1j, N)
+    assert_close(estimate.value, np.linalg.slogdet(a)[1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_operators_below_32_bits_answer_in_32(key, dtype):
+    def identity(n):
+        structure = jax.ShapeDtypeStruct((n,), dtype)
+        return lx.FunctionLinearOperator(lambda v: v, structure)
+
+    estimate = tx.trace(key, identity(80_000), 4)
+    assert estimate.value.dtype == estimate.standard_error.dtype == jnp.float32
+    assert_close(estimate.value, 80_000, rtol=1e-5)
+    assert tx.diagonal(key, identity(8), 4).value.dtype == jnp.float32
+    assert tx.logdet(key, identity(8) * 2, 8).value.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "estimator",
+    [tx.HutchPlusPlusEstimator(), tx.XTraceEstimator(), tx.XNysTraceEstimator()],
+)
+def test_error_bars_below_32_bits(dtype, estimator):
+    a = jnp.asarray(matrix("poly", 100), dtype)
+    operator = lx.MatrixLinearOperator(a, PSD)
+
+    @jax.jit
+    @jax.vmap
+    def estimates(key):
+        estimate = tx.trace(key, operator, 50, estimator, throw=False)
+        return estimate.value, estimate.standard_error, estimate.confidence_interval()
+
+    found = estimates(jr.split(jr.key(0), 100))
+    values, errors, (low, high) = jax.tree.map(np.asarray, found)
+    truth = np.trace(np.asarray(a, np.float64))
+    assert np.mean((low <= truth) & (truth <= high)) > 0.85
+    rms = np.sqrt(np.mean((values - truth) ** 2))
+    assert 0.6 < np.sqrt(np.mean(errors**2)) / rms < 1.7
+
+
+#
+# What is exact but for rounding, and functions near the end of their domain
+#
+
+
+@pytest.mark.parametrize("k", [180, 190, 199])
+@pytest.mark.x64
+def test_second_derivatives_in_large_krylov_spaces(k):
+    # XLA on CPUs gets a product with `p p^*` wrong at these sizes.
+    x = jr.uniform(jr.key(1), (200, 2))
+    squared = jnp.sum((x[:, None] - x[None]) ** 2, axis=-1)
+
+    def kernel(length):
+        return jnp.exp(-squared / (2 * jnp.exp(2 * length)))
+
+    def value(key, length):
+        operator = lx.MatrixLinearOperator(kernel(length), PSD)
+        return tx.logdet(key, operator, k, shift=0.04, throw=False).value
+
+    def exact(length):
+        return jnp.linalg.slogdet(kernel(length) + 0.04 * jnp.eye(200))[1]
+
+    slope = jax.grad(value, 1)
+
+    @jax.jit
+    def routes(key, length):
+        forward = jax.jvp(lambda x: slope(key, x), (length,), (1.0,))[1]
+        return (
+            jax.grad(slope, 1)(key, length),
+            forward,
+            jax.hessian(value, 1)(key, length),
+        )
+
+    keys = jr.split(jr.key(2), 8)
+    found = np.stack([routes(key, -1.0) for key in keys])
+    assert_close(found, np.broadcast_to(found[:, :1], found.shape), rtol=1e-4)
+    error = found[:, 0].std(ddof=1) / len(keys) ** 0.5
+    assert abs(found[:, 0].mean() - jax.grad(jax.grad(exact))(-1.0)) < 5 * error
+
+
+@pytest.mark.skipif(is_x64(), reason="of 32 bits")
+def test_exact_answers_have_the_error_bar_of_rounding(key):
+    for seed in range(6):
+        a = np.random.default_rng(seed).normal(size=(120, 120)).astype(np.float32)
+        wide = a.astype(np.float64)
+        gram = as_operator(a @ a.T)
+        logdet = tx.logdet(key, gram, 120, throw=False)
+        truth = np.linalg.slogdet(wide @ wide.T)[1]
+        hidden = logdet.result == tx.RESULTS.outside_domain
+        assert hidden or abs(logdet.value - truth) < 2 * logdet.standard_error
+        thin = a[:, :3]
+        root = tx.trace_function(key, jnp.sqrt, as_operator(thin @ thin.T), 120)
+        truth = np.linalg.norm(wide[:, :3], "nuc")
+        assert 0 < abs(root.value - truth) < 2 * root.standard_error < 0.1 * truth
+        trace = tx.trace(key, as_operator(a), 120)
+        assert abs(trace.value - np.trace(wide)) <= trace.standard_error < 1e-3
+
+
+@pytest.mark.parametrize("n", [9, 40, 150])
+def test_logarithms_and_inverses_of_singular_matrices_fail(key, n):
+    rng = np.random.default_rng(n)
+    for weighted in (False, True):
+        w = np.triu(rng.random((n, n)) < 6 / n, 1) * (rng.random((n, n)) ** weighted)
+        w = w + w.T + np.diag(np.ones(n - 1), 1) + np.diag(np.ones(n - 1), -1)
+        laplacian = as_operator(np.diag(w.sum(1)) - w)
+        for estimate in (
+            tx.logdet(key, laplacian, n, throw=False),
+            tx.trace_inverse(key, laplacian, n, throw=False),
+            tx.trace_function(
+                key, lambda x: jnp.abs(x) ** -0.5, laplacian, n, throw=False
+            ),
+        ):
+            assert estimate.result == tx.RESULTS.outside_domain
+        # Finite there, and right.
+        root = tx.trace_function(key, jnp.sqrt, laplacian, n)
+        values = np.linalg.eigvalsh(np.asarray(laplacian.matrix, np.float64))
+        truth = np.sum(np.sqrt(np.maximum(values, 0)))
+        assert abs(root.value - truth) < 2 * root.standard_error
+    diagonal = lx.DiagonalLinearOperator(jnp.asarray([0.5, 1e-12, 2.0], float_dtype()))
+    assert tx.logdet(key, diagonal, 3).standard_error == 0
+
+
+def test_a_domain_that_ends_elsewhere(key):
+    u = np.linalg.qr(np.random.default_rng(0).normal(size=(20, 20)))[0]
+    a = as_operator((u * np.linspace(1, 2, 20)) @ u.T)
+
+    def log_above_one(x):
+        return jnp.log(x - 1)
+
+    failed = tx.trace_function(key, log_above_one, a, 20, throw=False)
+    assert failed.result == tx.RESULTS.outside_domain
+    bounded = tx.trace_function(key, lambda x: jnp.sqrt(jnp.abs(x - 1)), a, 20)
+    truth = np.sum(np.sqrt(np.linspace(0, 1, 20)))
+    assert abs(bounded.value - truth) < 2 * bounded.standard_error + 1e-7
+
+
+@pytest.mark.skipif(is_x64(), reason="of 32 bits")
+def test_a_shift_that_rounding_hides_is_named(key):
+    x = jr.uniform(jr.key(3), (150, 2))
+    gram = jnp.exp(-jnp.sum((x[:, None] - x[None]) ** 2, axis=-1) / 0.2)
+    kernel = lx.MatrixLinearOperator(gram, PSD)
+    for k in (60, 150):
+        estimate = tx.logdet(key, kernel, k, shift=3e-7, throw=False)
+        assert estimate.result == tx.RESULTS.outside_domain
+        message = tx.RESULTS[estimate.result]
+        assert "1e-6" in message
+        assert "jax_enable_x64" in message
+    seen = tx.logdet(key, kernel, 150, shift=1e-3)
+    wide = np.asarray(gram, np.float64) + 1e-3 * np.eye(150)
+    assert abs(seen.value - np.linalg.slogdet(wide)[1]) < 2 * seen.standard_error
+
+
+def test_asymmetry_is_refused_or_in_the_error_bar(key):
+    truth = np.log(500.0)
+    for large, result in ((500.0, tx.RESULTS.not_hermitian), (3e8, None)):
+        a = np.diag([large, 1.0, 1.0])
+        a[1, 2] = 1.9
+        estimate = tx.logdet(key, as_operator(a), 3, throw=False)
+        bad = estimate.result != tx.RESULTS.successful
+        truth = np.log(large)
+        assert bad or abs(estimate.value - truth) < 2 * estimate.standard_error
+        assert result is None or estimate.result == result
+    x = np.random.default_rng(0).random((150, 2))
+    lengths = 0.2 + 0.1 * np.random.default_rng(1).random(150)
+    squared = np.sum((x[:, None] - x[None]) ** 2, axis=-1)
+    uneven = np.exp(-squared / lengths[:, None] ** 2) + 0.1 * np.eye(150)
+    even = np.exp(-squared / 0.04) + 0.1 * np.eye(150)
+    for k in (40, 150):
+        refused = tx.logdet(key, as_operator(uneven), k, throw=False)
+        assert refused.result == tx.RESULTS.not_hermitian
+        assert tx.logdet(key, as_operator(even), k).result == tx.RESULTS.successful
+
+
+def test_scales_come_from_products(key):
+    scores = jnp.asarray(np.random.default_rng(1).normal(size=(5, 7)), float_dtype())
+    mask = jnp.asarray([0.0, -1e30, 0, 0, 0], float_dtype())
+
+    def energy(v):
+        return jnp.sum(jax.nn.softmax(scores @ v + mask) ** 2)
+
+    hessian = tx.HessianLinearOperator(energy, jnp.ones(7, float_dtype()))
+    dense = np.asarray(hessian.as_matrix(), np.float64)
+    values = np.linalg.eigvalsh(dense)
+    assert_close(tx.schatten_norm(key, hessian, 7).value, np.abs(values).sum(), 1e-4)
+    exact = tx.frobenius_norm_squared(key, hessian, 7)
+    assert_close(exact.value, np.sum(dense**2), 1e-5)
+    norm = tx.frobenius_norm_squared(key, hessian, 6)
+    assert abs(norm.value - exact.value) < 6 * norm.standard_error
+    for scale in (1e-25, 1e25):
+        a = as_operator(scale * np.diag(np.linspace(1, 2, 40)))
+        for k in (20, 40):
+            estimate = tx.schatten_norm(key, a, k, p=3.0)
+            truth = scale * np.sum(np.linspace(1, 2, 40) ** 3) ** (1 / 3)
+            assert abs(estimate.value - truth) < 8 * estimate.standard_error
+            assert k - 2 <= estimate.stats["num_matvecs"] <= k
+
+
+@pytest.mark.skipif(is_x64(), reason="of the range of 32 bits")
+def test_norms_at_the_ends_of_the_range(key):
+    a = np.random.default_rng(0).normal(size=(30, 30))
+    symmetric = a + a.T
+    values = np.abs(np.linalg.eigvalsh(symmetric))
+    for k in (20, 30):
+        small = tx.frobenius_norm_squared(key, as_operator(a * 1e-20), k)
+        off = abs(float(small.value) - np.sum(a**2) * 1e-40)
+        assert off <= 6 * small.standard_error + 2e-3 * np.sum(a**2) * 1e-40
+        for norm, scale, options in (
+            (tx.frobenius_norm_squared, 1e25, {}),
+            (tx.schatten_norm, 1.5e37, {"p": 0.5}),
+            (tx.schatten_norm, 5e37, {"p": 2.0}),
+        ):
+            large = as_operator(symmetric * scale)
+            estimate = norm(key, large, k, throw=False, **options)
+            assert estimate.result == tx.RESULTS.nonfinite
+        large = tx.schatten_norm(key, as_operator(symmetric * 1e30), k, p=3.0)
+        truth = 1e30 * np.sum(values**3) ** (1 / 3)
+        assert abs(large.value - truth) < 8 * large.standard_error + 1e-4 * truth
+
+
+@pytest.mark.usefixtures("_standard_promotion")
+def test_the_norm_of_a_map_from_real_to_complex_vectors(key):
+    structure = jax.ShapeDtypeStruct((12,), float_dtype())
+    transform = lx.FunctionLinearOperator(jnp.fft.rfft, structure)
+    for k in (6, 12):
+        norm = tx.frobenius_norm_squared(key, transform, k)
+        assert abs(norm.value - 12 * 7) <= 6 * norm.standard_error + 1e-3
+    turned = lx.FunctionLinearOperator(lambda v: 2j * v, structure)
+    assert_close(tx.frobenius_norm_squared(key, turned, 12).value, 48.0)
+
+
+#
+# Odd inputs
+#
+
+
+def test_a_leaf_of_size_0(key):
+    def total(scale):
+        def fn(x):
+            return scale * jnp.sum(x["a"] ** 2) + jnp.sum(x["b"]) + jnp.sum(x["c"] ** 4)
+
+        x = {"a": jnp.ones(30), "b": jnp.ones((0, 3)), "c": jnp.ones(2)}
+        hessian = tx.HessianLinearOperator(
+            fn, jax.tree.map(lambda y: y.astype(float_dtype()), x)
+        )
+        return tx.leaf_traces(key, hessian, 12, probes="blocks", throw=False)
+
+    by_leaf, whole = total(1.0)
+    assert_close(jnp.stack(jax.tree.leaves(by_leaf.value)), [60, 0, 24], 1e-5)
+    assert_close(whole.value, 84, 1e-5)
+    slopes = jax.jacrev(lambda scale: total(scale)[0].value)(1.0)
+    assert_close(jnp.stack(jax.tree.leaves(slopes)), [60, 0, 0], 1e-5)
+
+
+@pytest.mark.x64
+def test_estimates_and_states_are_pickled_and_copied(key):
+    operator = as_operator(matrix("flat", N), psd=True)
+    for estimate in (
+        tx.logdet(key, operator, 8, shift=0.1),
+        tx.trace_inverse(key, operator, 8),
+        tx.estrada_index(key, operator, 8),
+        tx.von_neumann_entropy(key, operator, 8),
+        tx.schatten_norm(key, operator, 8),
+        tx.trace(key, operator, 8),
+        tx.trace(key, operator, 8, tx.XTraceEstimator()),
+    ):
+        for other in (pickle.loads(pickle.dumps(estimate)), copy.deepcopy(estimate)):
+            assert other.value == estimate.value
+            assert eqx.tree_equal(other.stats, estimate.stats)
+            assert type(other.state) is type(estimate.state)
+
+
+class _Scaled(tx.Sampler):
+    rotation_invariant = False
+    scale: jax.Array
+
+    def sample(self, key, n, k, dtype):
+        return self.scale * tx.RademacherSampler().sample(key, n, k, dtype)
+
+
+@pytest.mark.x64
+def test_a_state_of_an_estimator_with_other_arrays_is_refused(key):
+    def estimator(scale):
+        return tx.HutchinsonEstimator(_Scaled(jnp.asarray(scale)))
+
+    operator = as_operator(matrix("flat", N))
+    state = estimator(1.0).estimate(estimator(1.0).init(key, operator), 4).state
+    assert estimator(1.0).estimate(state, 4).stats["num_matvecs"] == 8
+    with pytest.raises(TypeError, match="another estimator or configuration"):
+        estimator(2.0).estimate(state, 4)
+
+
+@pytest.mark.x64
+def test_arrays_of_other_byte_orders_and_long_doubles(key):
+    a = matrix("flat", N)
+    swapped = a.astype(a.dtype.newbyteorder())
+    for operator in (tx.as_operator(swapped), lx.MatrixLinearOperator(swapped)):
+        assert_close(tx.trace(key, operator, N).value, np.trace(a))
+
+    def loss(x, batch):
+        return jnp.sum((batch @ x) ** 2)
+
+    hessian = tx.HessianLinearOperator(loss, swapped[0], swapped)
+    assert_close(tx.trace(key, hessian, N).value, 2 * np.sum(a**2))
+    long = a.astype(np.longdouble)
+    if long.dtype == np.float64:
+        pytest.skip("a long double is a double here")
+    for refused in (
+        lambda: tx.as_operator(long),
+        lambda: tx.trace(key, lx.MatrixLinearOperator(long), 3),
+        lambda: tx.divergence(key, lambda x: x, long[0], 1),
+    ):
+        with pytest.raises(TypeError, match=rf"arrays of dtype {long.dtype}"):
+            refused()
+
+
+@pytest.mark.x64
+def test_functions_without_forward_mode_say_what_to_do(key):
+    def field(x):
+        return jnp.sin(x) * jnp.sum(x)
+
+    hidden = jax.custom_vjp(field)
+    hidden.defvjp(lambda x: jax.vjp(field, x), lambda pullback, g: pullback(g))
+    x = jnp.arange(4.0)
+    for call in (
+        lambda: tx.divergence(key, hidden, x, 2),
+        lambda: tx.trace(key, lx.JacobianLinearOperator(lambda x, _: hidden(x), x), 2),
+        lambda: tx.trace(
+            key, tx.GaussNewtonLinearOperator(hidden, lambda y: jnp.sum(y**2), x), 2
+        ),
+    ):
+        with pytest.raises(TypeError, match=r"DirectAdjoint\(\).*pullback\(v\)\[0\]"):
+            call()
+    _, pullback = jax.vjp(hidden, x)
+    transposed = tx.as_operator(lambda v: pullback(v)[0], x)
+    assert_close(tx.trace(key, transposed, 4).value, jnp.trace(jax.jacfwd(field)(x)))
+
+
+@pytest.mark.skipif(is_x64(), reason="of 32 bits")
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
+def test_64_bits_within_a_program(key):
+    a = jnp.asarray(matrix("flat", N), jnp.float32)
+
+    def value(a):
+        with jax.enable_x64(True):
+            operator = lx.MatrixLinearOperator(a.astype(jnp.float64), PSD)
+            return tx.logdet(key, operator, 8, throw=False).value
+
+    with pytest.raises(RuntimeError, match=r"jax\.enable_x64 was changed inside"):
+        jax.jit(value)(a)
+    with jax.enable_x64(True):
+        assert jax.jit(value)(a).dtype == jnp.float64
+
+
+@pytest.mark.x64
+def test_what_people_try_with_an_estimate(key):
+    estimate = tx.trace(key, as_operator(matrix("flat", N)), 8)
+    value = float(estimate.value)
+    assert float(estimate) == value
+    assert f"{estimate:.3f} {estimate:>9.2e}" == f"{value:.3f} {value:>9.2e}"
+    assert f"{estimate}" == str(estimate)
+    for wrong in (
+        lambda: estimate + 1,
+        lambda: 2 * estimate,
+        lambda: estimate / jnp.ones(3),
+        lambda: np.ones(3) - estimate,
+        lambda: -estimate,
+        lambda: estimate < 3,
+        lambda: np.asarray(estimate),
+        lambda: np.log(estimate),
+        lambda: sum([estimate, estimate]),
+    ):
+        with pytest.raises(TypeError, match=r"compute with estimate\.value"):
+            wrong()
