@@ -184,7 +184,8 @@ class DeflatedLinearOperator(lx.AbstractLinearOperator):
         def project(tree):
             parts = [x.reshape(-1).astype(B.dtype) for x in jtu.tree_leaves(tree)]
             x = jnp.concatenate(parts)[:, None]
-            return unflatten((x - combine(B, inner(B, x)))[:, 0], structure)
+            left = unflatten((x - combine(B, inner(B, x)))[:, 0], structure)
+            return jtu.tree_map(lambda y, like: y.astype(like.dtype), left, structure)
 
         return project(self.operator.mv(project(vector)))
 
