@@ -37,6 +37,24 @@ def _full_name(cls: type) -> str:
     return ".".join([*parts, cls.__qualname__])
 
 
+def require(
+    condition: Any,
+    where: str,
+    what: str,
+    got: Any,
+    hint: str,
+    error: type[Exception] = ValueError,
+) -> None:
+    """Raises `error` unless the condition holds.
+
+    The message says what must hold, what was got (a string stands as it is, anything else
+    is described) and what to do.
+    """
+    if not condition:
+        got = got if isinstance(got, str) else kind_of(got)
+        raise error(f"{where}: {what}, got {got}; {hint}.")
+
+
 def native_arrays(tree: PyTree, where: str) -> PyTree:
     """The tree with NumPy arrays that JAX takes: of the byte order of this machine.
 
