@@ -30,12 +30,14 @@ LAYERS = [
     "_student_t",
     "_estimate",
     "_progress",
+    "_functional",
     "_linalg",
     "_operators",
     "_samplers",
     "_accuracy",
     "_primitive",
     "_state",
+    "_drive",
     "_base",
     "_deflation",
     "_growing",
@@ -90,7 +92,7 @@ def test_no_late_imports_and_no_long_files(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             assert node in top
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 350
 
 
 @each_file

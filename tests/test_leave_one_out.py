@@ -9,15 +9,16 @@ import pytest
 from helpers import as_operator, assert_close, draw, matrix, rounding
 
 import traceax as tx
-from traceax._accuracy.error_bar import _gram_squared_skewness, leave_one_out_samples
+from traceax._accuracy.error_bar import _gram_squared_skewness, leave_one_out_bar
 from traceax._linalg.leave_one_out import (
-    grams,
     leave_one_out,
     leave_one_out_traces,
+    make_grams,
     stand_in,
 )
 from traceax._linalg.nystrom import nystrom_factor, nystrom_traces
 from traceax._linalg.nystrom import stand_in as nystrom_stand_in
+from traceax._linalg.pairs import ProbeSet, all_pairs
 from traceax._linalg.tall import column_dots, orthonormalise
 from traceax._operators.block import apply_block
 
@@ -75,9 +76,11 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, room, resphere):
     active = None if room == M else jnp.arange(room) < M
     squares, tested = jnp.real(column_dots(Omega, Omega)), column_dots(Omega, Y)
     T = None if name == "nonsymmetric" else R
-    of = grams(Omega, Q, apply_block(operator, Q), T, squares, tested)
-    loo = leave_one_out(of.W, squares, R, N, resphere=resphere, active=active)
-    samples, pairs, _ = leave_one_out_traces(of, loo, resphere=resphere)
+    gram = make_grams(Omega, Q, apply_block(operator, Q), T, squares, tested)
+    probes = ProbeSet(N, room, active, resphere)
+    loo = leave_one_out(gram.W, squares, R, probes)
+    paired = leave_one_out_traces(gram, loo)
+    samples, pairs = paired.samples, paired.without
     average = np.zeros((N, N), omega.dtype)
     for i in range(M):
         expected, p, g, weight = _naive_trace(a, omega, i, {i}, resphere)
@@ -86,7 +89,7 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, room, resphere):
         for j in set(range(M)) - {i}:
             expected, *_ = _naive_trace(a, omega, i, {i, j}, resphere)
             assert_close(pairs[i, j], expected)
-    stand_ins = stand_in(Omega, Q, loo, active)
+    stand_ins = stand_in(Omega, Q, loo)
     assert_close(sum(V @ Z.conj().T for V, Z in stand_ins), average, atol=1e-10)
     assert all(jnp.all(x[:, M:] == 0) for pair in stand_ins for x in pair)
 
@@ -107,10 +110,13 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
     U, AU = (_zeros_beyond(x, room) for x in (u, a @ u))
     T = _zeros_beyond(t, room, room)
     active = None if room == M else jnp.arange(room) < M
-    of = nystrom_factor(U, T, -AU, -1, resphere=resphere, active=active)
-    assert not of.wrong
-    samples, pairs, _ = nystrom_traces(of, resphere=resphere)
-    samples, pairs, mu = (x * abs(of.scale) for x in (samples, pairs, of.mu))
+    probes = ProbeSet(N, room, active, resphere)
+    factor = nystrom_factor(U, T, -AU, -1, probes)
+    assert not factor.wrong
+    paired = nystrom_traces(factor)
+    samples, pairs, mu = (
+        x * abs(factor.scale) for x in (paired.samples, paired.without, factor.mu)
+    )
     shifted = a + float(mu) * np.eye(N)
 
     def naive(i, left_out):
@@ -131,7 +137,7 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
     for i in range(M):
         _, p, g, weight = _naive_trace(a, omega, i, {i}, resphere)
         average += (p + weight * np.outer(g, g.conj())) / M
-    stand_ins = nystrom_stand_in(U, T, AU, resphere=resphere, active=active)
+    stand_ins = nystrom_stand_in(U, T, AU, probes)
     assert_close(sum(V @ Z.conj().T for V, Z in stand_ins), average, atol=1e-10)
     assert all(jnp.all(x[:, M:] == 0) for pair in stand_ins for x in pair)
 
@@ -140,8 +146,9 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
 def test_a_wrong_tag_shows(key):
     u, t = np.linalg.qr(_probes(key, matrix("signed", N)))
     for a, sign in ((matrix("signed", N), 1), (matrix("flat", N), -1)):
-        of = nystrom_factor(*map(jnp.asarray, (u, t, a @ u)), sign, resphere=True)
-        assert of.wrong
+        probes = ProbeSet(*u.shape, None, True)
+        factor = nystrom_factor(*map(jnp.asarray, (u, t, a @ u)), sign, probes)
+        assert factor.wrong
 
 
 class _OfAnyLength(tx.IndexedSampler):
@@ -173,7 +180,7 @@ def test_the_standard_error_is_its_formula(key):
     m = 6
     t, d = rng.normal(size=m), rng.normal(size=(m, m))
     t, p = jnp.asarray(t), jnp.asarray(t[:, None] - 0.2 * (d + d.T))
-    _, error, freedom = leave_one_out_samples(t, p, jnp.zeros(()))
+    _, error, freedom = leave_one_out_bar(all_pairs(t, p, jnp.zeros(())))
     shares = (t - t.mean()) ** 2 / (m * (m - 1))
     own = float(shares.sum())
     shares = np.array(shares)
@@ -190,11 +197,13 @@ def test_the_standard_error_is_its_formula(key):
     longer = jnp.pad(t, (0, 2), constant_values=7.0)
     wider = jnp.pad(p, ((0, 2), (0, 2)), constant_values=jnp.inf)
     active = jnp.arange(m + 2) < m
-    among = leave_one_out_samples(longer, wider, jnp.zeros(()), active=active)
+    paired = all_pairs(longer, wider, jnp.zeros(()), active)
+    among = leave_one_out_bar(paired, active)
     for x, y in zip(among, (t.mean(), error, freedom), strict=True):
         assert_close(x, y)
     # Orthogonal probes: the correlation of a pair is added.
-    _, orthogonal, nu = leave_one_out_samples(t, p, jnp.zeros(()), 9)
+    paired = all_pairs(t, p, jnp.zeros(()), dimension=9)
+    _, orthogonal, nu = leave_one_out_bar(paired)
     pairs = np.asarray(p - t.mean())[~np.eye(m, dtype=bool)]
     variance = (orthogonal / (1 + 1 / nu / 4)) ** 2
     assert_close(variance, (shares.sum() + np.mean(pairs**2) / 8) * 8 / 7)

@@ -106,9 +106,6 @@ def test_a_missed_tolerance_keeps_the_value_and_forecasts(estimator):
     if isinstance(estimator, tx.HutchinsonEstimator):
         assert 0.3 < needed / (used * float(half) ** 2) < 3
     assert str(estimate).endswith(f"about {float(f'{needed:.2g}'):.0f} products")
-    gave_up = tx.trace(KEY, FLAT, 59, estimator, rtol=1e-4, give_up=True, throw=False)
-    assert gave_up.result == tx.RESULTS.tolerance_not_met
-    assert int(gave_up.stats["num_matvecs"]) < 40
 
 
 @pytest.mark.parametrize(("estimator", "k"), [(None, 3), (tx.HutchinsonEstimator(), 2)])

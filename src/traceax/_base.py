@@ -1,41 +1,37 @@
-"""The abstract class of estimators, its state, and the contract for writing one."""
+"""The abstract class of trace estimators, the contract for writing one."""
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
-import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact, Key, PyTree
+from jaxtyping import Array, Float, Inexact, Key, PyTree
 
 from ._accuracy.error_bar import exact_bar
-from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
-from ._arguments import budget_of
-from ._estimate import Estimate, raise_failure
-from ._linalg.tall import Rows, summed
-from ._operators.block import (
-    apply_block,
-    as_data,
-    columns_at_once,
-    has_real_trace,
-    space_of,
-)
-from ._primitive import Algorithm, Blocks, Columns, RowWise, estimate, outcome_of
-from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-from ._state import Kept, check_state, kept_of, with_parts
+from ._drive import Estimator
+from ._operators.block import apply_block, has_real_trace
+from ._primitive import Blocks, StandIn, make_outcome
+from ._state import check_state, functional_of, init_state, state_space
 
 
-class TraceEstimator(eqx.Module):
+class TraceEstimator(Estimator):
     r"""Abstract base class of trace estimators.
 
     A concrete estimator is a frozen module whose fields are configuration, so that
-    equal estimators compile once. It writes `init` and `compute` in plain JAX; it gets
-    `estimate` from here, and with it exact answers for `k >= n`, failure reporting, and
-    the derivative rule: the value's derivative is `<Z, dA V>`, whatever `compute` does
-    inside. `compute` itself is never differentiated.
+    equal estimators compile once. It writes `compute`, and `init` where it needs set-up,
+    in plain JAX; it gets `estimate` from here, and with it exact answers for `k >= n`,
+    failure reporting, and the derivative rule: the value's derivative is `<Z, dA V>`,
+    whatever `compute` does inside. `compute` itself is never differentiated.
+
+    **Attributes:**
+
+    - `gives_diagonals`: a class variable, whether `compute` sums as `state.functional`
+        says, which [`traceax.diagonal`][] asks for, of a [`traceax.TraceState`][]. `False`
+        by default.
     """
 
-    @abc.abstractmethod
+    gives_diagonals: ClassVar[bool] = False
+
     def init(self, key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> Any:
         """Checks, and set-up that doesn't depend on the budget.
 
@@ -47,9 +43,16 @@ class TraceEstimator(eqx.Module):
         **Returns:**
 
         A state: a PyTree with at least the attributes `.key` and `.operator`, of which
-        only `.operator` is differentiable. Begin with
-        `traceax.init_state(key, operator)`, which checks both and is enough for most.
+        only `.operator` is differentiable. By default a [`traceax.TraceState`][]; one of
+        your own begins with `traceax.init_state(key, operator)`, which checks both.
         """
+        where = f"{type(self).__name__}.init"
+        state = init_state(key, operator, where)
+        self.check(state.operator, where)
+        return state
+
+    def check(self, operator: lx.AbstractLinearOperator, where: str) -> None:
+        """Refuses operators that the estimator can't take. Optional."""
 
     @abc.abstractmethod
     def compute(
@@ -82,72 +85,6 @@ class TraceEstimator(eqx.Module):
             with `E[V Z^*] = I`.
         """
 
-    def compute_until(
-        self, state: Any, k: int, tolerance: Tolerance, meter: ProgressMeter
-    ) -> Any:
-        """As `compute`, with the products that the tolerance takes. Optional."""
-        raise TypeError(
-            f"{type(self).__name__}.estimate: this estimator takes no tolerance; use "
-            "traceax.XTraceEstimator(), or leave out rtol and atol."
-        )
-
-    def by_rows(self, rows: Rows) -> "TraceEstimator":
-        """The same, of sums over groups of rows of the diagonal, as arrays. Optional."""
-        raise TypeError(
-            f"{type(self).__name__}: this estimator gives neither diagonals nor traces of "
-            "leaves; use traceax.HutchinsonEstimator() or traceax.XTraceEstimator()."
-        )
-
-    def settled(self, state: Any) -> Any:
-        """The state, once an estimate to a tolerance has been taken. Optional."""
-        return state
-
-    def carry_over(self, state: Any, fresh: Any) -> Any:
-        """The fresh state of `refresh`, with what it uses again. Optional."""
-        return fresh
-
-    def estimate(
-        self,
-        state: PyTree,
-        k: int | None = None,
-        *,
-        rtol: ArrayLike | None = None,
-        atol: ArrayLike | None = None,
-        level: float = 0.95,
-        give_up: bool = False,
-        progress_meter: ProgressMeter = NO_PROGRESS_METER,
-        throw: bool = True,
-    ) -> Estimate:
-        """Estimates the trace of the state's operator with at most `k` products.
-
-        **Arguments:**
-
-        - `state`: as `init` returned it, or the `state` of an earlier estimate, from
-            which Hutchinson, Hutch++, XTrace and XNysTrace take `k` *more* products: the
-            estimate is that of one run with the sum of the budgets, up to rounding.
-            Budgets below 4 keep nothing.
-        - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
-            is exact and takes n products.
-        - `rtol`, `atol`, `level`, `give_up`, `progress_meter`, `throw`: as for
-            [`traceax.trace`][], of estimators that take a tolerance. The state keeps
-            what was taken.
-
-        **Returns:** a [`traceax.Estimate`][].
-
-        **Raises:**
-
-        - as [`traceax.trace`][]; `TypeError` for the state of another estimator.
-        """
-        where = f"{type(self).__name__}.estimate"
-        check_state(state, self, where)
-        space = space_of(state.operator)
-        tolerance = make_tolerance(
-            rtol, atol, level, space.compute_dtype, where, give_up=give_up
-        )
-        k = budget_of(k, tolerance, space.size, where)
-        check_meter(progress_meter, where)
-        return estimate_trace(self, state, k, tolerance, progress_meter, throw=throw)
-
     def refresh(
         self, state: Any, key: Key[Array, ""], operator: lx.AbstractLinearOperator
     ) -> Any:
@@ -177,104 +114,29 @@ class TraceEstimator(eqx.Module):
         """
         where = f"{type(self).__name__}.refresh"
         check_state(state, self, where)
-        state, fresh = self.settled(state), self.init(key, operator)
+        state, fresh = self.trim(state), self.init(key, operator)
         if state.operator is not None:
-            old, new = (space_of(x.operator) for x in (state, fresh))
-            if (old.structure, old.compute_dtype) != (new.structure, new.compute_dtype):
+            old, new = state_space(state), state_space(fresh)
+            if (old.leaves, old.treedef) != (new.leaves, new.treedef):
                 raise ValueError(
                     f"{where}: the operator must have the structure of the state's, "
                     f"{old.structure}, got {new.structure}; begin anew with init."
                 )
-        return self.carry_over(state, fresh)
+        return self.start_from(state, fresh)
 
+    def start_from(self, state: Any, fresh: Any) -> Any:
+        """The fresh state of `refresh`, with what it uses again. Optional."""
+        return fresh
 
-#
-# Estimates
-#
+    def _exact(self, state):
+        space, functional = state_space(state), functional_of(state)
+        identity = jnp.eye(space.size, dtype=space.compute_dtype)
+        entries = jnp.diagonal(apply_block(state.operator, identity))
+        bar = exact_bar(functional.sum(entries), functional.sum(jnp.abs(entries)))
+        return *bar[:2], {"num_matvecs": space.size}, (identity, identity)
 
-
-def estimate_trace(
-    estimator: TraceEstimator,
-    state: Any,
-    k: int,
-    tolerance: Tolerance | None,
-    meter: ProgressMeter,
-    *,
-    rows: Rows | None = None,
-    throw: bool,
-) -> Estimate:
-    """An estimate with k products more than the state keeps, from checked arguments.
-
-    Of groups of rows of the diagonal if `rows` are given, as an array.
-    """
-    name = type(estimator).__name__
-    estimator = estimator if rows is None else estimator.by_rows(rows)
-    state = estimator.settled(state)
-    size, total, kept = space_of(state.operator).size, k, kept_of(state)
-    if kept is not None:
-        total = k + kept.budget
-        if total >= size > k:
-            # An exact answer takes n products of its own.
-            total = max(size - 1, kept.budget)
-    if tolerance is not None and size > SMALL:
-        # A loop that fails to meet the tolerance leaves nothing for an exact answer.
-        total = min(total, size - 1)
-    real = has_real_trace(state.operator)
-    rest = eqx.tree_at(lambda x: x.operator, state, None)
-    algorithm = _Trace(estimator, rest, total, real, tolerance, meter, rows)
-    outcome = estimate(algorithm, as_data(state.operator))
-    kept = outcome.kept
-    if kept is not None:
-        if not isinstance(kept, Kept):
-            kept = Kept(total, kept)
-        kept = Kept(kept.budget, kept.parts, estimator)
-        state = with_parts(state, kept=kept)
-    found = Estimate(*outcome[:4], state, name)
-    return raise_failure(found) if throw else found
-
-
-class _Trace(Algorithm):
-    """An estimator as the primitive takes it."""
-
-    estimator: TraceEstimator
-    rest: Any  # of the state
-    k: int = eqx.field(static=True)
-    real: bool = eqx.field(static=True)
-    tolerance: Tolerance | None
-    meter: ProgressMeter = eqx.field(static=True)
-    rows: Rows | None = eqx.field(static=True)
-
-    def plain(self, primal):
-        # Exact answers of few products: of the loss of a physics-informed network in ten
-        # dimensions the rule, which takes them again, made the training step 1.2 times
-        # as long.
-        size = space_of(primal).size
-        return self.k >= size and size <= columns_at_once(size)
-
-    def run(self, primal):
-        space = space_of(primal)
-        state = eqx.tree_at(
-            lambda x: x.operator, self.rest, primal, is_leaf=lambda x: x is None
-        )
-        if self.k >= space.size:
-            value, error, stats, blocks = _exact(primal, self.rows)
-        elif self.tolerance is None:
-            value, error, stats, blocks = self.estimator.compute(state, self.k)
-        else:
-            value, error, stats, blocks = self.estimator.compute_until(
-                state, self.k, self.tolerance, self.meter
-            )
-        stand_in = blocks if isinstance(blocks, Columns) else Blocks([blocks])
-        if self.rows is not None:
-            stand_in = RowWise(stand_in, self.rows)
-        return outcome_of(
-            value, error, stats, space.compute_dtype, real=self.real
-        ), stand_in
-
-
-def _exact(operator: lx.AbstractLinearOperator, rows: Rows | None):
-    space = space_of(operator)
-    identity = jnp.eye(space.size, dtype=space.compute_dtype)
-    entries = jnp.diagonal(apply_block(operator, identity))
-    bar = exact_bar(summed(entries, rows), summed(jnp.abs(entries), rows))
-    return *bar[:2], {"num_matvecs": space.size}, (identity, identity)
+    def _finish(self, state, computed):
+        value, error, stats, blocks = computed
+        stand_in = blocks if isinstance(blocks, StandIn) else Blocks([blocks])
+        dtype, real = state_space(state).compute_dtype, has_real_trace(state.operator)
+        return make_outcome(value, error, stats, dtype, real=real), stand_in

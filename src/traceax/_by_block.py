@@ -28,10 +28,11 @@ from ._accuracy.error_bar import (
     independent_samples,
     sum_of_independent,
 )
+from ._functional import TRACE
 from ._linalg.small import divisor
 from ._linalg.tall import column_dots, column_norms
-from ._operators.block import Space, apply_block, has_real_trace, space_of
-from ._primitive import Algorithm, Columns, StandIn, outcome_of
+from ._operators.block import Space, apply_block, has_real_trace
+from ._primitive import Algorithm, Columns, StandIn, make_outcome
 from ._samplers import Sampler, draw_range
 
 
@@ -59,12 +60,11 @@ def block_of(
 class ByBlock(Algorithm):
     """Hutchinson's estimates of the blocks and of their sum, k products in all."""
 
-    key: Key[Array, ""]
     sampler: Sampler
     k: int = eqx.field(static=True)
 
-    def run(self, primal):
-        space = space_of(primal)
+    def run(self, state):
+        primal, space = state.operator, state.space
         sizes = [math.prod(x.shape) for x in jtu.tree_leaves(space.structure)]
         # Leaves of size 0 have trace 0.
         places = [i for i, n in enumerate(sizes) if n > 0]
@@ -73,7 +73,7 @@ class ByBlock(Algorithm):
         pilot = max(2, self.k // (8 * len(sizes)))
         pilots = [min(n, pilot) for n in sizes]
         left = self.k - sum(pilots)
-        keys = jax.random.split(self.key, number)
+        keys = jax.random.split(state.key, number)
         blocks = [
             _Block(keys[i], self.sampler, space.compute_dtype, i, n, pilot, left)
             for i, n in zip(places, sizes, strict=True)
@@ -93,7 +93,7 @@ class ByBlock(Algorithm):
         used = sum(pilots) + jnp.sum(shares)
         stats = {"num_matvecs": used, "degrees_of_freedom": freedom}
         real = has_real_trace(primal)
-        outcome = outcome_of(value, error, stats, space.compute_dtype, real=real)
+        outcome = make_outcome(value, error, stats, space.compute_dtype, real=real)
         parts = zip(blocks, shares, strict=True)
         return outcome, _Blocks([_Probes(*part) for part in parts], places, number)
 
@@ -124,7 +124,7 @@ class _Block(eqx.Module):
     def probes(self, start, width: int) -> Inexact[Array, "n {width}"]:
         if self.exact:
             return jnp.eye(self.size, dtype=self.dtype)
-        space = Space(self.size, self.dtype, self.dtype, None)
+        space = Space(self.size, self.dtype, self.dtype)
         return draw_range(self.sampler, self.key, start, width, self.most, space)
 
     def product(self, operator, V):
@@ -204,12 +204,9 @@ class _Blocks(StandIn):
     places: list[int] = eqx.field(static=True)
     number: int = eqx.field(static=True)
 
-    def derivative(self, primal, tangent):
-        def pairing(Z, products):
-            return jnp.sum(column_dots(Z, products))
-
+    def derivative(self, state, tangent):
         parts = [
-            probes.paired(primal, tangent, pairing, probes.block.product)
+            probes.pair(state.operator, tangent.operator, TRACE, probes.block.product)
             for probes in self.blocks
         ]
         known = [part for part in parts if part is not None]

@@ -35,7 +35,6 @@ from ._operators.block import (
     as_function,
     is_known,
     register,
-    space_of,
     unflatten,
 )
 from ._samplers import Sampler
@@ -43,14 +42,14 @@ from ._state import Kept, TraceState
 
 
 class Deflated(NamedTuple):
-    """What a basis leaves of probes, `E[G G^*] = P` for each column, and its products."""
+    """Probes without their part in a basis, `E[G G^*] = P` for each column, and products."""
 
     G: Inexact[Array, "n l"]
     AG: Inexact[Array, "n l"]
 
     @property
     def samples(self) -> Inexact[Array, " l"]:
-        """Of the trace of `P A P`."""
+        """Samples of the trace of `P A P`."""
         return column_dots(self.G, self.AG)
 
     def gram(self, dimension: int) -> Inexact[Array, "g g"]:
@@ -62,7 +61,7 @@ class Deflated(NamedTuple):
         return gram_of(self.G, self.AG) - mean * gram_of(self.G, self.G)
 
     def error_bar(self, dimension: int, exact: Inexact[Array, " r"]) -> ErrorBar:
-        """Of the mean of the samples, beside an exact part."""
+        """The error bar of the mean of the samples, beside an exact part."""
         norms, gram = column_norms(self.AG), self.gram(dimension)
         return independent_samples(self.samples, norms, gram, exact)
 
@@ -105,12 +104,12 @@ def leading_range(
     return combine(Q, W[:, :number])
 
 
-def deflated_trace(state: TraceState, k: int, sampler: Sampler, *, resphere: bool):
-    """What `compute` returns where all products that the basis leaves are tests.
+def mean_of_tests(state: TraceState, k: int, sampler: Sampler, *, resphere: bool):
+    """The estimate, as `compute` returns it, whose products beside the basis are tests.
 
     Without a basis this is the mean over probes.
     """
-    operator, space = state.operator, space_of(state.operator)
+    operator, space = state.operator, state.space
     n, dtype = space.size, space.compute_dtype
     nothing = jnp.zeros((n, 0), dtype)
     B = nothing if state.basis is None else state.basis[:, : basis_size(state, k)]
@@ -132,13 +131,13 @@ def deflated_trace(state: TraceState, k: int, sampler: Sampler, *, resphere: boo
 
 
 def basis_size(state: TraceState, k: int) -> int:
-    """How many vectors of the basis are used: at most half of the products are theirs."""
+    """The number of vectors of the basis that are used: at most half of the products."""
     if state.kept is not None:
         return state.kept.parts[0].shape[1]
     return min(jnp.asarray(state.basis).shape[1], k // 2, max(k - 2, 0))
 
 
-def only_tests(state: TraceState, k: int) -> bool:
+def takes_only_tests(state: TraceState, k: int) -> bool:
     """Whether what a basis leaves is seen by tests alone.
 
     Products that are no more than twice those of the basis find little beside it: XTrace
@@ -151,7 +150,7 @@ def only_tests(state: TraceState, k: int) -> bool:
 
 
 def trace_beside_basis(estimator: TraceEstimator, state: TraceState, k: int):
-    """What `compute` returns for a state with a basis: the estimator's, of `P A P`."""
+    """The estimate for a state with a basis, as `compute` returns it: that of `P A P`."""
     r = basis_size(state, k)
     B = jnp.asarray(state.basis)[:, :r]
     if state.kept is None:
@@ -202,7 +201,7 @@ class DeflatedLinearOperator(lx.AbstractLinearOperator):
         return self.operator.out_structure()
 
 
-# What `P A P` shares with a symmetric or semidefinite A.
+# Properties that `P A P` shares with A.
 _SHARED = (lx.is_symmetric, lx.is_positive_semidefinite, lx.is_negative_semidefinite)
 
 register(
@@ -212,22 +211,24 @@ register(
 )
 
 
-def with_basis(state: TraceState, fresh: TraceState, of_basis: Any, of_probes: Any):
-    """A fresh state, with a basis from what an earlier one keeps.
+def basis_from_products(
+    state: TraceState, fresh: TraceState, A_basis: Any, A_probes: Any
+) -> TraceState:
+    """The fresh state, with the leading range of the old products as a basis.
 
-    The products are those with an orthonormal basis and with probes, of a state that had
-    no basis yet; `None` if it keeps none.
+    `A_basis` are products with an orthonormal basis, beside that of the old state, and
+    `A_probes` those with probes; `None` if it keeps none.
     """
     kept, basis = state.kept, state.basis
     if kept is not None:
         if basis is not None:
-            of_basis = side_by_side(kept.parts[0], of_basis)
-        if of_basis is None or of_basis.shape[1] == 0:
+            A_basis = side_by_side(kept.parts[0], A_basis)
+        if A_basis is None or A_basis.shape[1] == 0:
             return fresh
         # Half of what a budget like the last one allows for.
-        most = of_basis.shape[1] + of_probes.shape[1]
+        most = A_basis.shape[1] + A_probes.shape[1]
         number = min(kept.budget // 2, most)
-        basis = leading_range(of_basis, of_probes, number=number)
+        basis = leading_range(A_basis, A_probes, number=number)
     if basis is None:
         return fresh
     # Fresh probes for the key of the state as well: the basis was found with these.

@@ -1,7 +1,8 @@
 """Diagonals, traces by leaf, and Frobenius norms."""
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -11,13 +12,14 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Key
 
 from ._accuracy.error_bar import exact_bar
-from ._accuracy.tolerance import make_tolerance
+from ._accuracy.tolerance import make_stop
 from ._arguments import check_budget, check_key, native_arrays
 from ._base import TraceEstimator
 from ._by_block import ByBlock
 from ._estimate import UNKNOWN, Estimate, finite_or_failed, raise_failure
+from ._functional import Diagonal, LeafSums
 from ._linalg.small import squares
-from ._linalg.tall import Rows, power_of_two_scale
+from ._linalg.tall import power_of_two_scale
 from ._operators.block import (
     apply_block,
     as_data,
@@ -29,7 +31,7 @@ from ._operators.block import (
 )
 from ._operators.check import as_complex, checked_operator
 from ._operators.known_diagonal import known_diagonal
-from ._primitive import Outcome, outcome_of
+from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._samplers import RademacherSampler
@@ -47,7 +49,6 @@ def diagonal(
     atol: ArrayLike | None = None,
     norm: Literal["root mean square", "largest"] = "root mean square",
     level: float = 0.95,
-    give_up: bool = False,
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
@@ -101,20 +102,11 @@ def diagonal(
             f"{where}: norm must be 'root mean square' or 'largest', got {norm!r}; it is "
             "of the entries that a tolerance is for."
         )
-    tolerance = make_tolerance(
-        rtol, atol, level, space.compute_dtype, where, norm, give_up
-    )
-    rows = Rows(None, has_real_trace(operator))
+    dtype = space.compute_dtype
+    stop = make_stop(rtol, atol, level, progress_meter, dtype, where, norm)
+    functional = Diagonal(has_real_trace(operator))
     estimate = estimate_whole(
-        where,
-        key,
-        operator,
-        k,
-        estimator,
-        tolerance,
-        progress_meter,
-        rows=rows,
-        throw=throw,
+        where, key, operator, k, estimator, stop, functional, throw=throw
     )
     return _with_parts(estimate, lambda x: unflatten(x, space.structure))
 
@@ -175,9 +167,9 @@ def leaf_traces(
     known = known_diagonal(operator) is not None
     if probes == "whole" or known or check_budget(k, where) >= space.size:
         sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
-        rows = Rows(sizes, has_real_trace(operator))
+        functional = LeafSums(has_real_trace(operator), sizes)
         estimate = estimate_whole(
-            where, key, operator, k, estimator, rows=rows, throw=throw
+            where, key, operator, k, estimator, None, functional, throw=throw
         )
     else:
         k = check_budget(k, where)
@@ -192,9 +184,10 @@ def leaf_traces(
                 f"{where}: k must be at least {3 * number}, three products for each of "
                 f"{number} blocks, got {k}."
             )
-        algorithm = ByBlock(check_key(key, where), RademacherSampler(), k)
-        outcome = run(algorithm, as_data(operator))
-        estimate = Estimate(*outcome[:4], TraceState(algorithm.key, operator))
+        key = check_key(key, where)
+        state = TraceState(key, as_data(operator))
+        outcome = run(ByBlock(RademacherSampler(), k), state)
+        estimate = Estimate(*outcome[:4], TraceState(key, operator))
         estimate = raise_failure(estimate) if throw else estimate
     by_leaf = _with_parts(estimate, lambda x: treedef.unflatten(list(x[:-1])))
     return by_leaf, _with_parts(estimate, lambda x: x[-1])
@@ -272,18 +265,18 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
     value = jnp.sum(squares(products / unit.astype(products.dtype))) * unit * unit
     bar = exact_bar(value, value)
     stats = {"num_matvecs": space.size}
-    return outcome_of(*bar[:2], stats, space.compute_dtype, real=True)
+    return make_outcome(*bar[:2], stats, space.compute_dtype, real=True)
 
 
-def _with_parts(estimate: Estimate, of) -> Estimate:
-    """The estimate, `of` every array over groups."""
+def _with_parts(estimate: Estimate, part: Callable[[Array], Any]) -> Estimate:
+    """The estimate with a part of every array over groups."""
     freedom = estimate.stats["degrees_of_freedom"]
     freedom = jnp.broadcast_to(freedom, estimate.value.shape)
     return Estimate(
-        of(estimate.value),
-        of(estimate._standard_error),
+        part(estimate.value),
+        part(estimate._standard_error),
         estimate.result,
-        {**estimate.stats, "degrees_of_freedom": of(freedom)},
+        {**estimate.stats, "degrees_of_freedom": part(freedom)},
         estimate.state,
         estimate._by,
     )

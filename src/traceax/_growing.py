@@ -1,4 +1,4 @@
-"""Estimators that take one unit after the other: one way to budgets and tolerances."""
+"""Estimators that can go on: they fill buffers, a probe (a *unit*) at a time."""
 
 import abc
 from typing import Any, ClassVar
@@ -8,23 +8,22 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import lineax as lx
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ._accuracy.error_bar import ErrorBar
-from ._accuracy.tolerance import FEWEST, Looked, met_or_failed, step_width, until
+from ._accuracy.tolerance import FEWEST, Check, run_until, step_width
 from ._base import TraceEstimator
 from ._estimate import RESULTS
-from ._linalg.tall import Rows, side_by_side
+from ._linalg.tall import put, side_by_side
 from ._primitive import Blocks, Columns
-from ._state import Kept, init_state, kept_of, with_parts
+from ._state import Kept, kept_of, replace_parts
 
 
 class Grown(eqx.Module):
-    """What a [`traceax.GrowingEstimator`][] keeps: buffers, and how many units they hold.
+    """What a [`traceax.GrowingEstimator`][] keeps for a later estimate.
 
-    `count` is known at run time only for an estimate to a tolerance. There is `room` for
-    more.
+    - `buffers`: with `room` for so many units.
+    - `count`: how many they hold; known at run time only after an estimate to a tolerance.
     """
 
     buffers: PyTree[Array]
@@ -32,8 +31,17 @@ class Grown(eqx.Module):
     room: int = eqx.field(static=True)
 
 
+class Start(eqx.Module):
+    """Where an estimate begins: `count` units in buffers, and how many may be added."""
+
+    buffers: PyTree[Array]
+    count: int | Int[Array, ""]
+    room: int = eqx.field(static=True)
+    to_add: int = eqx.field(static=True)
+
+
 class GrowingEstimator(TraceEstimator):
-    """Abstract base class of estimators that take one unit after the other.
+    """Abstract base class of estimators that fill buffers, a unit at a time.
 
     A unit is what is taken together: a probe, with its 1, 2 or 3 products. A subclass
     writes `begin`, `grow`, `judge` and `stand_in`; budgets, tolerances and going on from
@@ -46,117 +54,91 @@ class GrowingEstimator(TraceEstimator):
 
     products_per_unit: ClassVar[int]
 
-    def init(self, key, operator):
-        where = f"{type(self).__name__}.init"
-        state = init_state(key, operator, where)
-        self.check(operator, where)
-        return state
-
-    def check(self, operator: lx.AbstractLinearOperator, where: str) -> None:
-        """Refuses what the estimator can't take. Optional."""
-
     @abc.abstractmethod
     def begin(self, state: Any, room: int) -> PyTree[Array]:
-        """Buffers of zeros for so many units, along every axis that grows with them."""
+        """Buffers of zeros for `room` units, along every axis that grows with them."""
 
     @abc.abstractmethod
     def grow(
-        self, state: Any, buffers: PyTree, count: int | Int[Array, ""], width: int
+        self, state: Any, buffers: Any, count: int | Int[Array, ""], width: int
     ) -> PyTree[Array]:
         """The buffers with the units `count, ..., count + width - 1`."""
 
     @abc.abstractmethod
     def judge(
-        self, state: Any, buffers: PyTree, count: int | Int[Array, ""]
+        self, state: Any, buffers: Any, count: int | Int[Array, ""]
     ) -> tuple[ErrorBar, RESULTS | None]:
         """The error bar of `count` units, and a failure to report, or `None`."""
 
     @abc.abstractmethod
     def stand_in(
-        self, state: Any, buffers: PyTree, count: int | Int[Array, ""]
+        self, state: Any, buffers: Any, count: int | Int[Array, ""]
     ) -> list[tuple[Array, Array]] | Columns:
         """Pairs of blocks V and Z, side by side; columns beyond count are 0."""
 
-    def instead(self, state: Any, k: int) -> Any:
-        """What `compute` returns for a state, or a budget, that has another algorithm.
-        Optional: by default `None`, for none."""
+    def fallback(self, state: Any, k: int) -> Any:
+        """For budgets too small for this algorithm: the result of another one, as `compute`
+        returns it; `None` to go on. Optional."""
         return None
 
-    def judge_rows(
-        self,
-        state: Any,
-        buffers: PyTree,
-        count: int | Int[Array, ""],
-        rows: Rows,
-    ) -> tuple[ErrorBar, RESULTS | None]:
-        """As `judge`, of groups of rows of the diagonal, for `ByRows`. Optional."""
-        raise NotImplementedError
-
-    def more_stats(self, buffers: PyTree) -> dict[str, Array]:
+    def more_stats(self, buffers: Any) -> dict[str, Array]:
         """More `stats`. Optional."""
         return {}
 
     def compute(self, state, k):
-        other = self.instead(state, k)
+        other = self.fallback(state, k)
         if other is not None:
             return other
-        buffers, count, room, width = self._begun(state, k)
-        if width:
-            buffers = self.grow(state, buffers, count, width)
-        grown = Grown(buffers, count + width, room)
-        return self._found(state, grown, *self._judged(state, buffers, grown.count))
+        start = self._start(state, k)
+        buffers, count = start.buffers, start.count + start.to_add
+        if start.to_add:
+            buffers = self.grow(state, buffers, start.count, start.to_add)
+        grown = Grown(buffers, count, start.room)
+        return self._results(state, grown, self._check(state, buffers, grown.count))
 
-    def compute_until(self, state, k, tolerance, meter):
+    def compute_until(self, state, k, stop):
         fewest = FEWEST // self.products_per_unit
         kept = kept_of(state)
-        if kept is not None and not _enough(kept.parts, fewest):
-            state, k = with_parts(state, kept=None), k - kept.budget
-        state = with_parts(state, basis=None)  # a loop finds one of its own
+        if kept is not None and not _is_enough(kept.parts, fewest):
+            state, k = replace_parts(state, kept=None), k - kept.budget
+        state = replace_parts(state, basis=None)  # a loop finds one of its own
         if k < FEWEST:
             value, error, stats, blocks = self.compute(state, k)
-            freedom = stats.get("degrees_of_freedom", jnp.inf)
-            bar = ErrorBar(value, error, jnp.asarray(freedom, error.dtype))
-            result = stats.get("result", RESULTS.successful)
-            stats = {**stats, "result": met_or_failed(tolerance, bar, result)}
             # A rate takes more products than these.
             return value, error, {**stats, "products_needed": jnp.inf}, blocks
-        buffers, count, room, width = self._begun(state, k)
-        step = step_width(width, fewest)
-        reached = until(
-            tolerance,
-            meter,
+        start = self._start(state, k)
+        step = step_width(start.to_add, fewest)
+        loop = run_until(
+            stop,
             lambda buffers, count: self.grow(state, buffers, count, step),
-            lambda buffers, count: Looked(*self._judged(state, buffers, count)),
-            buffers,
-            done=count,
+            lambda buffers, count: self._check(state, buffers, count),
+            start.buffers,
+            start=start.count,
             width=step,
-            most=count + width,
-            fewest=min(fewest, max(width, 1)),
+            most=start.count + start.to_add,
+            fewest=min(fewest, max(start.to_add, 1)),
         )
-        bar, result = reached.looked
-        result = met_or_failed(tolerance, bar, result)
-        grown = Grown(reached.buffers, reached.count, room)
-        value, error, stats, blocks = self._found(state, grown, bar, result)
-        stats["products_needed"] = self.products_per_unit * reached.forecast.needed
+        grown = Grown(loop.buffers, loop.count, start.room)
+        value, error, stats, blocks = self._results(state, grown, loop.check)
+        stats["products_needed"] = self.products_per_unit * loop.forecast.needed
         return value, error, stats, blocks
 
-    def _judged(self, state, buffers, count) -> tuple[ErrorBar, RESULTS]:
+    def _check(self, state, buffers, count) -> Check:
         bar, result = self.judge(state, buffers, count)
-        return bar, RESULTS.successful if result is None else result
+        return Check(bar, RESULTS.successful if result is None else result)
 
-    def _begun(self, state: Any, k: int) -> tuple[PyTree, int | Array, int, int]:
-        """Buffers with what a state keeps, how many units they hold, for how many there
-        is room, and how many may be added."""
+    def _start(self, state: Any, k: int) -> Start:
+        """The units that the state keeps, with room for those of k products."""
         self.check(state.operator, f"{type(self).__name__}.estimate")
         kept, units = kept_of(state), k // self.products_per_unit
         if kept is None:
-            return self.begin(state, units), 0, units, units
+            return Start(self.begin(state, units), 0, units, units)
         grown = kept.parts
         more = max(units - kept.budget // self.products_per_unit, 0)
         room = grown.room + more
-        return self._resized(state, grown, room), grown.count, room, more
+        return Start(self._resize(state, grown, room), grown.count, room, more)
 
-    def _resized(self, state: Any, grown: Grown, room: int) -> PyTree[Array]:
+    def _resize(self, state: Any, grown: Grown, room: int) -> PyTree[Array]:
         def resize(x, like):
             if x.shape == like.shape:
                 return x
@@ -167,7 +149,8 @@ class GrowingEstimator(TraceEstimator):
         shapes = jax.eval_shape(lambda: self.begin(state, room))
         return jtu.tree_map(resize, grown.buffers, shapes)
 
-    def _found(self, state, grown: Grown, bar: ErrorBar, result: RESULTS):
+    def _results(self, state, grown: Grown, check: Check):
+        bar, result = check
         stats = {
             "num_matvecs": self.products_per_unit * grown.count,
             "degrees_of_freedom": bar.degrees_of_freedom,
@@ -175,14 +158,14 @@ class GrowingEstimator(TraceEstimator):
             "kept": grown,
             **self.more_stats(grown.buffers),
         }
-        found = self.stand_in(state, grown.buffers, grown.count)
-        if isinstance(found, list) and isinstance(grown.count, int):
-            found = tuple(side_by_side(*blocks) for blocks in zip(*found, strict=True))
-        elif isinstance(found, list):
-            found = Blocks(found, grown.count)
-        return bar.mean, bar.standard_error, stats, found
+        blocks = self.stand_in(state, grown.buffers, grown.count)
+        if isinstance(blocks, list) and isinstance(grown.count, int):
+            blocks = tuple(side_by_side(*pair) for pair in zip(*blocks, strict=True))
+        elif isinstance(blocks, list):
+            blocks = Blocks(blocks, grown.count)
+        return bar.mean, bar.standard_error, stats, blocks
 
-    def settled(self, state):
+    def trim(self, state):
         kept = kept_of(state)
         if kept is None or not isinstance(kept.parts, Grown):
             return state
@@ -190,46 +173,18 @@ class GrowingEstimator(TraceEstimator):
         if isinstance(count, int | jax.core.Tracer) or count.ndim > 0:
             return state
         count = int(count)
-        grown = Grown(self._resized(state, kept.parts, count), count, count)
+        grown = Grown(self._resize(state, kept.parts, count), count, count)
         budget = self.products_per_unit * count
-        return with_parts(state, kept=Kept(budget, grown, kept.owner))
+        return replace_parts(state, kept=Kept(budget, grown, kept.owner))
 
 
-def active_of(count: int | Int[Array, ""], most: int) -> Bool[Array, " {most}"] | None:
-    """Which of the units that there is room for there are; `None` for a full buffer."""
-    if isinstance(count, int):
-        return None
-    return jnp.arange(most, dtype=jnp.int32) < count
+def put_units(buffers: PyTree, new: PyTree, count: int | Int[Array, ""]) -> Any:
+    """Buffers with new units from `count` on, along the last axis of each."""
+    return jtu.tree_map(lambda buffer, x: put(buffer, x, count), buffers, new)
 
 
-def _enough(parts: Any, fewest: int) -> bool:
+def _is_enough(parts: Any, fewest: int) -> bool:
     """Whether a loop can go on from these."""
     if not isinstance(parts, Grown):
         return False
     return not isinstance(parts.count, int) or parts.count >= fewest
-
-
-class ByRows(GrowingEstimator):
-    """The same estimator, of sums over groups of rows of the diagonal."""
-
-    estimator: GrowingEstimator
-    rows: Rows = eqx.field(static=True)
-
-    @property
-    def products_per_unit(self) -> int:  # pyright: ignore
-        return self.estimator.products_per_unit
-
-    def check(self, operator, where):
-        self.estimator.check(operator, where)
-
-    def begin(self, state, room):
-        return self.estimator.begin(state, room)
-
-    def grow(self, state, buffers, count, width):
-        return self.estimator.grow(state, buffers, count, width)
-
-    def judge(self, state, buffers, count):
-        return self.estimator.judge_rows(state, buffers, count, self.rows)
-
-    def stand_in(self, state, buffers, count):
-        return self.estimator.stand_in(state, buffers, count)

@@ -30,12 +30,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._estimate import RESULTS, UNKNOWN, finite_or_failed
-from ._linalg.tall import Rows, column_dots, side_by_side
+from ._functional import TRACE, Functional
+from ._linalg.tall import side_by_side
 from ._operators.block import apply_block, columns_at_once
 
 
 class Outcome(NamedTuple):
-    """What an algorithm finds; of a function with several results, PyTrees of scalars."""
+    """An estimate's arrays; of a function with several results, PyTrees of scalars."""
 
     value: PyTree[Inexact[Array, ""]]
     standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
@@ -44,7 +45,7 @@ class Outcome(NamedTuple):
     kept: PyTree[Array] | None  # for a later estimate to go on from
 
 
-def outcome_of(
+def make_outcome(
     value: PyTree[Inexact[Array, ""]],
     standard_error: PyTree[Float[Array, ""]],
     stats: dict[str, PyTree],
@@ -52,14 +53,14 @@ def outcome_of(
     *,
     real: bool,
 ) -> Outcome:
-    """An outcome from what `compute` returns, of an operator of that dtype."""
+    """An outcome from what `compute` returns, for an operator of that dtype."""
     # A new dictionary: `stats` may belong to the estimator.
     stats = {"degrees_of_freedom": jnp.inf, **stats}
     kept, result = stats.pop("kept", None), stats.pop("result", RESULTS.successful)
     value, standard_error = jtu.tree_map(jnp.asarray, (value, standard_error))
     real_dtype = jnp.finfo(dtype).dtype
 
-    def of_dtype(x):
+    def cast(x):
         return jnp.real(x).astype(real_dtype) if real else x.astype(dtype)
 
     def bar(x, error):
@@ -72,30 +73,31 @@ def outcome_of(
 
     standard_error = jtu.tree_map(bar, value, standard_error)
     stats = jtu.tree_map(as_array, stats)
-    value = jtu.tree_map(of_dtype, value)
+    value = jtu.tree_map(cast, value)
     result = finite_or_failed(value, result)
     return Outcome(value, standard_error, result, stats, kept)
 
 
 class StandIn(eqx.Module):
-    """Abstract base class of what a value's derivative is made of."""
+    """Abstract base class of the blocks that a value's derivative is made of."""
 
     @abc.abstractmethod
-    def derivative(self, primal: PyTree, tangent: PyTree) -> PyTree[Array] | None:
+    def derivative(self, state: PyTree, tangent: PyTree) -> PyTree[Array] | None:
         """The derivative of the value. `None` stands for 0, there and among tangents.
 
-        `primal` is what the value depends on. Linear in `tangent`, for JAX to transpose.
+        Of a state only the operator, and the function of its eigenvalues, are
+        differentiated. Linear in their tangents, for JAX to transpose.
         """
 
 
 class Algorithm(eqx.Module):
-    """Abstract base class of what the primitive evaluates."""
+    """Abstract base class of the algorithms that the primitive evaluates."""
 
     @abc.abstractmethod
-    def run(self, primal: PyTree) -> tuple[Outcome, StandIn]:
-        """The estimate. `primal` is the only part that is differentiated."""
+    def run(self, state: PyTree) -> tuple[Outcome, StandIn]:
+        """The estimate, and what stands in for its derivative."""
 
-    def plain(self, primal: PyTree) -> bool:
+    def plain(self, state: PyTree) -> bool:
         """Whether JAX may differentiate `run` itself, without the rule. Optional."""
         return False
 
@@ -108,11 +110,11 @@ class Algorithm(eqx.Module):
 # Jitted, so that JAX's trace cache serves the abstract evaluation, the program and its
 # derivative: a third of the time of a first call.
 @eqx.filter_jit
-def _run(algorithm: Algorithm, primal: PyTree) -> tuple[Outcome, StandIn]:
-    return algorithm.run(primal)
+def _run(algorithm: Algorithm, state: PyTree) -> tuple[Outcome, StandIn]:
+    return algorithm.run(state)
 
 
-def _implementation(algorithm, primal, blocks, x64):
+def _implementation(algorithm, state, blocks, x64):
     if x64 != jax.config.jax_enable_x64:  # pyright: ignore
         raise RuntimeError(
             "traceax: jax.enable_x64 was changed inside of a jitted function, which JAX "
@@ -122,11 +124,11 @@ def _implementation(algorithm, primal, blocks, x64):
     # Lowering says that there is no mesh where tracing says nothing, and the trace cache
     # takes the two for different.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-        outcome, stand_in = _run(algorithm, primal)
+        outcome, stand_in = _run(algorithm, state)
     return (outcome, stand_in) if blocks else outcome
 
 
-def _abstract(algorithm, primal, blocks, x64):
+def _abstract(algorithm, state, blocks, x64):
     def to_struct(x):
         if isinstance(x, jax.core.ShapedArray):
             return jax.ShapeDtypeStruct(
@@ -139,17 +141,17 @@ def _abstract(algorithm, primal, blocks, x64):
             return jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
         return x
 
-    given = jtu.tree_map(to_struct, (algorithm, primal))
+    given = jtu.tree_map(to_struct, (algorithm, state))
     out = eqx.filter_eval_shape(_implementation, *given, blocks, x64)
     return jtu.tree_map(to_aval, out)
 
 
 def _jvp(primals, tangents):
-    algorithm, primal, blocks, x64 = primals
+    algorithm, state, blocks, x64 = primals
     outcome, stand_in = eqxi.filter_primitive_bind(
-        estimate_p, algorithm, primal, True, x64
+        estimate_p, algorithm, state, True, x64
     )
-    t_value = stand_in.derivative(primal, tangents[1])
+    t_value = stand_in.derivative(state, tangents[1])
 
     def of_dtype(x, t):
         if t is None:
@@ -182,22 +184,22 @@ eqxi.register_impl_finalisation(estimate_p)
 
 
 @eqx.filter_jit
-def estimate(algorithm: Algorithm, primal: PyTree) -> Outcome:
-    """The outcome of an algorithm, differentiable with respect to `primal` alone.
+def estimate(algorithm: Algorithm, state: PyTree) -> Outcome:
+    """The outcome of an algorithm, differentiable with respect to the state's operator.
 
     Under a mesh of explicit axes the compiler finds layouts as under one of automatic
     axes, and what is returned is on every device.
     """
-    arrays, static = eqx.partition((algorithm, primal), eqx.is_array)
+    arrays, static = eqx.partition((algorithm, state), eqx.is_array)
 
     def bind(arrays):
-        algorithm, primal = eqx.combine(arrays, static)
-        dynamic, rest = eqx.partition(algorithm, eqx.is_array)
-        algorithm = eqx.combine(jax.lax.stop_gradient(dynamic), rest)
-        if algorithm.plain(primal):
-            return _run(algorithm, primal)[0]
+        algorithm, state = eqx.combine(arrays, static)
+        dynamic, others = eqx.partition(algorithm, eqx.is_array)
+        algorithm = eqx.combine(jax.lax.stop_gradient(dynamic), others)
+        if algorithm.plain(state):
+            return _run(algorithm, state)[0]
         x64 = jax.config.jax_enable_x64  # pyright: ignore
-        return eqxi.filter_primitive_bind(estimate_p, algorithm, primal, False, x64)
+        return eqxi.filter_primitive_bind(estimate_p, algorithm, state, False, x64)
 
     meshes = [jax.typeof(x).sharding.mesh for x in jtu.tree_leaves(arrays)]
     meshes.append(jax.sharding.get_abstract_mesh())
@@ -207,13 +209,13 @@ def estimate(algorithm: Algorithm, primal: PyTree) -> Outcome:
     constants = []
 
     def arrays_of(arrays):
-        found, rest = eqx.partition(bind(arrays), eqx.is_array)
-        constants.append(rest)
-        return found
+        results, others = eqx.partition(bind(arrays), eqx.is_array)
+        constants.append(others)
+        return results
 
     everywhere = NamedSharding(meshes[0], PartitionSpec())
-    found = jax.sharding.auto_axes(arrays_of, out_sharding=everywhere)(arrays)
-    return eqx.combine(found, constants[0])
+    results = jax.sharding.auto_axes(arrays_of, out_sharding=everywhere)(arrays)
+    return eqx.combine(results, constants[0])
 
 
 #
@@ -237,14 +239,15 @@ class Columns(StandIn):
     def chunk(self, start: int | Int[Array, ""]) -> tuple[Array, Array]:
         """V and Z, of shape `(n, c)`, from column `start` on, `size` of them."""
 
-    def derivative(self, primal, tangent):
-        return self.paired(primal, tangent, lambda Z, B: jnp.sum(column_dots(Z, B)))
+    def derivative(self, state, tangent):
+        functional = getattr(state, "functional", TRACE)
+        return self.pair(state.operator, tangent.operator, functional)
 
-    def paired(
+    def pair(
         self,
-        primal: PyTree,
+        operator: PyTree,
         tangent: PyTree,
-        pairing: Callable[[Array, Array], Array],
+        functional: Functional,
         product: Callable[[Any, Array], Array] = apply_block,
     ) -> Array | None:
         """`<Z, dA V>`, a chunk at a time: nothing of a chunk is kept for the next one.
@@ -254,16 +257,16 @@ class Columns(StandIn):
         if not jtu.tree_leaves(tangent):
             return None
 
-        def pair(start):
+        def pair_chunk(start):
             V, Z = jax.lax.stop_gradient(self.chunk(start))
             _, products = eqx.filter_jvp(
-                lambda operator: product(operator, V), (primal,), (tangent,)
+                lambda operator: product(operator, V), (operator,), (tangent,)
             )
-            return None if products is None else pairing(Z, products)
+            return None if products is None else functional.pair(Z, products)
 
         if self.size >= self.most:
-            return pair(0)
-        shape = jax.eval_shape(pair, jnp.int32(0))
+            return pair_chunk(0)
+        shape = jax.eval_shape(pair_chunk, jnp.int32(0))
         if shape is None:
             return None
         zero = jnp.zeros(shape.shape, shape.dtype)
@@ -271,10 +274,10 @@ class Columns(StandIn):
         @jax.checkpoint
         def part(start):
             if isinstance(self.count, int):
-                return pair(start)
+                return pair_chunk(start)
             # Of all lanes: a condition that differs between them would be no condition.
             needed = eqxi.unvmap_any(start < self.count)
-            return jax.lax.cond(needed, pair, lambda _: zero, start)
+            return jax.lax.cond(needed, pair_chunk, lambda _: zero, start)
 
         def add(total, start):
             return total + part(start), None
@@ -313,15 +316,3 @@ class Blocks(Columns):
 
         V, Z = zip(*jtu.tree_map(columns, self.pairs), strict=True)
         return side_by_side(*V), side_by_side(*Z)
-
-
-class RowWise(StandIn):
-    """The same blocks, paired row by row: `d A_rr = sum_j conj(Z_rj) (dA V)_rj`."""
-
-    columns: Columns
-    rows: Rows = eqx.field(static=True)
-
-    def derivative(self, primal, tangent):
-        return self.columns.paired(
-            primal, tangent, lambda Z, B: self.rows(jnp.sum(Z.conj() * B, axis=1))
-        )

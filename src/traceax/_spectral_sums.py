@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -9,16 +10,15 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
-from ._accuracy.tolerance import make_tolerance
+from ._accuracy.tolerance import check_tolerance
 from ._arguments import check_real_scalar, known_number
 from ._estimate import Estimate, finite_or_failed, raise_failure
 from ._operators.block import is_positive_semidefinite, space_of
 from ._operators.shifted import ShiftedLinearOperator
-from ._progress import NO_PROGRESS_METER, ProgressMeter
-from ._spectral.base import Accuracy, SpectralEstimator
+from ._spectral.base import SpectralEstimator
 from ._spectral.function import Power, SpectralFunction
 from ._state import init_state
-from ._trace_function import estimate_function
+from ._trace_function import Options, estimate_function
 
 
 # Functions of this module, which can be pickled as JAX's can't.
@@ -57,11 +57,7 @@ def logdet(
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
-    rtol: ArrayLike | None = None,
-    atol: ArrayLike | None = None,
-    level: float = 0.95,
-    progress_meter: ProgressMeter = NO_PROGRESS_METER,
-    throw: bool = True,
+    **options: Unpack[Options],
 ) -> Estimate:
     r"""Estimates `log det(A + shift I)` from at most `k` products with A.
 
@@ -81,10 +77,7 @@ def logdet(
     """
     where = "traceax.logdet"
     operator, lower = _shifted(operator, shift, where)
-    accuracy = Accuracy(rtol, atol, level, progress_meter)
-    return estimate_function(
-        where, key, _LOG, operator, k, estimator, accuracy, throw, lower=lower
-    )
+    return estimate_function(where, key, _LOG, operator, k, estimator, lower, **options)
 
 
 def trace_inverse(
@@ -94,11 +87,7 @@ def trace_inverse(
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
-    rtol: ArrayLike | None = None,
-    atol: ArrayLike | None = None,
-    level: float = 0.95,
-    progress_meter: ProgressMeter = NO_PROGRESS_METER,
-    throw: bool = True,
+    **options: Unpack[Options],
 ) -> Estimate:
     r"""Estimates `tr (A + shift I)^-1` from at most `k` products with A.
 
@@ -112,9 +101,8 @@ def trace_inverse(
     """
     where = "traceax.trace_inverse"
     operator, lower = _shifted(operator, shift, where)
-    accuracy = Accuracy(rtol, atol, level, progress_meter)
     return estimate_function(
-        where, key, _RECIPROCAL, operator, k, estimator, accuracy, throw, lower=lower
+        where, key, _RECIPROCAL, operator, k, estimator, lower, **options
     )
 
 
@@ -125,10 +113,7 @@ def schatten_norm(
     estimator: SpectralEstimator | None = None,
     *,
     p: ArrayLike = 1.0,
-    rtol: ArrayLike | None = None,
-    level: float = 0.95,
-    progress_meter: ProgressMeter = NO_PROGRESS_METER,
-    throw: bool = True,
+    **options: Unpack[Options],
 ) -> Estimate:
     r"""Estimates `(sum_i |lambda_i|^p)^(1/p)` of a symmetric or Hermitian operator.
 
@@ -146,24 +131,19 @@ def schatten_norm(
     hint = "write p=1.0 for the nuclear norm, p=2.0 for that of Frobenius."
     check_real_scalar(p, "p", where, hint)
     known = known_number(p)
+    if options.get("atol") is not None:
+        raise TypeError(f"{where}: a norm takes no atol, got one; pass rtol.")
     if known is not None and not 0 < known < math.inf:
         raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}")
     space = space_of(init_state(key, operator, where).operator)
     power = jnp.asarray(p, space.real_dtype)
     # A relative error of the norm is one p times as large of the sum.
+    rtol, throw = options.get("rtol"), options.get("throw", True)
     if rtol is not None:
-        make_tolerance(rtol, None, level, space.real_dtype, where)
-        rtol = jnp.asarray(rtol).astype(space.real_dtype) * power
-    total = estimate_function(
-        where,
-        key,
-        SpectralFunction(Power(power)),
-        operator,
-        k,
-        estimator,
-        Accuracy(rtol, None, level, progress_meter),
-        False,
-    )
+        rtol = power * check_tolerance(rtol, "rtol", space.real_dtype, where)
+    inside: Options = {**options, "rtol": rtol, "throw": False}
+    function = SpectralFunction(Power(power))
+    total = estimate_function(where, key, function, operator, k, estimator, **inside)
     stats = dict(total.stats)
     unit = stats.pop("unit", jnp.ones((), space.real_dtype))
     # The root of a sum, and the slope there for its error.
@@ -185,12 +165,7 @@ def von_neumann_entropy(
     operator: lx.AbstractLinearOperator,
     k: int | None = None,
     estimator: SpectralEstimator | None = None,
-    *,
-    rtol: ArrayLike | None = None,
-    atol: ArrayLike | None = None,
-    level: float = 0.95,
-    progress_meter: ProgressMeter = NO_PROGRESS_METER,
-    throw: bool = True,
+    **options: Unpack[Options],
 ) -> Estimate:
     r"""Estimates `-tr(A log A)` in nats, of a density matrix or a normalised Laplacian.
 
@@ -202,10 +177,7 @@ def von_neumann_entropy(
     **Returns:** a [`traceax.Estimate`][].
     """
     where = "traceax.von_neumann_entropy"
-    accuracy = Accuracy(rtol, atol, level, progress_meter)
-    return estimate_function(
-        where, key, _ENTROPY, operator, k, estimator, accuracy, throw
-    )
+    return estimate_function(where, key, _ENTROPY, operator, k, estimator, **options)
 
 
 def estrada_index(
@@ -213,12 +185,7 @@ def estrada_index(
     operator: lx.AbstractLinearOperator,
     k: int | None = None,
     estimator: SpectralEstimator | None = None,
-    *,
-    rtol: ArrayLike | None = None,
-    atol: ArrayLike | None = None,
-    level: float = 0.95,
-    progress_meter: ProgressMeter = NO_PROGRESS_METER,
-    throw: bool = True,
+    **options: Unpack[Options],
 ) -> Estimate:
     r"""Estimates `tr exp(A)`, of the adjacency matrix of a graph.
 
@@ -230,8 +197,7 @@ def estrada_index(
     Lett. 319 (2000), doi:10.1016/S0009-2614(00)00158-5.
     """
     where = "traceax.estrada_index"
-    accuracy = Accuracy(rtol, atol, level, progress_meter)
-    return estimate_function(where, key, _EXP, operator, k, estimator, accuracy, throw)
+    return estimate_function(where, key, _EXP, operator, k, estimator, **options)
 
 
 class SpectralDensity(eqx.Module):
@@ -254,10 +220,10 @@ class SpectralDensity(eqx.Module):
     def count(self, upper: Real[Array, "..."]) -> Float[Array, "..."]:
         """How many eigenvalues are at most `upper`."""
 
-        def of(bound):
+        def count_below(bound):
             return jnp.sum(jnp.where(self.points <= bound, self.weights, 0))
 
-        return jnp.vectorize(of)(jnp.asarray(upper))
+        return jnp.vectorize(count_below)(jnp.asarray(upper))
 
     def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
         """Eigenvalues per unit, every point spread to a normal density of `width`.
@@ -271,11 +237,13 @@ class SpectralDensity(eqx.Module):
         if known is not None and not known > 0:
             raise ValueError(f"{where}: width must be positive, got {width}; {hint}")
 
-        def of(point):
+        def at_point(point):
             z = (point.astype(self.points.dtype) - self.points) / width
             return jnp.sum(self.weights * jnp.exp(-(z**2) / 2))
 
-        return jnp.vectorize(of)(jnp.asarray(at)) / (width * math.sqrt(2 * math.pi))
+        return jnp.vectorize(at_point)(jnp.asarray(at)) / (
+            width * math.sqrt(2 * math.pi)
+        )
 
 
 def spectral_density(
@@ -294,7 +262,7 @@ def spectral_density(
     """
     where = "traceax.spectral_density"
     estimate = estimate_function(
-        where, key, _IDENTITY, operator, k, estimator, Accuracy(), throw
+        where, key, _IDENTITY, operator, k, estimator, throw=throw
     )
     points, weights = jax.lax.stop_gradient(
         (estimate.stats["ritz_values"], estimate.stats["ritz_weights"])

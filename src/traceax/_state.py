@@ -12,6 +12,8 @@ from jaxtyping import Array, Inexact, Key, PyTree
 
 from ._arguments import StoredKey, check_key, kind_of
 from ._estimate import Estimate
+from ._functional import TRACE, Functional
+from ._operators.block import Space, space_of
 from ._operators.check import checked_operator
 
 
@@ -30,7 +32,20 @@ class Kept(eqx.Module):
     owner: Any = None
 
 
-class TraceState(eqx.Module):
+class State(eqx.Module):
+    """Abstract base class of the library's states: a key and a checked operator."""
+
+    _key: eqx.AbstractVar[StoredKey]
+    operator: eqx.AbstractVar[lx.AbstractLinearOperator]
+    space: eqx.AbstractVar[Space]
+
+    @property
+    def key(self) -> Key[Array, ""]:
+        """A typed key."""
+        return self._key.typed
+
+
+class TraceState(State):
     """The state of an estimator that needs no set-up.
 
     A PyTree of ordinary arrays, besides the operator's leaves: it can be saved by
@@ -43,12 +58,16 @@ class TraceState(eqx.Module):
     - `kept`: what earlier estimates keep of their products; `None` for a new state.
     - `basis`: orthonormal vectors, found for an operator that has changed since, of which
         the exact trace is taken; `None` without such.
+    - `functional`: what is summed of the diagonal: all of it for a trace.
+    - `space`: the space that the operator maps to itself.
     """
 
     _key: StoredKey
     operator: lx.AbstractLinearOperator
     kept: Kept | None
     basis: Inexact[Array, "n r"] | None
+    functional: Functional = eqx.field(static=True)
+    space: Space = eqx.field(static=True)
 
     def __init__(
         self,
@@ -56,16 +75,14 @@ class TraceState(eqx.Module):
         operator: lx.AbstractLinearOperator,
         kept: Kept | None = None,
         basis: Inexact[Array, "n r"] | None = None,
+        functional: Functional = TRACE,
     ):
         self._key = StoredKey(key)
         self.operator = operator
         self.kept = kept
         self.basis = basis
-
-    @property
-    def key(self) -> Key[Array, ""]:
-        """A typed key."""
-        return self._key.typed
+        self.functional = functional
+        self.space = space_of(operator)
 
 
 def init_state(
@@ -92,15 +109,27 @@ def init_state(
     return TraceState(check_key(key, where), operator)
 
 
+# States of a user's own estimators have a key and an operator, and need not have more.
 _MISSING = object()
 
 
 def kept_of(state: Any) -> Kept | None:
-    """What a state keeps. States of estimators of one's own need not keep anything."""
+    """What a state keeps."""
     return getattr(state, "kept", None)
 
 
-def with_parts(state: Any, **parts: Any) -> Any:
+def functional_of(state: Any) -> Functional:
+    """What is summed of the diagonal."""
+    return getattr(state, "functional", TRACE)
+
+
+def state_space(state: Any) -> Space:
+    """The space of the state's operator."""
+    space = getattr(state, "space", None)
+    return space_of(state.operator) if space is None else space
+
+
+def replace_parts(state: Any, **parts: Any) -> Any:
     """The state with other parts, of those that it has."""
     names = [name for name in parts if getattr(state, name, _MISSING) is not _MISSING]
     return eqx.tree_at(

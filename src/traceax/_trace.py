@@ -10,24 +10,20 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.tolerance import SMALL, Tolerance, make_tolerance
+from ._accuracy.tolerance import SMALL, Stop, make_stop
 from ._arguments import budget_of, check_key
-from ._base import TraceEstimator, estimate_trace
+from ._base import TraceEstimator
+from ._drive import run_estimator
 from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
-from ._linalg.tall import Rows, summed
-from ._operators.block import (
-    Space,
-    has_real_trace,
-    is_semidefinite,
-    space_of,
-)
+from ._functional import TRACE, Functional, Trace
+from ._operators.block import has_real_trace, is_semidefinite, space_of
 from ._operators.check import ComplexLinearOperator, as_complex, checked_operator
 from ._operators.known_diagonal import KnownDiagonal, known_diagonal
-from ._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
+from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._samplers import NormalSampler, RademacherSampler
 from ._state import TraceState
 
@@ -48,6 +44,7 @@ class CHOICES(eqx.Enumeration):
         "or the budget isn't known in advance."
     )
     hutchinson = "Hutchinson: the budget is too small for the others."
+    signs = "Hutchinson: of a batch of derivatives signs take the least time for their error."
 
 
 def trace(
@@ -59,7 +56,6 @@ def trace(
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
-    give_up: bool = False,
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
@@ -99,14 +95,12 @@ def trace(
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, and at most k of them. Each
         a real number, which may be traced: one program serves all. The interval is
-        valid though it was looked at repeatedly; see the page on tolerances. Taken by
+        valid though it was judged repeatedly; see the page on tolerances. Taken by
         [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
         [`traceax.XNysTraceEstimator`][].
     - `level`: of that interval, a Python number between 0 and 1.
-    - `give_up`: whether to stop when twice the budget wouldn't meet the tolerance, at
-        the rate at which the error bar has fallen so far. Without a tolerance it does
-        nothing, as `level` and `progress_meter`.
     - `progress_meter`: shows how far an estimate to a tolerance is; nothing by default.
+        Without a tolerance it does nothing, as `level`.
         See [`traceax.TextProgressMeter`][].
     - `throw`: whether a failure raises an error at run time, or is only reported in
         `result`. A tolerance that is not met is none: the value is kept, `result` says
@@ -127,12 +121,9 @@ def trace(
     """
     where = "traceax.trace"
     operator = checked_operator(operator, where)
-    dtype, tolerance = space_of(operator).compute_dtype, None
-    if rtol is not None or atol is not None:
-        tolerance = make_tolerance(rtol, atol, level, dtype, where, give_up=give_up)
-    return estimate_whole(
-        where, key, operator, k, estimator, tolerance, progress_meter, throw=throw
-    )
+    dtype = space_of(operator).compute_dtype
+    stop = make_stop(rtol, atol, level, progress_meter, dtype, where)
+    return estimate_whole(where, key, operator, k, estimator, stop, throw=throw)
 
 
 def estimate_whole(
@@ -141,78 +132,75 @@ def estimate_whole(
     operator: lx.AbstractLinearOperator,
     k: int | None,
     estimator: TraceEstimator | None,
-    tolerance: Tolerance | None = None,
-    meter: ProgressMeter = NO_PROGRESS_METER,
+    stop: Stop | None = None,
+    functional: Functional = TRACE,
     *,
-    rows: Rows | None = None,
     throw: bool,
 ) -> Estimate:
-    """The estimate of a checked operator: exact parts, and an estimator for the rest.
-
-    Of groups of rows of the diagonal if `rows` are given, as an array.
-    """
-    space, key = space_of(operator), check_key(key, where)
-    k = budget_of(k, tolerance, space.size, where)
-    check_meter(meter, where)
-    state = TraceState(key, operator)
-    if estimator is not None and not isinstance(estimator, TraceEstimator):
-        raise TypeError(
-            f"{where}: estimator must be a traceax.TraceEstimator, got "
-            f"{estimator!r}; pass an instance, such as traceax.XTraceEstimator()."
-        )
-    choice, split = CHOICES.given, _Split(None, 0, None, operator)
+    """The estimate of a checked operator: exact parts, and an estimator for the rest."""
+    state = TraceState(check_key(key, where), operator, functional=functional)
+    space = state.space
+    k = budget_of(k, stop, space.size, where)
     if estimator is None:
-        choice, split = CHOICES.structure, _split(operator, k)
-    if split.rest is None:
-        nothing = summed(jnp.zeros(space.size, space.compute_dtype), rows)
+        split = _split(operator, k)
+    else:
+        _check_estimator(estimator, functional, where)
+        split = _Split(None, 0, None, operator)
+    if split.remainder is None:
+        choice = CHOICES.structure
+        nothing = functional.sum(jnp.zeros(space.size, space.compute_dtype))
         stats = {"num_matvecs": jnp.asarray(0)}
         stats["degrees_of_freedom"] = jnp.full_like(nothing, jnp.inf, space.real_dtype)
         estimate = Estimate(nothing, nothing.real, RESULTS.successful, stats, state)
     else:
-        budget = k - split.num_matvecs
+        budget, choice = k - split.num_matvecs, CHOICES.given
         if estimator is None:
-            few = tolerance is None or space.size <= SMALL
-            fixed = tolerance is None and rows is None
+            small = stop is None or space.size <= SMALL
+            fixed = stop is None and isinstance(functional, Trace)
             estimator, choice = _choose(
-                split.rest, budget, rows, exact=few, fixed=fixed
+                split.remainder, budget, functional, exact=small, fixed=fixed
             )
-        exact = None if split.exact is None else summed(split.exact, rows)
-        if tolerance is not None:
-            tolerance = tolerance.of_part(split.factor, exact)
-        estimate = estimate_trace(
-            estimator,
-            estimator.init(key, split.rest),
-            budget,
-            tolerance,
-            meter,
-            rows=rows,
-            throw=False,
-        )
+        if stop is not None:
+            exact = None if split.exact is None else functional.sum(split.exact)
+            stop = stop.for_part(split.factor, exact)
+        part = estimator.init(key, split.remainder)
+        if not isinstance(functional, Trace):
+            part = TraceState(part.key, part.operator, functional=functional)
+        estimate = run_estimator(estimator, part, budget, stop, throw=False)
     if split.exact is not None or split.factor is not None:
         real = has_real_trace(operator)
         # What was kept is of the rest alone: the state is one that begins anew.
-        estimate = _combine(estimate, state, split, space, rows, real=real)
-    estimate = _with_choice(estimate, choice)
+        estimate = _combine(estimate, state, split, real=real)
+    estimate = set_choice(estimate, choice)
     return raise_failure(estimate) if throw else estimate
 
 
+def _check_estimator(estimator: Any, functional: Functional, where: str) -> None:
+    if not isinstance(estimator, TraceEstimator):
+        raise TypeError(
+            f"{where}: estimator must be a traceax.TraceEstimator, got "
+            f"{estimator!r}; pass an instance, such as traceax.XTraceEstimator()."
+        )
+    if not isinstance(functional, Trace) and not estimator.gives_diagonals:
+        raise TypeError(
+            f"{where}: estimator must be one that gives diagonals and traces of leaves, "
+            f"got {estimator!r}; use traceax.HutchinsonEstimator() or "
+            "traceax.XTraceEstimator()."
+        )
+
+
 def _combine(
-    estimate: Estimate,
-    state: TraceState,
-    split: "_Split",
-    space: Space,
-    rows: Rows | None,
-    *,
-    real: bool,
+    estimate: Estimate, state: TraceState, split: "_Split", *, real: bool
 ) -> Estimate:
     """`factor * estimate + exact part`."""
+    space = state.space
     value = estimate.value.astype(space.compute_dtype)
     error = estimate._standard_error.astype(space.real_dtype)
     if split.factor is not None:
         factor = split.factor.astype(space.compute_dtype)
         value, error = value * factor, error * jnp.abs(factor)
     if split.exact is not None:
-        exact = summed(split.exact, rows)
+        exact = state.functional.sum(split.exact)
         # The sum is rounded; an error of 0 says that all of it is exact.
         magnitude = jnp.abs(value) + jnp.abs(exact)
         rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
@@ -231,7 +219,8 @@ def _combine(
     )
 
 
-def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
+def set_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
+    """The estimate, with a choice among its `stats`."""
     stats = {**estimate.stats, "choice": choice}
     return eqx.tree_at(lambda e: e.stats, estimate, stats)
 
@@ -239,13 +228,15 @@ def _with_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
 def _choose(
     operator: lx.AbstractLinearOperator,
     k: int,
-    rows: Rows | None,
+    functional: Functional,
     *,
     exact: bool,
     fixed: bool,
 ) -> tuple[TraceEstimator, CHOICES]:
     # Of a single entry probes of any length see little; signs see the least of the others.
-    given = (NormalSampler(), True) if rows is None else (RademacherSampler(), False)
+    given = RademacherSampler(), False
+    if isinstance(functional, Trace):
+        given = NormalSampler(), True
     semidefinite = is_semidefinite(operator)
     if exact and k >= space_of(operator).size:
         return HutchinsonEstimator(), CHOICES.budget
@@ -259,13 +250,15 @@ def _choose(
 
 
 class _Split(NamedTuple):
-    """An operator as `factor * rest` and a part of known diagonal. `None` stands for 1,
-    and for a part that there is not."""
+    """An operator as `factor * remainder` and a part of known diagonal.
+
+    `None` stands for a factor of 1, and for a part of 0.
+    """
 
     exact: Inexact[Array, " n"] | None
     num_matvecs: int
     factor: Inexact[Array, ""] | None
-    rest: lx.AbstractLinearOperator | None
+    remainder: lx.AbstractLinearOperator | None
 
 
 class _Term(NamedTuple):

@@ -1,26 +1,26 @@
 """Traces of functions of an operator: the front door, which other functions share."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from ._arguments import check_budget
+from ._accuracy.tolerance import make_stop
+from ._arguments import budget_of
+from ._drive import run_estimator
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._linalg.tall import largest_entry
-from ._operators.block import is_known, space_of
+from ._operators.block import is_known
 from ._operators.check import checked_operator
 from ._operators.known_diagonal import known_diagonal
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import (
-    Accuracy,
     SpectralEstimator,
     SpectralState,
-    estimate_spectral,
+    init_spectral_state,
     spectral_outcome,
-    spectral_state,
 )
 from ._spectral.krylov_aware import KrylovAwareEstimator
 
@@ -88,11 +88,22 @@ def trace_function(
         finite on its spectrum, and whatever failure [`traceax.RESULTS`][] names.
     """
     where = "traceax.trace_function"
-    operator = checked_operator(operator, where, "(key, fn, operator, k)")
-    accuracy = Accuracy(rtol, atol, level, progress_meter)
-    return estimate_function(
-        where, key, fn, operator, k, estimator, accuracy, throw, lower=lower
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        checked_operator(operator, where, "(key, fn, operator, k)")
+    options = Options(
+        rtol=rtol, atol=atol, level=level, progress_meter=progress_meter, throw=throw
     )
+    return estimate_function(where, key, fn, operator, k, estimator, lower, **options)
+
+
+class Options(TypedDict, total=False):
+    """The options that functions of this kind share; see [`traceax.trace_function`][]."""
+
+    rtol: ArrayLike | None
+    atol: ArrayLike | None
+    level: float
+    progress_meter: ProgressMeter
+    throw: bool
 
 
 def estimate_function(
@@ -101,16 +112,22 @@ def estimate_function(
     fn: Callable[[Float[Array, ""]], Any],
     operator: lx.AbstractLinearOperator,
     k: int | None,
-    estimator: SpectralEstimator | None,
-    accuracy: Accuracy,
-    throw: bool,
-    *,
+    estimator: SpectralEstimator | None = None,
     lower: ArrayLike | None = None,
+    *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> Estimate:
     """`trace_function`, by another name in errors."""
-    state = spectral_state(where, key, operator, fn, lower)
+    state = init_spectral_state(where, key, operator, fn, lower)
+    space = state.space
+    stop = make_stop(rtol, atol, level, progress_meter, space.compute_dtype, where)
+    k = budget_of(k, stop, space.size, where)
     if estimator is None:
-        exact = _of_diagonal(where, state, k, accuracy)
+        exact = _sum_over_diagonal(state, k)
         if exact is not None:
             return raise_failure(exact) if throw else exact
         estimator = KrylovAwareEstimator()
@@ -120,19 +137,14 @@ def estimate_function(
             f"{estimator!r}; pass an instance, such as "
             "traceax.KrylovAwareEstimator()."
         )
-    return estimate_spectral(where, estimator, state, k, accuracy, throw=throw)
+    return run_estimator(estimator, state, k, stop, throw=throw)
 
 
-def _of_diagonal(
-    where: str, state: SpectralState, k: int | None, accuracy: Accuracy
-) -> Estimate | None:
+def _sum_over_diagonal(state: SpectralState, k: int) -> Estimate | None:
     """The sum over a diagonal, where structure gives it for at most k products."""
-    k = k if k is None else check_budget(k, where)
-    operator = state.operator
-    space = space_of(operator)
-    accuracy.checked(space.real_dtype, where)
+    operator, space = state.operator, state.space
     diagonal = known_diagonal(operator) if is_known(lx.is_diagonal, operator) else None
-    if diagonal is None or (k is not None and diagonal.num_matvecs > k):
+    if diagonal is None or diagonal.num_matvecs > k:
         return None
     entries = diagonal.read().astype(space.compute_dtype)
     points = jnp.real(entries)

@@ -4,15 +4,17 @@ Pure kernels on arrays. docs/error-bars.md has the derivations.
 """
 
 import functools as ft
+import operator as op
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
-from .._linalg.leave_one_out import RowSamples
+from .._linalg.pairs import PairedSamples
 from .._linalg.small import divisor, leading, matmul, squares
-from .._linalg.tall import RowMoments, inner
+from .._linalg.tall import inner
+from .moments import Moments
 
 # How many probes the skewness is estimated from: n x 16 x 16 operations at most.
 GRAM_PROBES = 16
@@ -111,24 +113,16 @@ def gram_of(
     return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
 
 
-def leave_one_out_samples(
-    samples: Inexact[Array, " m"],
-    pairs: Inexact[Array, "m m"],
-    magnitude: Float[Array, ""],
-    orthogonal_dimension: ArrayLike | None = None,
-    *,
-    known: Bool[Array, "m m"] | None = None,
-    active: Bool[Array, " m"] | None = None,
+def leave_one_out_bar(
+    paired: PairedSamples, active: Bool[Array, " m"] | None = None
 ) -> ErrorBar:
     r"""The error bar of the mean of leave-one-out samples.
 
     Sample i, `t_i`, tests on probe i what the other probes built. The samples share
     probes, are correlated, and their sample variance understates the error of their
-    mean up to tenfold. `pairs[i, j]`, `t_ij`, is sample i with probe j left out of
-    everything. The diagonal of `pairs` is not used. `magnitude` bounds what was added
-    up to a sample, for the error of rounding. `known` says which pairs are given, all
-    by default: the mean over these stands for the mean over all. `active` says which
-    samples there are, all by default; at least two of them.
+    mean up to tenfold. `t_ij` is sample i with probe j left out of everything. Where not
+    all pairs are given the mean over these stands for the mean over all. `active` says
+    which samples there are, all by default; at least two of them.
 
     *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not
     depend on probe j. So `t_j - t` has mean 0 against `t_ij - t`, `t_i - t` against
@@ -147,7 +141,7 @@ def leave_one_out_samples(
     `(variance - c) / m + c`.
 
     *Orthogonal probes.* Given all but i and j, orthonormal `u_i`, `u_j` are a uniform
-    pair in the complement, of dimension `N = orthogonal_dimension`. The quadratic
+    pair in the complement, of dimension `N = paired.dimension`. The quadratic
     forms of a full orthonormal basis add up to a constant, so those of a pair have
     correlation `-1 / (N - 1)`. The last term is `-var(t_ij) / (N - 1)` instead of 0,
     and `var(t_ij) / (N - 1)` is added to V. About their mean, in place of t, the `t_ij`
@@ -162,89 +156,60 @@ def leave_one_out_samples(
     value and 0.7 J are added; these two weights are measured, not derived. Skewness
     counts as for independent samples.
     """
-    m, samples = _number(samples, active), leading(samples, active)
-    mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
-    (most,) = samples.shape
-    if most == 1:
+    samples, partners, without, swapped, is_pair, magnitude, dimension = paired
+    room = samples.shape[-1]
+    m = room if active is None else jnp.sum(active).astype(magnitude.dtype)
+    is_active = jnp.ones(room, bool) if active is None else active
+    mean = jnp.sum(jnp.where(is_active, samples, 0), axis=-1)
+    mean = mean / jnp.asarray(m).astype(samples.dtype)
+    if room == 1:
         return _unknown(mean)
-    off_diagonal = ~jnp.eye(most, dtype=bool) if known is None else known
-    if active is not None:
-        off_diagonal = off_diagonal & active[:, None] & active[None, :]
-    deviations = leading(samples - mean, active)
-    differences = jnp.where(off_diagonal, samples[:, None] - pairs, 0)
-    unit = divisor(magnitude)
-    deviations = deviations / unit.astype(samples.dtype)
-    differences = differences / unit.astype(samples.dtype)
-    alone = jnp.abs(deviations) ** 2
-    shared = jnp.sum(jnp.real(differences * differences.conj().T), axis=1)
-    if known is not None:
-        shared = shared * (m * (m - 1) / jnp.sum(known)).astype(shared.dtype)
+    unit = divisor(jnp.max(magnitude))
+
+    def scaled(x, mask):
+        return jnp.where(mask, x / unit.astype(x.dtype), 0)
+
+    deviations = scaled(samples - mean[..., None], is_active)
+    alone = squares(deviations)
+    first = scaled(samples[..., None] - without, is_pair)
+    second = scaled(partners - swapped, is_pair)
+    shared = jnp.sum(jnp.real(first * second.conj()), axis=-1)
     factor = 1.0
-    if orthogonal_dimension is not None:
-        about = jnp.where(off_diagonal, (pairs - mean) / unit.astype(pairs.dtype), 0)
-        of_pairs = jnp.sum(jnp.abs(about) ** 2, axis=1)
-        shared = shared + of_pairs / (orthogonal_dimension - 1)
-        factor = (orthogonal_dimension - 1) / (orthogonal_dimension - 2)
+    if dimension is not None:
+        about = scaled(without - mean[..., None, None], is_pair)
+        shared = shared + jnp.sum(squares(about), axis=-1) / (dimension - 1)
+        factor = (dimension - 1) / (dimension - 2)
+    given = jnp.maximum(jnp.sum(is_pair), 1).astype(shared.dtype)
+    shared = shared * (m * (m - 1) / given).astype(shared.dtype)
     scale = factor / (m * (m - 1))
     contributions = scale * (alone + shared)
     seconds, thirds = _moments(deviations)
-    variance = jnp.maximum(jnp.sum(contributions), scale * sum(seconds) / 2)
-    uneven = _ratio(jnp.sum(contributions**2), variance**2) - 1 / m
+    variance = jnp.maximum(
+        jnp.sum(contributions, axis=-1), scale * ft.reduce(op.add, seconds) / 2
+    )
+    uneven = _ratio(jnp.sum(contributions**2, axis=-1), variance**2) - 1 / m
     uneven = jnp.clip(uneven, 0, 1) / 2
     skewness = _squared_skewness(seconds, thirds, m)
     inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
     return _error_bar(mean, unit, variance, inverse, magnitude)
 
 
-def independent_rows(moments: RowMoments, m: int | Int[Array, ""]) -> ErrorBar:
-    """Of the means of m independent samples, by group: `V = s^2 / m`.
+def independent_bar(moments: Moments, m: int | Int[Array, ""]) -> ErrorBar:
+    """The error bar of the means of m independent samples: `V = s^2 / m`.
 
     Signs may agree by chance (see `independent_samples`): then the variance is that of
     `sum_s A_rs w_s`, times that probability.
     """
-    mean, deviations, squared, unit = moments
+    mean, deviations, energy, unit = moments
     number = jnp.asarray(m).astype(deviations.dtype)
-    tied = jnp.exp2(1 - number) * jnp.maximum(squared / number - jnp.abs(mean) ** 2, 0)
+    tied = jnp.exp2(1 - number) * jnp.maximum(energy / number - squares(mean), 0)
     variance = deviations / jnp.maximum(number - 1, 1)
     variance = jnp.where(variance < 0.01 * tied, tied, variance) / number
-    size = jnp.sqrt(squared / number)
-    return _row_bar(mean, unit, variance, size, 1 / jnp.maximum(number - 1, 1), number)
-
-
-def row_error_bar(of: RowSamples, active: Bool[Array, " m"] | None = None) -> ErrorBar:
-    """Of the means of leave-one-out samples, by group.
-
-    As `leave_one_out_samples`, from pairs of neighbours instead of all pairs: `O(n m)`.
-    """
-    unit = divisor(jnp.max(jnp.abs(of.samples)))
-    samples, pairs, swapped, following = (x / unit.astype(x.dtype) for x in of[:4])
-    m, dimension = samples.shape[1], of.dimension
-    here = jnp.ones(m, bool) if active is None else active
-    number = jnp.sum(here).astype(jnp.finfo(samples.dtype).dtype)
-
-    def mean_of(x):
-        return jnp.sum(jnp.where(here, x, 0), axis=1) / number.astype(x.dtype)
-
-    mean = mean_of(samples)
-    deviations = samples - mean[:, None]
-    alone = mean_of(jnp.abs(deviations) ** 2) / (number - 1)
-    moments = _moments(jnp.where(here, deviations, 0), axis=1)
-    inverse = 1 / (number - 1) + _skewed(_squared_skewness(*moments, number), number)
-    shared = mean_of(jnp.real((samples - pairs) * (following - swapped).conj()))
-    about = mean_of(jnp.abs(pairs - mean[:, None]) ** 2)
-    shared = shared + about / (dimension - 1)
-    factor = 1 / (1 - 1 / (dimension - 1))
-    variance = factor * jnp.maximum(alone + shared, alone / 2)
-    size = mean_of(jnp.abs(samples))
-    return _row_bar(mean, unit, variance, size, inverse, number)
-
-
-def _row_bar(mean, unit, variance, magnitude, inverse, number) -> ErrorBar:
-    mean, magnitude = mean * unit.astype(mean.dtype), magnitude * unit
-    bar = _error_bar(mean, unit, variance, inverse, magnitude)
+    size, mean = jnp.sqrt(energy / number) * unit, mean * unit.astype(mean.dtype)
+    inverse = jnp.broadcast_to(1 / jnp.maximum(number - 1, 1), size.shape)
+    bar = _error_bar(mean, unit, variance, inverse, size)
     error = jnp.where(number > 1, bar.standard_error, jnp.nan)
-    freedom = jnp.broadcast_to(bar.degrees_of_freedom, error.shape)
-    return ErrorBar(mean, error, freedom)
+    return bar._replace(standard_error=error)
 
 
 def weighted_samples(
@@ -321,13 +286,13 @@ def _skewed(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
 
 
 def _moments(
-    deviations: Inexact[Array, "*g m"], axis: int | None = None
-) -> tuple[list[Float[Array, ""]], list[Float[Array, ""]]]:
+    deviations: Inexact[Array, "*g m"],
+) -> tuple[list[Float[Array, "*g"]], list[Float[Array, "*g"]]]:
     """Sums of squares and of cubes of the real and of the imaginary parts."""
     parts = [jnp.real(deviations)]
     if jnp.iscomplexobj(deviations):
         parts.append(jnp.imag(deviations))
-    powers = [[jnp.sum(x**p, axis=axis) for x in parts] for p in (2, 3)]
+    powers = [[jnp.sum(x**p, axis=-1) for x in parts] for p in (2, 3)]
     return powers[0], powers[1]
 
 

@@ -1,10 +1,11 @@
 r"""Estimates to a tolerance: how many products are taken is decided while they are taken.
 
 Shapes are those of the largest budget. One loop fills buffers of that size, a few probes
-at a time, and looks at the error bar whenever there are a third more than at the last
-look. docs/budgets.md has the rule and its derivation.
+at a time, and judges the error bar whenever there are a third more than the last time.
+docs/budgets.md has the rule and its derivation.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from .._estimate import RESULTS
 from .._linalg.small import divisor
-from .._progress import ProgressMeter
+from .._progress import ProgressMeter, check_meter
 from .._student_t import check_level, student_t_quantile, two_sided
 from .error_bar import ErrorBar
 
@@ -29,35 +30,33 @@ from .error_bar import ErrorBar
 _WIDENED = 2.0
 # Up to so many dimensions an answer is exact where the budget allows it.
 SMALL = 32
-# How many times too small a budget is when a loop gives up.
-_CLEAR = 2.0
 # Products that are taken before a loop may stop, and in each of its steps.
 FEWEST = 8
 
 
-class Tolerance(eqx.Module):
-    """When an error bar is short enough.
+class Stop(eqx.Module):
+    """When a loop may stop: once an error bar is short enough.
 
     - `rtol`, `atol`: half of the interval at most `atol + rtol |value|`.
     - `level`: of the interval.
+    - `meter`: shows how far the loop is.
     - `factor`, `offset`: the value is `factor` times that of the loop, plus `offset`.
     - `norm`: of several values, `"largest"` or `"root mean square"`, of which the
         tolerance is; `None` for each on its own.
-    - `give_up`: whether to stop once it is clear that it won't be met.
     """
 
     rtol: Float[Array, ""]
     atol: Float[Array, ""]
     level: float = eqx.field(static=True)
+    meter: ProgressMeter = eqx.field(static=True)
     factor: Inexact[Array, ""]
     offset: Inexact[Array, "*g"]
     norm: str | None = eqx.field(static=True, default=None)
-    give_up: bool = eqx.field(static=True, default=False)
 
     def excess(self, bar: ErrorBar) -> Float[Array, ""]:
-        """How many times as long as asked for the interval of the whole value is.
+        """The length of the value's interval over the length asked for.
 
-        Of the worst, if the entries of `bar` hold several. Infinite for an unknown error.
+        That of the worst, if `bar` holds several. Infinite for an unknown error.
         """
         error, freedom = bar.standard_error, bar.degrees_of_freedom
         quantile = student_t_quantile(two_sided(self.level), freedom)
@@ -84,37 +83,32 @@ class Tolerance(eqx.Module):
         """Whether every interval is short enough."""
         return self.excess(bar) <= 1
 
-    def of_part(
+    def for_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
-    ) -> "Tolerance":
-        """The same tolerance, seen from a part of the value."""
-        return Tolerance(
-            self.rtol,
-            self.atol,
-            self.level,
-            self.factor if factor is None else factor,
-            self.offset if offset is None else offset,
-            self.norm,
-            self.give_up,
-        )
+    ) -> "Stop":
+        """The same, for a loop that finds a part of the value."""
+        factor = self.factor if factor is None else factor
+        offset = self.offset if offset is None else offset
+        return dataclasses.replace(self, factor=factor, offset=offset)
 
 
 def root_mean_square(x: Float[Array, " g"]) -> Float[Array, ""]:
-    """Of what may be too small to square."""
+    """The root mean square of numbers that may be too small to square."""
     unit = divisor(jnp.max(jnp.abs(x)))
     return unit * jnp.sqrt(jnp.mean((x / unit) ** 2))
 
 
-def make_tolerance(
+def make_stop(
     rtol: ArrayLike | None,
     atol: ArrayLike | None,
     level: float,
+    meter: ProgressMeter,
     dtype: Any,
     where: str,
     norm: str | None = None,
-    give_up: bool = False,
-) -> Tolerance | None:
-    """Checks; `None` if neither is given. `dtype` is that of the value."""
+) -> Stop | None:
+    """Checks; `None` if neither tolerance is given. `dtype` is that of the value."""
+    check_meter(meter, where)
     if isinstance(level, bool) or not isinstance(level, float | int):
         raise TypeError(
             f"{where}: level must be a Python number, got {level!r} of type "
@@ -123,148 +117,154 @@ def make_tolerance(
     check_level(level, where)
     if rtol is None and atol is None:
         return None
-    given: list[Array] = []
-    for name, asked in (("rtol", rtol), ("atol", atol)):
-        x = 0.0 if asked is None else asked
-        if isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x):
-            raise TypeError(
-                f"{where}: {name} must be a real number, got {x!r}; write 1e-2 for two "
-                "digits."
-            )
-        known = not isinstance(x, jax.core.Tracer)
-        if known and not 0 <= float(np.asarray(x)) < math.inf:
-            raise ValueError(
-                f"{where}: {name} must be finite and not negative, got {x}."
-            )
-        given.append(jnp.asarray(x).astype(jnp.finfo(dtype).dtype))
+    relative, absolute = (
+        check_tolerance(0.0 if x is None else x, name, dtype, where)
+        for name, x in (("rtol", rtol), ("atol", atol))
+    )
     one = jnp.ones((), dtype)
-    relative, absolute = given
     nothing = jnp.zeros_like(one)
-    return Tolerance(relative, absolute, float(level), one, nothing, norm, give_up)
+    return Stop(relative, absolute, float(level), meter, one, nothing, norm)
 
 
-def met_or_failed(tolerance: Tolerance, bar: ErrorBar, result: RESULTS) -> RESULTS:
+def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Float[Array, ""]:
+    """A relative or absolute tolerance as an array."""
+    if isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x):
+        raise TypeError(
+            f"{where}: {name} must be a real number, got {x!r}; write 1e-2 for two digits."
+        )
+    known = not isinstance(x, jax.core.Tracer)
+    if known and not 0 <= float(np.asarray(x)) < math.inf:
+        raise ValueError(f"{where}: {name} must be finite and not negative, got {x}.")
+    return jnp.asarray(x).astype(jnp.finfo(dtype).dtype)
+
+
+def met_or_failed(stop: Stop, bar: ErrorBar, result: RESULTS) -> RESULTS:
     """`result`, or that the tolerance was not met. A value that is not finite has a cause
     of its own."""
-    met = tolerance.met(bar) | ~jnp.isfinite(bar.mean).all()
+    met = stop.met(bar) | ~jnp.isfinite(bar.mean).all()
     unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
     return RESULTS.where(result == RESULTS.successful, unmet, result)
 
 
-class Looked(NamedTuple):
-    """What a look at the probes so far tells: an error bar, and what else was found."""
+class Check(NamedTuple):
+    """The error bar after some probes, and what `judge` wants returned beside it."""
 
     bar: ErrorBar
-    found: Any
+    extra: Any
 
 
 class Forecast(NamedTuple):
-    """How many probes it would take at this rate, from the first look to the last.
+    """The number of probes that it would take at this rate, from the first check to the last.
 
     Error bars fall with a power of the number of probes, of at least 1/2: Monte Carlo's.
+
+    - `first_count`, `first_excess`: the number of probes at the first check that had an
+        error bar, and how many times too long it was.
+    - `needed`: the number of probes that it would take.
     """
 
-    begun: Float[Array, ""]  # at the first look
-    excess: Float[Array, ""]  # there
+    first_count: Float[Array, ""]
+    first_excess: Float[Array, ""]
     needed: Float[Array, ""]
-    looks: Int[Array, ""]
 
     def after(self, excess: Float[Array, ""], count: Int[Array, ""]) -> "Forecast":
         number = count.astype(excess.dtype)
-        first = (self.looks == 0) | ~jnp.isfinite(self.excess)
-        begun = jnp.where(first, number, self.begun)
-        start = jnp.where(first, excess, self.excess)
-        fell = jnp.log(start / excess) / jnp.log(number / begun)
-        power = jnp.clip(jnp.where(number > begun, fell, 0.5), 0.5, 8.0)
+        is_first = ~jnp.isfinite(self.first_excess)
+        first_count = jnp.where(is_first, number, self.first_count)
+        first = jnp.where(is_first, excess, self.first_excess)
+        power = jnp.log(first / excess) / jnp.log(number / first_count)
+        power = jnp.clip(jnp.where(number > first_count, power, 0.5), 0.5, 8.0)
         needed = number * jnp.exp(jnp.log(excess) / power)
         needed = jnp.where(excess > 1, needed, number)
         needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
-        return Forecast(begun, start, needed, self.looks + 1)
+        return Forecast(first_count, first, needed)
 
 
-class Progress(eqx.Module):
-    """Where a loop is."""
+class Loop(eqx.Module):
+    """The variables of a loop.
+
+    - `count`: how many probes the buffers hold.
+    - `next_check`: the number of probes at which the error bar is judged again.
+    - `check`, `forecast`: of the last time that it was.
+    - `stop`: whether it was short enough then.
+    - `meter`: the state of the progress meter.
+    """
 
     buffers: Any
     count: Int[Array, ""]
-    next_look: Int[Array, ""]
-    looked: Looked
+    next_check: Int[Array, ""]
+    check: Check
     forecast: Forecast
     stop: Bool[Array, ""]
     meter: Any
 
 
-def until(
-    tolerance: Tolerance,
-    meter: ProgressMeter,
+def run_until(
+    stop: Stop,
     grow: Callable[[Any, Int[Array, ""]], Any],
-    judge: Callable[[Any, Int[Array, ""]], Looked],
+    judge: Callable[[Any, Int[Array, ""]], Check],
     buffers: Any,
     *,
-    done: int | Int[Array, ""],
+    start: int | Int[Array, ""],
     width: int,
     most: int | Int[Array, ""],
     fewest: int,
     samples: int | None = None,
-) -> Progress:
+) -> Loop:
     """Takes steps of `width` until the tolerance is met, or `most` would be exceeded.
 
-    `grow` returns the buffers with what it found of the probes `count, ..., count + width
-    - 1`, `judge` looks at the first `count` of them. No loop stops with less than `fewest`,
-    unless the value is not finite. `done` probes are there from the beginning, and are
-    looked at first. `samples` is how many an error bar is made of, where that isn't the
-    number of probes.
+    - `grow` returns the buffers with the probes `count, ..., count + width - 1`.
+    - `judge` returns a `Check` of the first `count` of them.
+    - `start`: how many probes the buffers hold at the beginning; these are judged first.
+    - `fewest`: no loop stops with less, unless the value is not finite.
+    - `samples`: how many an error bar is made of, where that isn't the number of probes.
     """
+    meter = stop.meter
 
-    def look(buffers, count, forecast):
-        bar, found = judge(buffers, count)
-        # Of errors estimated too small and too large, the small ones end the loop.
+    def check(buffers, count, forecast):
+        bar, extra = judge(buffers, count)
+        # Stopping at the first short bar picks bars that are too short by chance.
         error = bar.standard_error
         number = jnp.asarray(count if samples is None else samples).astype(error.dtype)
         bar = bar._replace(standard_error=error * (1 + _WIDENED / number))
-        excess = tolerance.excess(bar)
+        excess = stop.excess(bar)
         forecast = forecast.after(excess, jnp.asarray(count))
-        stop = (excess <= 1) & (count >= fewest)
-        if tolerance.give_up:
-            hopeless = forecast.needed > _CLEAR * most
-            stop = stop | (hopeless & (forecast.looks > 1))
-        return Looked(bar, found), forecast, stop | ~jnp.isfinite(bar.mean).all()
+        enough = (excess <= 1) & (count >= fewest)
+        return Check(bar, extra), forecast, enough | ~jnp.isfinite(bar.mean).all()
 
-    def body(progress: Progress) -> Progress:
-        buffers = grow(progress.buffers, progress.count)
-        count = progress.count + width
-        due = (count >= progress.next_look) | (count + width > most)
+    def body(loop: Loop) -> Loop:
+        buffers = grow(loop.buffers, loop.count)
+        count = loop.count + width
+        due = (count >= loop.next_check) | (count + width > most)
         # One condition for all lanes of a `vmap`, or both branches would be computed. A
         # lane that has stopped keeps what it had.
-        due = eqxi.unvmap_any(due & ~progress.stop)
-        looked, forecast, stop = jax.lax.cond(
+        due = eqxi.unvmap_any(due & ~loop.stop)
+        last, forecast, enough = jax.lax.cond(
             due,
-            lambda: look(buffers, count, progress.forecast),
-            lambda: (progress.looked, progress.forecast, jnp.array(False)),
+            lambda: check(buffers, count, loop.forecast),
+            lambda: (loop.check, loop.forecast, jnp.array(False)),
         )
-        following = count + jnp.maximum(width, count // 3)
-        following = jnp.where(due, following, progress.next_look)
-        fraction = jnp.where(stop, 1, count / most)
-        shown = meter.step(progress.meter, fraction)
-        return Progress(buffers, count, following, looked, forecast, stop, shown)
+        next_check = count + jnp.maximum(width, count // 3)
+        next_check = jnp.where(due, next_check, loop.next_check)
+        shown = meter.step(loop.meter, jnp.where(enough, 1, count / most))
+        return Loop(buffers, count, next_check, last, forecast, enough, shown)
 
-    def proceed(progress: Progress) -> Bool[Array, ""]:
-        return ~progress.stop & (progress.count + width <= most)
+    def proceed(loop: Loop) -> Bool[Array, ""]:
+        return ~loop.stop & (loop.count + width <= most)
 
-    start = jnp.asarray(done, jnp.int32)
-    real = tolerance.rtol.dtype
-    unknown = jnp.full((), jnp.inf, real)
-    forecast = Forecast(unknown, unknown, unknown, jnp.asarray(0, jnp.int32))
-    if isinstance(done, int) and done == 0:
-        shapes = jax.eval_shape(lambda: look(buffers, start, forecast))
-        looked, _, stop = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    count = jnp.asarray(start, jnp.int32)
+    unknown = jnp.full((), jnp.inf, stop.rtol.dtype)
+    forecast = Forecast(unknown, unknown, unknown)
+    if isinstance(start, int) and start == 0:
+        shapes = jax.eval_shape(lambda: check(buffers, count, forecast))
+        last, _, enough = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     else:
-        looked, forecast, stop = look(buffers, start, forecast)
-    following = jnp.asarray(fewest, jnp.int32)
-    progress = Progress(buffers, start, following, looked, forecast, stop, meter.init())
-    progress = jax.lax.while_loop(proceed, body, progress)
-    meter.close(progress.meter)
-    return progress
+        last, forecast, enough = check(buffers, count, forecast)
+    next_check = jnp.asarray(fewest, jnp.int32)
+    loop = Loop(buffers, count, next_check, last, forecast, enough, meter.init())
+    loop = jax.lax.while_loop(proceed, body, loop)
+    meter.close(loop.meter)
+    return loop
 
 
 def step_width(most: int, fewest: int) -> int:

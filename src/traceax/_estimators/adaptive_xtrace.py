@@ -6,11 +6,11 @@ from jaxtyping import Array, Bool, Inexact
 
 from .._accuracy.error_bar import ErrorBar, weighted_samples
 from .._base import TraceEstimator
-from .._deflation import deflated_trace
+from .._deflation import mean_of_tests
 from .._linalg import adaptive, krylov_split, tall
 from .._operators.block import apply_block, is_hermitian, space_of
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
-from .._state import init_state, kept_of
+from .._state import kept_of
 
 # Budgets from which a Krylov space pays, its blocks, and of how many products one is a test
 # that judges it.
@@ -70,9 +70,6 @@ class AdaptiveXTraceEstimator(TraceEstimator):
     def __check_init__(self):
         check_sampler(self.sampler, type(self).__name__, independent=True)
 
-    def init(self, key, operator):
-        return init_state(key, operator, "AdaptiveXTraceEstimator.init")
-
     def compute(self, state, k):
         if kept_of(state) is not None:
             raise TypeError(
@@ -81,7 +78,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
                 "traceax.XTraceEstimator()."
             )
         if k < 8:
-            return deflated_trace(state, k, self.sampler, resphere=False)
+            return mean_of_tests(state, k, self.sampler, resphere=False)
         operator, space = state.operator, space_of(state.operator)
         deep = k >= _KRYLOV and is_hermitian(operator)
         probes = draw_range(self.sampler, state.key, 0, k, k, space)

@@ -26,16 +26,16 @@ from .._arguments import StoredKey, check_optional_integer, without_numpy
 from .._base import TraceEstimator
 from .._deflation import Deflated, deflate, leading_range
 from .._linalg.tall import column_dots, orthonormalise, side_by_side
-from .._operators.block import apply_block, space_of
+from .._operators.block import apply_block
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .._state import Kept, TraceState, init_state
+from .._state import Kept, TraceState
 
 # Products that are enough for three probes of the past and three fresh ones.
 _FEWEST = 6
 
 
 class _Past(eqx.Module):
-    """What is known of the operator as it was.
+    """The last estimate, of the operator as it was.
 
     The estimate was `rest + weight * mean(samples)`, of fresh probes and of what doesn't
     depend on these.
@@ -137,10 +137,7 @@ class DeltaShiftEstimator(TraceEstimator):
         what = "the most vectors of the basis"
         check_optional_integer(self.basis_size, "basis_size", name, least=0, what=what)
 
-    def init(self, key, operator):
-        return init_state(key, operator, "DeltaShiftEstimator.init")
-
-    def carry_over(self, state, fresh):
+    def start_from(self, state, fresh):
         return TraceState(fresh.key, fresh.operator, state.kept)
 
     def compute(self, state, k):
@@ -150,7 +147,7 @@ class DeltaShiftEstimator(TraceEstimator):
 
     def _first(self, state, k):
         sketch_key, key = jax.random.split(state.key)
-        space = space_of(state.operator)
+        space = state.space
         n, r = space.size, self._most_vectors(k)
         B = jnp.zeros((n, r), space.compute_dtype)
         if r:
@@ -193,7 +190,7 @@ class DeltaShiftEstimator(TraceEstimator):
         # Not the key of the state: an estimate may be asked for again.
         key = jax.random.fold_in(state.key, past.number)
         B = past.basis[:, :r]
-        space = space_of(state.operator)
+        space = state.space
         Omega = side_by_side(
             B,
             self._probes(past.key.typed, p, space),
@@ -303,6 +300,8 @@ def _reduced(past: _Past, p: int) -> _Past:
 
 
 class _Mix(NamedTuple):
+    """The weights a, b, c, and `rest_variance` and `ratios` as `_Past` has them."""
+
     weights: tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
     rest_variance: Float[Array, ""]
     ratios: Float[Array, "2"]
@@ -366,7 +365,7 @@ def _mix(
 def _mean_product(
     x: Inexact[Array, "g g"], y: Inexact[Array, "g g"]
 ) -> Float[Array, ""]:
-    """The mean of `x_ij^* y_ij`, i and j different, of what quadratic forms see."""
+    """The mean of `x_ij^* y_ij`, i and j different, of the parts that forms see."""
     g = x.shape[0]
     if not jnp.iscomplexobj(x):
         x, y = (x + x.T) / 2, (y + y.T) / 2

@@ -1,26 +1,47 @@
 """The Girard-Hutchinson estimator."""
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
 from .._accuracy.error_bar import (
     GRAM_PROBES,
-    ErrorBar,
     gram_of,
-    independent_rows,
+    independent_bar,
     independent_samples,
 )
+from .._accuracy.moments import Moments, add_samples, empty_moments
 from .._arguments import check_optional_integer, without_numpy
-from .._growing import GrowingEstimator, active_of
-from .._linalg.tall import RowMoments, Rows, column_dots, column_norms
-from .._operators.block import Space, apply_block, columns_at_once, space_of
+from .._functional import Trace
+from .._growing import GrowingEstimator
+from .._linalg.pairs import active_units
+from .._linalg.tall import column_dots, column_norms
+from .._operators.block import Space, apply_block, columns_at_once
 from .._primitive import Columns
 from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
+
+
+class TraceSamples(NamedTuple):
+    """The samples `w_j^* A w_j`, and what their error bar needs.
+
+    - `norms`: `|A w_j|`.
+    - `first`: the first probes and their products, for the skewness of samples.
+    """
+
+    samples: Inexact[Array, " m"]
+    norms: Float[Array, " m"]
+    first: Inexact[Array, "2 few n"]
+
+
+class SampleMoments(NamedTuple):
+    """The moments of samples, where these are long. `room` only has a length."""
+
+    moments: Moments
+    room: Bool[Array, " m"]
 
 
 class HutchinsonEstimator(GrowingEstimator):
@@ -40,8 +61,11 @@ class HutchinsonEstimator(GrowingEstimator):
     | variance | real symmetric A, signs: `2 (|A|_F^2 - sum_i A_ii^2) / k` |
     | derivative | the exact gradient of the estimate, k products with dA |
 
-    `stats["samples"]` holds the `w_j^* A w_j`. The estimate is linear in A: the mean over
-    minibatches of samples with one key is that of the mean of their operators.
+    Of diagonals `A_rr` is the mean of `conj(w_j(r)) (A w_j)(r)` (Bekas, Kokiopoulou and
+    Saad, "An estimator for the diagonal of a matrix", Appl. Numer. Math. 57 (2007),
+    doi:10.1016/j.apnum.2007.01.003). Of traces `stats["samples"]` holds the
+    `w_j^* A w_j`. The estimate is linear in A: the mean over minibatches with one key is
+    that of the mean of their operators.
 
     **Arguments:**
 
@@ -65,6 +89,7 @@ class HutchinsonEstimator(GrowingEstimator):
         default=None, static=True, converter=without_numpy
     )
     products_per_unit: ClassVar[int] = 1
+    gives_diagonals: ClassVar[bool] = True
 
     def __check_init__(self):
         name = type(self).__name__
@@ -73,93 +98,113 @@ class HutchinsonEstimator(GrowingEstimator):
         check_optional_integer(self.chunk_size, "chunk_size", name, least=1, what=what)
 
     def begin(self, state, room):
-        space = space_of(state.operator)
-        few = min(room, GRAM_PROBES, self._chunk(space.size))
-        return {
-            "samples": jnp.zeros(room, space.compute_dtype),
-            "norms": jnp.zeros(room, space.real_dtype),
-            # The first probes and their products, for the skewness of samples.
-            "first": jnp.zeros((2, few, space.size), space.compute_dtype),
-        }
+        n, dtype = state.space.size, state.space.compute_dtype
+        if not isinstance(state.functional, Trace):
+            moments = empty_moments(state.functional, n, dtype)
+            return SampleMoments(moments, jnp.zeros(room, bool))
+        few = min(room, GRAM_PROBES, self._chunk(n))
+        return TraceSamples(
+            jnp.zeros(room, dtype),
+            jnp.zeros(room, state.space.real_dtype),
+            jnp.zeros((2, few, n), dtype),
+        )
 
     def grow(self, state, buffers, count, width):
-        space = space_of(state.operator)
-        most = len(buffers["samples"])
-        chunk = min(self._chunk(space.size), width)
-        few = buffers["first"].shape[1]
+        room = _room(buffers)
+        chunk = min(self._chunk(state.space.size), width)
 
-        def test(start, number):
-            Omega = draw_range(self.sampler, state.key, start, number, most, space)
+        def take(buffers, start, number):
+            Omega = draw_range(
+                self.sampler, state.key, start, number, room, state.space
+            )
             Y = apply_block(state.operator, Omega)
-            tested = {"samples": column_dots(Omega, Y), "norms": column_norms(Y)}
-            return tested, (Omega, Y)
+            if isinstance(buffers, SampleMoments):
+                moments = add_samples(
+                    buffers.moments, state.functional, Omega, Y, start
+                )
+                return buffers._replace(moments=moments)
+            return _add_probes(buffers, Omega, Y, start)
 
-        def put(buffers, tested, start):
-            return {
-                name: jax.lax.dynamic_update_slice_in_dim(buffers[name], new, start, 0)
-                for name, new in tested.items()
-            }
-
-        tested, blocks = test(count, chunk)
-        first = buffers["first"]
-        if not isinstance(count, int) or count < few:
-            new = jnp.stack([block[:, :few].T for block in blocks])
-            # Rows beyond the last are dropped.
-            rows = jnp.arange(new.shape[1], dtype=jnp.int32) + count
-            whole = new.shape == first.shape and isinstance(count, int) and count == 0
-            first = new if whole else first.at[:, rows].set(new, mode="drop")
-        buffers = {**put(buffers, tested, count), "first": first}
-        whole, rest = divmod(width - chunk, chunk)
-        if whole:
-            starts = jnp.arange(1, whole + 1, dtype=jnp.int32) * chunk + count
-            stacked = jax.lax.map(lambda start: test(start, chunk)[0], starts)
-            tested = jax.tree.map(lambda x: x.reshape(-1), stacked)
-            buffers |= put(buffers, tested, count + chunk)
-        if rest:
-            start = count + width - rest
-            buffers |= put(buffers, test(start, rest)[0], start)
+        # No loop for one chunk: on a CPU convolutions are ten times slower in one.
+        buffers = take(buffers, count, chunk)
+        chunks, left = divmod(width - chunk, chunk)
+        if chunks:
+            starts = jnp.arange(1, chunks + 1, dtype=jnp.int32) * chunk + count
+            buffers, _ = jax.lax.scan(
+                lambda buffers, start: (take(buffers, start, chunk), None),
+                buffers,
+                starts,
+            )
+        if left:
+            buffers = take(buffers, count + width - left, left)
         return buffers
 
     def judge(self, state, buffers, count):
-        space = space_of(state.operator)
-        samples, (Omega, Y) = buffers["samples"], buffers["first"]
-        active = active_of(count, len(samples))
-        bar = independent_samples(
-            samples,
-            buffers["norms"],
-            gram_of(Omega.T, Y.T),
-            dimension=space.size,
-            active=active,
-        )
-        return self._of_sampler(bar, count, state), None
-
-    def _of_sampler(self, bar: ErrorBar, count, state) -> ErrorBar:
-        if self.sampler.independent:
-            return bar
-        # Samples of a part of an orthogonal basis, whose sum over all is known.
-        space = space_of(state.operator)
-        left = 1 - jnp.asarray(count).astype(space.real_dtype) / space.size
-        return bar._replace(standard_error=bar.standard_error * jnp.sqrt(left))
+        n = state.space.size
+        if isinstance(buffers, SampleMoments):
+            bar = independent_bar(buffers.moments, count)
+        else:
+            samples, norms, (Omega, Y) = buffers
+            active = active_units(len(samples), count)
+            bar = independent_samples(
+                samples,
+                norms,
+                gram_of(Omega.T, Y.T),
+                dimension=n,
+                active=active,
+            )
+        if not self.sampler.independent:
+            # Samples of a part of an orthogonal basis, whose sum over all is known.
+            left = 1 - jnp.asarray(count).astype(state.space.real_dtype) / n
+            error = bar.standard_error * jnp.sqrt(left)
+            bar = bar._replace(standard_error=error)
+        return bar, None
 
     def stand_in(self, state, buffers, count):
-        space, most = space_of(state.operator), len(buffers["samples"])
-        probes = Probes(
-            state.key, self.sampler, count, most, self._chunk(space.size), space
-        )
-        if probes.size < most or not isinstance(count, int):
+        space, room = state.space, _room(buffers)
+        chunk = self._chunk(space.size)
+        probes = Probes(state.key, self.sampler, count, room, chunk, space)
+        if probes.size < room or not isinstance(count, int):
             return probes
         return [probes.chunk(0)]
 
-    def by_rows(self, rows):
-        return _ByRows(self, rows)
-
     def more_stats(self, buffers):
-        return {"samples": buffers["samples"]}
+        known = isinstance(buffers, TraceSamples)
+        return {"samples": buffers.samples} if known else {}
 
     def _chunk(self, n: int) -> int:
         if self.chunk_size is None:
             return columns_at_once(n)
         return self.chunk_size
+
+
+def _room(buffers: TraceSamples | SampleMoments) -> int:
+    """The number of probes that buffers have room for."""
+    if isinstance(buffers, SampleMoments):
+        return len(buffers.room)
+    return len(buffers.samples)
+
+
+def _add_probes(
+    buffers: TraceSamples, Omega: Inexact[Array, "n c"], Y: Inexact[Array, "n c"], start
+) -> TraceSamples:
+    """The buffers with the samples of probes from `start` on."""
+
+    def put(buffer, new):
+        if buffer.shape == new.shape:
+            return new
+        return jax.lax.dynamic_update_slice_in_dim(buffer, new, start, 0)
+
+    samples = put(buffers.samples, column_dots(Omega, Y))
+    norms, first = put(buffers.norms, column_norms(Y)), buffers.first
+    few = first.shape[1]
+    if not isinstance(start, int) or start < few:
+        new = jnp.stack([block[:, :few].T for block in (Omega, Y)])
+        # Rows beyond the last are dropped.
+        rows = jnp.arange(new.shape[1], dtype=jnp.int32) + start
+        from_start = isinstance(start, int) and start == 0 and new.shape == first.shape
+        first = new if from_start else first.at[:, rows].set(new, mode="drop")
+    return TraceSamples(samples, norms, first)
 
 
 class Probes(Columns):
@@ -170,7 +215,7 @@ class Probes(Columns):
     count: int | Int[Array, ""]
     most: int = eqx.field(static=True)
     size: int = eqx.field(static=True)
-    space: Any = eqx.field(static=True)
+    space: Space = eqx.field(static=True)
 
     def __init__(self, key, sampler, count, most: int, chunk: int, space: Space):
         self.key, self.sampler, self.count, self.most = key, sampler, count, most
@@ -180,60 +225,10 @@ class Probes(Columns):
         if not isinstance(count, int):
             # So that a loop that stopped early pays for what it took.
             self.size = min(self.size, max(8, most // 8))
-        self.space = (space.size, space.compute_dtype)
+        self.space = space
 
     def chunk(self, start):
-        n, dtype = self.space
-        space = Space(n, dtype, dtype, None)
-        V = draw_range(self.sampler, self.key, start, self.size, self.most, space)
+        V = draw_range(self.sampler, self.key, start, self.size, self.most, self.space)
         active = jnp.arange(self.size, dtype=jnp.int32) + start < self.count
         V = jnp.where(active[None, :], V, 0)
-        return V, V / jnp.asarray(self.count).astype(dtype)
-
-
-class _ByRows(GrowingEstimator):
-    """Of groups of rows of the diagonal: `A_rr` is the mean of `conj(w_j(r)) (A w_j)(r)`.
-
-    Bekas, Kokiopoulou and Saad, "An estimator for the diagonal of a matrix", Appl. Numer.
-    Math. 57 (2007), doi:10.1016/j.apnum.2007.01.003. Moments are kept in place of samples.
-    """
-
-    estimator: HutchinsonEstimator
-    rows: Rows = eqx.field(static=True)
-    products_per_unit: ClassVar[int] = 1
-
-    def begin(self, state, room):
-        space = space_of(state.operator)
-        nothing = jnp.zeros((space.size, 0), space.compute_dtype)
-        moments = RowMoments.none(self.rows, nothing)
-        return {"moments": moments, "samples": jnp.zeros(room, bool)}  # of their number
-
-    def grow(self, state, buffers, count, width):
-        space, most = space_of(state.operator), len(buffers["samples"])
-        chunk = min(self.estimator._chunk(space.size), width)
-
-        def more(moments, start, number):
-            Omega = draw_range(
-                self.estimator.sampler, state.key, start, number, most, space
-            )
-            Y = apply_block(state.operator, Omega)
-            return moments.with_samples(Omega, Y, self.rows, start)
-
-        # No loop for one chunk: on a CPU convolutions are ten times slower in one.
-        moments = more(buffers["moments"], count, chunk)
-        whole, rest = divmod(width - chunk, chunk)
-        if whole:
-            starts = jnp.arange(1, whole + 1, dtype=jnp.int32) * chunk + count
-            moments, _ = jax.lax.scan(
-                lambda x, start: (more(x, start, chunk), None), moments, starts
-            )
-        if rest:
-            moments = more(moments, count + width - rest, rest)
-        return {**buffers, "moments": moments}
-
-    def judge(self, state, buffers, count):
-        bar = independent_rows(buffers["moments"], count)
-        return self.estimator._of_sampler(bar, count, state), None
-
-    def stand_in(self, state, buffers, count):
-        return self.estimator.stand_in(state, buffers, count)
+        return V, V / jnp.asarray(self.count).astype(V.dtype)

@@ -1,28 +1,32 @@
 """XNysTrace: leave-one-out Nystrom approximations of a semidefinite operator."""
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Inexact
 
-from .._accuracy.error_bar import ErrorBar, leave_one_out_samples, row_error_bar
+from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._estimate import RESULTS
-from .._growing import ByRows, GrowingEstimator, active_of
-from .._linalg.nystrom import (
-    NystromFactor,
-    nystrom_factor,
-    nystrom_rows,
-    nystrom_traces,
-    stand_in,
-)
-from .._linalg.tall import combine, extend, put
+from .._functional import Trace
+from .._growing import GrowingEstimator, put_units
+from .._linalg.nystrom import nystrom_factor, nystrom_sums, nystrom_traces, stand_in
+from .._linalg.pairs import make_probe_set
+from .._linalg.tall import combine, extend
 from .._operators.block import (
     apply_block,
     is_positive_semidefinite,
     is_semidefinite,
-    space_of,
 )
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_range
+
+
+class XNysTraceBuffers(NamedTuple):
+    """Probes `Omega = U T`, with an orthonormal U, and products."""
+
+    U: Inexact[Array, "n k"]
+    T: Inexact[Array, "k k"]
+    AU: Inexact[Array, "n k"]
 
 
 class XNysTraceEstimator(GrowingEstimator):
@@ -65,6 +69,7 @@ class XNysTraceEstimator(GrowingEstimator):
     sampler: Sampler = NormalSampler()
     resphere: bool = eqx.field(default=True, static=True)
     products_per_unit: ClassVar[int] = 1
+    gives_diagonals: ClassVar[bool] = True
 
     def __check_init__(self):
         check_sampler(
@@ -84,53 +89,37 @@ class XNysTraceEstimator(GrowingEstimator):
             )
 
     def begin(self, state, room):
-        space = space_of(state.operator)
-        blocks = jnp.zeros((space.size, room), space.compute_dtype)
-        factor = jnp.zeros((room, room), space.compute_dtype)
-        # Probes `Omega = U T`, of orthonormal U.
-        return {"U": blocks, "T": factor, "AU": blocks}
+        n, dtype = state.space.size, state.space.compute_dtype
+        blocks = jnp.zeros((n, room), dtype)
+        return XNysTraceBuffers(blocks, jnp.zeros((room, room), dtype), blocks)
 
     def grow(self, state, buffers, count, width):
-        space, most = space_of(state.operator), buffers["U"].shape[1]
-        Omega = draw_range(self.sampler, state.key, count, width, most, space)
-        U, T = extend(buffers["U"], Omega, count)
-        new = {"U": U, "T": T, "AU": apply_block(state.operator, U)}
-        return {name: put(buffers[name], x, count) for name, x in new.items()}
+        room = buffers.U.shape[1]
+        Omega = draw_range(self.sampler, state.key, count, width, room, state.space)
+        U, T = extend(buffers.U, Omega, count)
+        new = XNysTraceBuffers(U, T, apply_block(state.operator, U))
+        return put_units(buffers, new, count)
 
     def judge(self, state, buffers, count):
-        of, active = self._factor(state, buffers, count)
-        traces = nystrom_traces(of, resphere=self.resphere)
-        left = of.dimension + 1 if self.resphere else None
-        bar = leave_one_out_samples(*traces, left, active=active)
-        bar = bar._replace(mean=bar.mean - len(of.F) * of.mu)
-        return _of_operator(bar, of)
-
-    def by_rows(self, rows):
-        return ByRows(self, rows)
-
-    def judge_rows(self, state, buffers, count, rows):
-        of, active = self._factor(state, buffers, count)
-        U, resphere = buffers["U"], self.resphere
-        tests = U if resphere else combine(U, buffers["T"])
-        found = nystrom_rows(tests, of, rows, resphere=resphere, active=active)
-        return _of_operator(row_error_bar(found, active), of)
-
-    def stand_in(self, state, buffers, count):
-        active = active_of(count, buffers["U"].shape[1])
-        return stand_in(**buffers, resphere=self.resphere, active=active)
-
-    def _factor(self, state, buffers, count):
-        U, T, AU = (buffers[name] for name in ("U", "T", "AU"))
-        active = active_of(count, U.shape[1])
+        U, T, AU = buffers
+        probes = make_probe_set(U, count, self.resphere)
         # Zero is both.
         sign = 1 if is_positive_semidefinite(state.operator) else -1
-        of = nystrom_factor(U, T, AU, sign, resphere=self.resphere, active=active)
-        return of, active
+        factor = nystrom_factor(U, T, AU, sign, probes)
+        if isinstance(state.functional, Trace):
+            bar = leave_one_out_bar(nystrom_traces(factor), probes.active)
+            bar = bar._replace(mean=bar.mean - len(U) * factor.mu)
+        else:
+            tests = U if self.resphere else combine(U, T)
+            samples = nystrom_sums(tests, factor, state.functional)
+            bar = leave_one_out_bar(samples, probes.active)
+        mean = factor.scale.astype(bar.mean.dtype) * bar.mean
+        error = jnp.abs(factor.scale) * bar.standard_error
+        result = RESULTS.where(
+            factor.wrong, RESULTS.not_semidefinite, RESULTS.successful
+        )
+        return ErrorBar(mean, error, bar.degrees_of_freedom), result
 
-
-def _of_operator(bar: ErrorBar, of: NystromFactor) -> tuple[ErrorBar, RESULTS]:
-    """The error bar in units of the operator, and whether that is what its tag says."""
-    mean = of.scale.astype(bar.mean.dtype) * bar.mean
-    error = jnp.abs(of.scale) * bar.standard_error
-    result = RESULTS.where(of.wrong, RESULTS.not_semidefinite, RESULTS.successful)
-    return ErrorBar(mean, error, bar.degrees_of_freedom), result
+    def stand_in(self, state, buffers, count):
+        probes = make_probe_set(buffers.U, count, self.resphere)
+        return stand_in(buffers.U, buffers.T, buffers.AU, probes)

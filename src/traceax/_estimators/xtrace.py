@@ -1,23 +1,46 @@
 """XTrace: a low-rank part from every probe, tested on the probe that it left out."""
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact
 
-from .._accuracy.error_bar import leave_one_out_samples, row_error_bar
-from .._deflation import deflated_trace, only_tests, trace_beside_basis, with_basis
-from .._growing import ByRows, GrowingEstimator, Grown, active_of
+from .._accuracy.error_bar import leave_one_out_bar
+from .._deflation import (
+    basis_from_products,
+    mean_of_tests,
+    takes_only_tests,
+    trace_beside_basis,
+)
+from .._functional import Trace
+from .._growing import GrowingEstimator, Grown, put_units
 from .._linalg.leave_one_out import (
-    grams,
+    LeaveOneOut,
     leave_one_out,
-    leave_one_out_rows,
+    leave_one_out_sums,
     leave_one_out_traces,
+    make_grams,
     stand_in,
 )
-from .._linalg.tall import column_dots, extend, put
-from .._operators.block import apply_block, is_hermitian, space_of
+from .._linalg.pairs import make_probe_set
+from .._linalg.tall import column_dots, extend, inner
+from .._operators.block import apply_block, is_hermitian
 from .._samplers import NormalSampler, Sampler, check_sampler, draw_range
+
+
+class XTraceBuffers(NamedTuple):
+    """Probes, and the orthonormal basis Q of their products, `A Omega = Q R`.
+
+    - `squares`, `tested`: `|w_i|^2` and `w_i^* A w_i`.
+    """
+
+    Omega: Inexact[Array, "n m"]
+    Q: Inexact[Array, "n m"]
+    AQ: Inexact[Array, "n m"]
+    R: Inexact[Array, "m m"]
+    squares: Float[Array, " m"]
+    tested: Inexact[Array, " m"]
 
 
 class XTraceEstimator(GrowingEstimator):
@@ -60,6 +83,7 @@ class XTraceEstimator(GrowingEstimator):
     sampler: Sampler = NormalSampler()
     resphere: bool = eqx.field(default=True, static=True)
     products_per_unit: ClassVar[int] = 2
+    gives_diagonals: ClassVar[bool] = True
 
     def __check_init__(self):
         check_sampler(
@@ -69,85 +93,68 @@ class XTraceEstimator(GrowingEstimator):
             independent=True,
         )
 
-    def carry_over(self, state, fresh):
+    def start_from(self, state, fresh):
         if state.kept is None:
-            return with_basis(state, fresh, None, None)
+            return basis_from_products(state, fresh, None, None)
         parts = state.kept.parts
-        rest = parts if state.basis is None else parts[1]
-        if not isinstance(rest, Grown):
-            return with_basis(state, fresh, rest[:, :0], rest)
-        AQ = rest.buffers["AQ"]
-        return with_basis(state, fresh, AQ, AQ[:, :0])
+        later = parts if state.basis is None else parts[1]
+        if not isinstance(later, Grown):
+            return basis_from_products(state, fresh, later[:, :0], later)
+        AQ = later.buffers.AQ
+        return basis_from_products(state, fresh, AQ, AQ[:, :0])
 
-    def instead(self, state, k):
+    def fallback(self, state, k):
         # Of two probes each leaves the other a single direction to find, and a single
         # probe none: test all, project none.
-        if state.basis is not None and not only_tests(state, k):
+        if state.basis is not None and not takes_only_tests(state, k):
             return trace_beside_basis(self, state, k)
-        if k < 4 or state.basis is not None:
-            return deflated_trace(state, k, self.sampler, resphere=self.resphere)
-        return None
-
-    def begin(self, state, room):
-        space = space_of(state.operator)
-        blocks = jnp.zeros((space.size, room), space.compute_dtype)
-        return {
-            "Omega": blocks,
-            "Q": blocks,
-            "AQ": blocks,
-            "R": jnp.zeros((room, room), space.compute_dtype),
-            "squares": jnp.zeros(room, space.real_dtype),  # |w_i|^2
-            "tested": jnp.zeros(room, space.compute_dtype),  # w_i^* A w_i
-        }
-
-    def grow(self, state, buffers, count, width):
-        operator, space = state.operator, space_of(state.operator)
-        most = buffers["Q"].shape[1]
-        Omega = draw_range(self.sampler, state.key, count, width, most, space)
-        Y = apply_block(operator, Omega)
-        Q, R = extend(buffers["Q"], Y, count)
-        new = {
-            "Omega": Omega,
-            "Q": Q,
-            "AQ": apply_block(operator, Q),
-            "R": R,
-            "squares": jnp.real(column_dots(Omega, Omega)),
-            "tested": column_dots(Omega, Y),
-        }
-        return {name: put(buffers[name], x, count) for name, x in new.items()}
-
-    def judge(self, state, buffers, count):
-        of, loo, active = self._left_out(state, buffers, count)
-        traces = leave_one_out_traces(of, loo, resphere=self.resphere)
-        return leave_one_out_samples(*traces, active=active), None
-
-    def by_rows(self, rows):
-        return ByRows(self, rows)
-
-    def judge_rows(self, state, buffers, count, rows):
-        if buffers["Q"].shape[1] < 2:
+        if k >= 4 and state.basis is None:
+            return None
+        if not isinstance(state.functional, Trace):
             raise ValueError(
                 "traceax.diagonal: XTraceEstimator needs at least 4 products; use "
                 "traceax.HutchinsonEstimator."
             )
-        _, loo, active = self._left_out(state, buffers, count)
-        Omega, Q, AQ = (buffers[name] for name in ("Omega", "Q", "AQ"))
-        of = leave_one_out_rows(
-            Omega, Q, AQ, loo, rows, resphere=self.resphere, active=active
+        return mean_of_tests(state, k, self.sampler, resphere=self.resphere)
+
+    def begin(self, state, room):
+        n, dtype = state.space.size, state.space.compute_dtype
+        blocks = jnp.zeros((n, room), dtype)
+        return XTraceBuffers(
+            Omega=blocks,
+            Q=blocks,
+            AQ=blocks,
+            R=jnp.zeros((room, room), dtype),
+            squares=jnp.zeros(room, state.space.real_dtype),
+            tested=jnp.zeros(room, dtype),
         )
-        return row_error_bar(of, active), None
+
+    def grow(self, state, buffers, count, width):
+        room = buffers.Q.shape[1]
+        Omega = draw_range(self.sampler, state.key, count, width, room, state.space)
+        Y = apply_block(state.operator, Omega)
+        Q, R = extend(buffers.Q, Y, count)
+        AQ = apply_block(state.operator, Q)
+        squares, tested = column_dots(Omega, Omega).real, column_dots(Omega, Y)
+        new = XTraceBuffers(Omega, Q, AQ, R, squares, tested)
+        return put_units(buffers, new, count)
+
+    def judge(self, state, buffers, count):
+        Omega, Q, AQ, R, squares, tested = buffers
+        loo = self._left_out(buffers, count)
+        if isinstance(state.functional, Trace):
+            T = R if is_hermitian(state.operator) else None
+            gram = make_grams(Omega, Q, AQ, T, squares, tested)
+            samples = leave_one_out_traces(gram, loo)
+        else:
+            samples = leave_one_out_sums(Omega, Q, AQ, loo, state.functional)
+        return leave_one_out_bar(samples, loo.probes.active), None
 
     def stand_in(self, state, buffers, count):
-        _, loo, active = self._left_out(state, buffers, count)
-        return stand_in(buffers["Omega"], buffers["Q"], loo, active)
+        loo = self._left_out(buffers, count)
+        return stand_in(buffers.Omega, buffers.Q, loo)
 
-    def _left_out(self, state, buffers, count):
-        Omega, Q, AQ, R, squares, tested = (
-            buffers[name] for name in ("Omega", "Q", "AQ", "R", "squares", "tested")
-        )
-        n, most = Q.shape
-        active = active_of(count, most)
-        T = R if is_hermitian(state.operator) else None
-        of = grams(Omega, Q, AQ, T, squares, tested)
-        loo = leave_one_out(of.W, squares, R, n, resphere=self.resphere, active=active)
-        return of, loo, active
+    def _left_out(self, buffers: XTraceBuffers, count) -> LeaveOneOut:
+        probes = make_probe_set(buffers.Q, count, self.resphere)
+        W = inner(buffers.Q, buffers.Omega)
+        return leave_one_out(W, buffers.squares, buffers.R, probes)

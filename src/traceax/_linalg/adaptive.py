@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .leave_one_out import Grams, LeaveOneOut, floor_diagonal, leave_one_out_traces
+from .pairs import ProbeSet
 from .small import divisor, inverse_conjugate_transpose, matmul, squares
 from .tall import column_dots, inner
 
@@ -278,14 +279,14 @@ def covariance(
         X = jnp.where(inside[:, None], gram[first:, :h], 0)
         X = X - S * column_dots(S, X)[None, :]
         ones = jnp.ones(h, weight.dtype)
-        loo = [S, X, ones, ones, None, h]
+        loo = [S, X, ones, ones, None]
 
         def differences(form):
             H, R, L = on_basis(form, inside, first, h)
             of = Grams(X, H, L.conj().T, ones, jnp.diagonal(form)[:h])
-            loo_ = LeaveOneOut(n, R, *loo)
-            samples, pairs, _ = leave_one_out_traces(of, loo_, resphere=False)
-            return pairs - samples[:, None]
+            loo_ = LeaveOneOut(ProbeSet(n, h, None, False), R, *loo)
+            paired = leave_one_out_traces(of, loo_)
+            return paired.without - paired.samples[:, None]
 
         change, of_identity = jax.vmap(differences)(jnp.stack([form, gram]))
         change = change - c[:h, None] * of_identity

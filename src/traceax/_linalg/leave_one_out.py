@@ -17,12 +17,13 @@ Appl. 45 (2024), doi:10.1137/23M1548323, arXiv:2301.07825:
 | `t_i` | | the trace estimated by testing probe i on what the others built |
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact
 
+from .._functional import Functional
+from .pairs import PairedSamples, ProbeSet, all_pairs, neighbour_pairs
 from .small import (
     divisor,
     frobenius,
@@ -31,11 +32,11 @@ from .small import (
     matmul,
     svd,
 )
-from .tall import Rows, column_dots, combine, inner, power_of_two_scale
+from .tall import column_dots, combine, inner, power_of_two_scale
 
 
 class Grams(NamedTuple):
-    """What samples are made of: products of blocks with each other."""
+    """Products of blocks with each other, from which samples are computed."""
 
     W: Inexact[Array, "m m"]  # Q^* Omega
     H: Inexact[Array, "m m"]  # Q^* A Q
@@ -45,19 +46,24 @@ class Grams(NamedTuple):
 
 
 class LeaveOneOut(NamedTuple):
-    """What each probe keeps when the range found by the others is projected out."""
+    """The downdates of Q, one for each probe.
 
-    n: int
+    - `probes`: the set that they leave one out of.
+    - `R`, `S`, `X`, `a`: see above; `R` and `X` in coordinates of `basis`.
+    - `left`: `|g_i|^2`.
+    - `basis`: a change of basis of Q; `None` for none.
+    """
+
+    probes: ProbeSet
     R: Inexact[Array, "m m"]
     S: Inexact[Array, "m m"]
     X: Inexact[Array, "m m"]
     a: Float[Array, " m"]
-    left: Float[Array, " m"]  # |g_i|^2
-    basis: Inexact[Array, "m m"] | None  # the one meant, in Q, if it is another
-    number: Float[Array, ""] | int  # of probes
+    left: Float[Array, " m"]
+    basis: Inexact[Array, "m m"] | None
 
 
-def grams(
+def make_grams(
     Omega: Inexact[Array, "n m"],
     Q: Inexact[Array, "n m"],
     AQ: Inexact[Array, "n m"],
@@ -121,15 +127,11 @@ def leave_one_out(
     W: Inexact[Array, "m m"],
     squares: Float[Array, " m"],
     R: Inexact[Array, "m m"],
-    n: int,
-    *,
-    resphere: bool,
-    active: Bool[Array, " m"] | None = None,
+    probes: ProbeSet,
 ) -> LeaveOneOut:
     r"""The downdate of `Q` for every probe, in `O(m^3)`.
 
-    From `W = Q^* Omega` and the squares of the lengths of probes. `active` says which
-    columns there are, all by default; the others are 0.
+    From `W = Q^* Omega` and the squares of the lengths of probes.
 
     *Downdate.* `R^-* e_i` is orthogonal to every column of `R` but the i-th, since
     `(R^-* e_i)^* R e_j = e_i^* e_j`. So its direction `s_i` is what the range of `Y`
@@ -145,13 +147,12 @@ def leave_one_out(
     projected probe: with `n` for `|w_i|^2` the mean would be off by percents for
     probes whose length varies. Without resphering, `a_i = 1`.
     """
-    count = R.shape[1]
+    active = probes.active
     scaled = R / power_of_two_scale(R).astype(R.dtype)
     if active is not None:
-        count = jnp.sum(active).astype(jnp.finfo(R.dtype).dtype)
-        here = active[:, None] & active[None, :]
-        scaled = jnp.where(here, scaled, jnp.eye(len(R), dtype=R.dtype))
-    if resphere:
+        is_probe = active[:, None] & active[None, :]
+        scaled = jnp.where(is_probe, scaled, jnp.eye(len(R), dtype=R.dtype))
+    if probes.resphere:
         columns, basis = inverse_conjugate_transpose(floor_diagonal(scaled)), None
     else:
         columns, basis = left_out_of_dependent(scaled)
@@ -161,16 +162,12 @@ def leave_one_out(
     left = squares - jnp.real(column_dots(X, X))
     if active is not None:
         left = jnp.where(active, left, 1)
-    a = (n - count + 1) / left if resphere else jnp.ones_like(left)
-    return LeaveOneOut(n, R, S, X, a, left, basis, count)
+    a = probes.complement(R.dtype) / left if probes.resphere else jnp.ones_like(left)
+    return LeaveOneOut(probes, R, S, X, a, left, basis)
 
 
-def leave_one_out_traces(
-    of: Grams, loo: LeaveOneOut, *, resphere: bool
-) -> tuple[Inexact[Array, " m"], Inexact[Array, "m m"], Float[Array, ""]]:
+def leave_one_out_traces(gram: Grams, loo: LeaveOneOut) -> PairedSamples:
     r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
-
-    Also the magnitude of what is added up to a sample.
 
     With `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
 
@@ -186,20 +183,21 @@ def leave_one_out_traces(
     Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding
     (the block has lost rank) t is rounding, and so is what A does on it.
     """
-    n, R, S, X, a, left, basis, count = loo
-    H, T = of.H, of.T
+    probes, R, S, X, a, left, basis = loo
+    H, T = gram.H, gram.T
     if basis is not None:
         H = matmul(basis.conj().T, matmul(H, basis))
         T = matmul(basis.conj().T, T)
     HS = matmul(H, S)
     L = R - matmul(H, X)  # column i is Q^* A g_i
     K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
-    quadratics = of.tested - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
+    quadratics = gram.tested - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
     on_s = column_dots(S, HS)
     on_range = jnp.trace(H) - on_s
     tested = a.astype(H.dtype) * quadratics
     samples = on_range + tested
-    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H))) + jnp.sum(jnp.abs(tested)) / count
+    number = probes.number(H.dtype)
+    magnitude = jnp.sum(jnp.abs(jnp.diagonal(H))) + jnp.sum(jnp.abs(tested)) / number
 
     c, SHS = inner(S, S), inner(S, HS)
     eps = jnp.finfo(left.dtype).eps
@@ -221,17 +219,16 @@ def leave_one_out_traces(
     with_b = quadratics[:, None] + inverse * (b.conj() * t_L + b * t_K.conj())
     with_b = with_b + longer * t_H_t
     weight = jnp.ones_like(left)[:, None]
-    if resphere:
-        weight = (n - count + 2) / (left[:, None] + jnp.real(longer))
+    if probes.resphere:
+        weight = probes.complement(H.dtype, 2) / (left[:, None] + jnp.real(longer))
     pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * with_b
-    return samples, pairs, magnitude
+    return all_pairs(samples, pairs, magnitude, probes.active)
 
 
 def stand_in(
     Omega: Inexact[Array, "n m"],
     Q: Inexact[Array, "n m"],
     loo: LeaveOneOut,
-    active: Bool[Array, " m"] | None = None,
 ) -> list[tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]]:
     r"""Blocks V, Z with `E[V Z^*] = I` that carry the low-rank part exactly.
 
@@ -244,8 +241,8 @@ def stand_in(
 
     Returned as the pairs of Q and of G. Columns that are not active are 0.
     """
-    S, X = loo.S, loo.X
-    number = jnp.asarray(loo.number).astype(S.dtype)
+    S, X, active = loo.S, loo.X, loo.probes.active
+    number = jnp.asarray(loo.probes.number(S.dtype)).astype(S.dtype)
     kept = jnp.eye(len(S), dtype=S.dtype) - matmul(S, S.conj().T) / number
     if loo.basis is not None:
         kept = matmul(loo.basis, matmul(kept, loo.basis.conj().T))
@@ -256,68 +253,28 @@ def stand_in(
     return [(Q, combine(Q, kept)), (G, (G.T * weights[:, None]).T)]
 
 
-#
-# Diagonals, and sums over groups of their rows
-#
-
-
-class RowSamples(NamedTuple):
-    """Samples by group, and what leaving a neighbour out as well takes from them.
-
-    - `samples`: `t_i`.
-    - `pairs`: `t_ij` of the next probe j, the first being next to the last.
-    - `swapped`: `t_ji` of the same two.
-    - `next`: `t_j`.
-    - `dimension`: that of the complement of all but two probes, or infinite.
-    """
-
-    samples: Inexact[Array, "g m"]
-    pairs: Inexact[Array, "g m"]
-    swapped: Inexact[Array, "g m"]
-    next: Inexact[Array, "g m"]
-    dimension: ArrayLike
-
-
-def row_samples(
-    samples: Inexact[Array, "g m"],
-    without: Callable[[Int[Array, " m"]], Inexact[Array, "g m"]],
-    active: Bool[Array, " m"] | None,
-    dimension: ArrayLike,
-) -> RowSamples:
-    m = samples.shape[1]
-    here = jnp.arange(m, dtype=jnp.int32)
-    last = m - 1 if active is None else jnp.sum(active, dtype=jnp.int32) - 1
-    after = jnp.where(here < last, here + 1, 0)
-    before = jnp.where(here > 0, here - 1, last)
-    swapped = without(before)[:, after]
-    return RowSamples(samples, without(after), swapped, samples[:, after], dimension)
-
-
-def leave_one_out_rows(
+def leave_one_out_sums(
     Omega: Inexact[Array, "n m"],
     Q: Inexact[Array, "n m"],
     AQ: Inexact[Array, "n m"],
     loo: LeaveOneOut,
-    rows: Rows,
-    *,
-    resphere: bool,
-    active: Bool[Array, " m"] | None = None,
-) -> RowSamples:
-    r"""The samples of `leave_one_out_traces` row by row, whose sums they are:
+    functional: Functional,
+) -> PairedSamples:
+    r"""The samples of `leave_one_out_traces` before they are summed over rows r,
 
         t_i(r) = (A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r),
 
-    of mean `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`.
+    of mean `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`. Summed as the functional says.
     """
-    n, R, S, X, a, left, basis, count = loo
+    probes, R, S, X, a, left, basis = loo
     if basis is not None:
         Q, AQ = combine(Q, basis), combine(AQ, basis)
     G, AG = Omega - combine(Q, X), combine(Q, R) - combine(AQ, X)
 
-    def on(T):
-        return rows(combine(Q, T).conj() * combine(AQ, T))
+    def along(T):
+        return functional.samples(combine(Q, T), combine(AQ, T))
 
-    on_range = rows(jnp.sum(Q.conj() * AQ, axis=1))[:, None] - on(S)
+    on_range = functional.pair(Q, AQ)[..., None] - along(S)
     eps = jnp.finfo(left.dtype).eps
 
     def without(j):
@@ -325,10 +282,12 @@ def leave_one_out_rows(
         sine = jnp.sqrt(jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(S.dtype)
         T = (S[:, j] - S * c[None, :]) / sine[None, :]
         b = column_dots(T, X)
-        weight = (n - count + 2) / (left + jnp.abs(b) ** 2) if resphere else a
+        weight = a
+        if probes.resphere:
+            weight = probes.complement(S.dtype, 2) / (left + jnp.abs(b) ** 2)
         Tb = T * b[None, :]
-        tested = rows((G + combine(Q, Tb)).conj() * (AG + combine(AQ, Tb)))
-        return on_range - on(T) + weight.astype(tested.dtype)[None, :] * tested
+        tested = functional.samples(G + combine(Q, Tb), AG + combine(AQ, Tb))
+        return on_range - along(T) + weight.astype(tested.dtype) * tested
 
-    samples = on_range + a.astype(on_range.dtype)[None, :] * rows(G.conj() * AG)
-    return row_samples(samples, without, active, jnp.inf)
+    samples = on_range + a.astype(on_range.dtype) * functional.samples(G, AG)
+    return neighbour_pairs(samples, without, probes.active)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
+from .pairs import PairedSamples
 from .small import divisor, eigh, frobenius, householder, leading, matmul, squares, svd
 
 
@@ -180,19 +181,25 @@ def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k k"]) -> SampleW
     return SampleWeights(own[:m], own[m:], following[m:])
 
 
-def cyclic_pairs(
-    first: Inexact[Array, " m"], second: Inexact[Array, " m"]
-) -> tuple[Inexact[Array, "m m"], Bool[Array, "m m"]]:
-    """`pairs` and `known` of neighbours, the last and the first sample being such.
+def paired_samples(
+    samples: Inexact[Array, " m"],
+    first: Inexact[Array, " m"],
+    second: Inexact[Array, " m"],
+    magnitude: Float[Array, ""],
+) -> PairedSamples:
+    """Samples with their neighbours, the last and the first sample being such.
 
     `first[i]` is sample i with probe i + 1 left out as well, `second[i]` sample i + 1
     with probe i left out.
     """
-    (m,) = first.shape
-    here = jnp.arange(m)
-    there = (here + 1) % m
-    pairs = jnp.zeros((m, m), first.dtype)
-    pairs = pairs.at[here, there].set(first).at[there, here].set(second)
-    known = jnp.zeros((m, m), bool).at[here, there].set(True)
-    known = (known | known.T) & ~jnp.eye(m, dtype=bool)
-    return pairs, known
+
+    def before(x):
+        return jnp.roll(x, 1)
+
+    partners = jnp.roll(samples, -1), before(samples)
+    without, swapped = (first, before(second)), (second, before(first))
+    partners, without, swapped = (
+        jnp.stack(x, axis=1) for x in (partners, without, swapped)
+    )
+    is_pair = jnp.ones(partners.shape, bool)
+    return PairedSamples(samples, partners, without, swapped, is_pair, magnitude)

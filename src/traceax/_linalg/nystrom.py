@@ -17,17 +17,14 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
+from jaxtyping import Array, Bool, Float, Inexact
 
-from .leave_one_out import (
-    RowSamples,
-    leave_one_out,
-    left_out_of_dependent,
-    row_samples,
-)
+from .._functional import Functional
+from .leave_one_out import leave_one_out, left_out_of_dependent
 from .leave_one_out import stand_in as leave_one_out_stand_in
+from .pairs import PairedSamples, ProbeSet, all_pairs, neighbour_pairs
 from .small import divisor, frobenius, inverse_root, matmul, squares
-from .tall import Rows, column_dots, combine, inner, orthonormalise, power_of_two_scale
+from .tall import column_dots, combine, inner, orthonormalise, power_of_two_scale
 
 
 class NystromFactor(NamedTuple):
@@ -36,7 +33,7 @@ class NystromFactor(NamedTuple):
     - `F`: n x k, of order 1; 0 of a zero operator, as are the next two and `mu`.
     - `halves`: `C e_i`, or what stands for it.
     - `remainders`: `1 / |C e_i|^2`.
-    - `dimension`: of the complement of the others, or 1.
+    - `probes`: the set that one is left out of.
     - `mu`: the multiple of the identity that was added.
     - `rounding`: what it is at least, `eps |Y|_F`.
     - `wrong`: whether A is not semidefinite, or has another sign.
@@ -46,7 +43,7 @@ class NystromFactor(NamedTuple):
     F: Inexact[Array, "n k"]
     halves: Inexact[Array, "k k"]
     remainders: Float[Array, " k"]
-    dimension: ArrayLike
+    probes: ProbeSet
     mu: Float[Array, ""]
     rounding: Float[Array, ""]
     wrong: Bool[Array, ""]
@@ -58,9 +55,7 @@ def nystrom_factor(
     T: Inexact[Array, "k k"],
     Y: Inexact[Array, "n k"],
     sign: int,
-    *,
-    resphere: bool,
-    active: Bool[Array, " k"] | None = None,
+    probes: ProbeSet,
 ) -> NystromFactor:
     r"""The factor F, from `Y = A U`.
 
@@ -84,17 +79,15 @@ def nystrom_factor(
     eigenvalues would lift half of those that should equal `mu`, and bias the value by a
     multiple of `mu n`; a floor of `mu / 2` does not.
     """
-    n, k = U.shape
-    one = jnp.eye(k, dtype=Y.dtype)
-    count, outside = k, jnp.zeros_like(one)
-    if active is not None:
-        count = jnp.sum(active).astype(jnp.finfo(Y.dtype).dtype)
-        outside = jnp.where(active[:, None], 0, one)
-    if resphere:
-        left_out, dimension = one, n - count + 1
+    one = jnp.eye(probes.room, dtype=Y.dtype)
+    outside = jnp.zeros_like(one)
+    if probes.active is not None:
+        outside = jnp.where(probes.active[:, None], 0, one)
+    if probes.resphere:
+        left_out = one
     else:
         left_out, basis = left_out_of_dependent(T + outside)
-        U, Y, dimension = combine(U, basis), combine(Y, basis), 1
+        U, Y = combine(U, basis), combine(Y, basis)
     H = inner(U, Y)
     # That of a semidefinite A, and easier to find than the largest entry of Y.
     scale = sign * power_of_two_scale(jnp.diagonal(H))
@@ -105,9 +98,9 @@ def nystrom_factor(
     eps = jnp.finfo(Y.dtype).eps
     noise = frobenius(H - H.conj().T)
     rounding = eps * norm
-    mu = jnp.where(noise > count**0.5 * rounding, noise, rounding)
+    mu = jnp.where(noise > probes.number(Y.dtype) ** 0.5 * rounding, noise, rounding)
     Y_mu = Y + mu.astype(Y.dtype) * U
-    # Columns that there are not take no part: eigenvalues of order 1 of their own.
+    # Inactive columns get a diagonal of |Y|, which decouples them and keeps H regular.
     H_mu = (H + H.conj().T) / 2 + mu.astype(Y.dtype) * one
     H_mu = H_mu + outside * norm.astype(Y.dtype)
     C, least = inverse_root(H_mu, mu / 2)
@@ -121,15 +114,11 @@ def nystrom_factor(
     # A probe that the others span has nothing left to test.
     remainders = jnp.where(weights == 0, 0, 1 / divisor(weights))
     F = combine(Y_mu, C.conj().T)
-    return NystromFactor(F, halves, remainders, dimension, mu, rounding, wrong, scale)
+    return NystromFactor(F, halves, remainders, probes, mu, rounding, wrong, scale)
 
 
-def nystrom_traces(
-    of: NystromFactor, *, resphere: bool
-) -> tuple[Float[Array, " k"], Float[Array, "k k"], Float[Array, ""]]:
+def nystrom_traces(factor: NystromFactor) -> PairedSamples:
     r"""Leave-one-out traces `t_i`, and `t_ij`: the same with probe j left out as well.
-
-    Also the magnitude of what is added up to a sample, for the error of rounding.
 
     Given the other columns, `u_i` is uniform on the unit sphere of their complement,
     of dimension n - k + 1, outside which the remainder vanishes: hence
@@ -139,7 +128,8 @@ def nystrom_traces(
     *Leaving out j as well*: the pair `q_i`, `q_j` spans what is lost, with
     `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
     """
-    F, halves, remainders, dimension, _, rounding, _, _ = of
+    F, halves, remainders = factor.F, factor.halves, factor.remainders
+    dimension, further = _complements(factor)
     eps = jnp.finfo(F.dtype).eps
     squared = inner(F, F)
     all_columns = jnp.sum(jnp.real(jnp.diagonal(squared)))
@@ -153,21 +143,26 @@ def nystrom_traces(
     sine_squared = jnp.maximum(1 - jnp.abs(products) ** 2 * of_two, eps)
     lost_by_two = lost_by_one[:, None] + lost_by_one[None, :]
     lost_by_two = lost_by_two - 2 * jnp.real(products.conj() * lost) * of_two
-    dimension = dimension + 1 if resphere else 1
-    pairs = all_columns + (dimension * remainders[:, None] - lost_by_two) / sine_squared
+    pairs = all_columns + (further * remainders[:, None] - lost_by_two) / sine_squared
     # Where all is explained, n mu is added and subtracted again; it has the rounding of
     # eigenvalues that should equal mu: at most a few times `rounding sqrt(n)`, measured.
     # Noise of products shows in the samples.
-    return samples, pairs, all_columns + rounding * math.sqrt(len(F)) / eps
+    magnitude = all_columns + factor.rounding * math.sqrt(len(F)) / eps
+    probes = factor.probes
+    orthogonal = further if probes.resphere else None
+    return all_pairs(samples, pairs, magnitude, probes.active, orthogonal)
+
+
+def _complements(factor: NystromFactor):
+    """The dimensions that all probes but one, and but two, leave."""
+    return [factor.probes.complement(factor.F.dtype, number) for number in (1, 2)]
 
 
 def stand_in(
     U: Inexact[Array, "n k"],
     T: Inexact[Array, "k k"],
     AU: Inexact[Array, "n k"],
-    *,
-    resphere: bool,
-    active: Bool[Array, " k"] | None = None,
+    probes: ProbeSet,
 ) -> list[tuple[Inexact[Array, "n k"], Inexact[Array, "n k"]]]:
     """Blocks V, Z of the form that XTrace has, from the range of `A Omega`, `Omega = U T`.
 
@@ -175,52 +170,46 @@ def stand_in(
     """
     Omega = combine(U, T)
     Q, R = orthonormalise(AU)
-    if active is not None:
-        Q = jnp.where(active[None, :], Q, 0)
+    if probes.active is not None:
+        Q = jnp.where(probes.active[None, :], Q, 0)
     W, sizes = inner(Q, Omega), jnp.real(column_dots(Omega, Omega))
-    loo = leave_one_out(
-        W, sizes, matmul(R, T), len(Q), resphere=resphere, active=active
-    )
-    return leave_one_out_stand_in(Omega, Q, loo, active)
+    loo = leave_one_out(W, sizes, matmul(R, T), probes)
+    return leave_one_out_stand_in(Omega, Q, loo)
 
 
-def nystrom_rows(
-    Omega: Inexact[Array, "n k"],
-    of: NystromFactor,
-    rows: Rows,
-    *,
-    resphere: bool,
-    active: Bool[Array, " k"] | None = None,
-) -> RowSamples:
-    r"""Those of XNysTrace, of `A / scale`. `Omega` are U itself with resphering.
+def nystrom_sums(
+    Omega: Inexact[Array, "n k"], factor: NystromFactor, functional: Functional
+) -> PairedSamples:
+    r"""The samples of `nystrom_traces` before they are summed over rows, of `A / scale`.
 
-    With `f_i = F q_i` and `alpha_i = 1 / |C e_i|`, what the approximation without column i
-    leaves of A takes `u_i` to `alpha_i f_i`, so that with N for the dimension of the
-    complement of the others
+    `Omega` are U itself with resphering. With `f_i = F q_i` and `alpha_i = 1 / |C e_i|`,
+    what the approximation without column i leaves of A takes `u_i` to `alpha_i f_i`, so
+    that with N for the dimension of the complement of the others
 
         t_i(r) = |F(r)|^2 - |f_i(r)|^2 + N alpha_i conj(u_i(r)) f_i(r) .
 
     Without column j as well, `q = (q_j - c q_i) / sqrt(1 - |c|^2)` with `c = q_i^* q_j` is
     lost too, and what is left takes `u_i` to `alpha_i (f_i - conj(c) F q / sqrt(...))`.
     """
-    F, eps = of.F, jnp.finfo(of.mu.dtype).eps
-    alpha = jnp.sqrt(of.remainders).astype(F.dtype)
-    q = of.halves * alpha[None, :]
+    F, eps, probes = factor.F, jnp.finfo(factor.mu.dtype).eps, factor.probes
+    alpha = jnp.sqrt(factor.remainders).astype(F.dtype)
+    q = factor.halves * alpha[None, :]
     f = combine(F, q)
-    ones = rows(jnp.ones(len(F), F.dtype))
-    total = rows(jnp.sum(F.conj() * F, axis=1)) - ones * of.mu.astype(ones.dtype)
-    on_range = total[:, None] - rows(f.conj() * f)
-    dimension = jnp.asarray(of.dimension)
+    ones = functional.sum(jnp.ones(len(F), F.dtype))
+    total = functional.pair(F, F) - ones * factor.mu.astype(ones.dtype)
+    on_range = total[..., None] - functional.samples(f, f)
+    dimension, further = (
+        jnp.asarray(x).astype(ones.dtype) for x in _complements(factor)
+    )
 
     def without(j):
         c = column_dots(q, q[:, j])
         sine = jnp.sqrt(jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(F.dtype)
         Fq = (f[:, j] - f * c[None, :]) / sine[None, :]
         left = (f - Fq * (c.conj() / sine)[None, :]) * alpha[None, :]
-        weight = (dimension + 1 if resphere else dimension).astype(ones.dtype)
-        return on_range - rows(Fq.conj() * Fq) + weight * rows(Omega.conj() * left)
+        tested = further * functional.samples(Omega, left)
+        return on_range - functional.samples(Fq, Fq) + tested
 
-    weight = dimension.astype(ones.dtype)
-    samples = on_range + weight * rows(Omega.conj() * (f * alpha[None, :]))
-    outside = dimension + 1 if resphere else jnp.inf
-    return row_samples(samples, without, active, outside)
+    samples = on_range + dimension * functional.samples(Omega, f * alpha[None, :])
+    orthogonal = probes.complement(F.dtype, 2) if probes.resphere else None
+    return neighbour_pairs(samples, without, probes.active, orthogonal)

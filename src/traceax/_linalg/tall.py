@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, UInt32
+from jaxtyping import Array, Bool, Float, Inexact, Int, UInt32
 
 from .small import cholesky, divisor, frobenius, householder, matmul
 
@@ -228,80 +227,3 @@ def extend(
     columns = jnp.pad(common, ((0, most - common.shape[0]), (0, 0)))
     columns = jax.lax.dynamic_update_slice_in_dim(columns, factor, start, 0)
     return Q, columns * scale
-
-
-#
-# Groups of rows
-#
-
-
-class Rows(NamedTuple):
-    """What is summed: groups of rows of these sizes, and all of them; `None` for no sum.
-
-    So a diagonal is n numbers, and the traces of L blocks and their total are L + 1.
-    `real` where the diagonal is known to be.
-    """
-
-    sizes: tuple[int, ...] | None
-    real: bool
-
-    def __call__(self, x: Inexact[Array, "n *c"]) -> Inexact[Array, "g *c"]:
-        x = jnp.real(x) if self.real else x
-        if self.sizes is None:
-            return x
-        parts = jnp.split(x, np.cumsum(self.sizes)[:-1])
-        sums = jnp.stack([jnp.sum(part, axis=0) for part in parts])
-        return jnp.concatenate([sums, jnp.sum(sums, axis=0, keepdims=True)])
-
-
-def summed(x: Inexact[Array, " n"], rows: Rows | None) -> Inexact[Array, "*g"]:
-    """The sum, or those over groups of rows."""
-    return jnp.sum(x) if rows is None else rows(x)
-
-
-class RowMoments(NamedTuple):
-    """Moments of independent samples, by group.
-
-    - `mean`, `deviations`: of `samples / unit`, the latter being summed squares.
-    - `squares`: the sum over `|A w_j / unit|^2`, to see what equal samples hide.
-    - `unit`: a power of two of the size of the first, as squares may underflow.
-    """
-
-    mean: Inexact[Array, " g"]
-    deviations: Float[Array, " g"]
-    squares: Float[Array, " g"]
-    unit: Float[Array, ""]
-
-    @staticmethod
-    def none(rows: Rows, like: Inexact[Array, "n _"]) -> "RowMoments":
-        """Those of no sample."""
-        zero = rows(jnp.zeros_like(like, shape=like.shape[0]))
-        return RowMoments(zero, zero.real, zero.real, zero.real[0] * 0)
-
-    def with_samples(
-        self,
-        probes: Inexact[Array, "n c"],
-        products: Inexact[Array, "n c"],
-        rows: Rows,
-        count: ArrayLike,
-    ) -> "RowMoments":
-        """Those of `count` samples and c more.
-
-        Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance", Am. Stat.
-        37 (1983), doi:10.1080/00031305.1983.10483115.
-        """
-        c = probes.shape[1]
-        unit = jnp.where(self.unit == 0, power_of_two_scale(products), self.unit)
-        products = products / unit.astype(products.dtype)
-        samples = rows(probes.conj() * products)
-        squares = rows(jnp.sum(jnp.abs(products) ** 2, axis=1))
-        number = jnp.asarray(count).astype(unit.dtype)
-        mean = jnp.mean(samples, axis=1)
-        change, share = mean - self.mean, c / (number + c)
-        spread = jnp.sum(jnp.abs(samples - mean[:, None]) ** 2, axis=1)
-        return RowMoments(
-            self.mean + change * share.astype(mean.dtype),
-            self.deviations + spread + jnp.abs(change) ** 2 * number * share,
-            self.squares + squares,
-            unit,
-        )

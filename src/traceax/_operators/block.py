@@ -34,13 +34,19 @@ class Space(NamedTuple):
     - `size`: its dimension n.
     - `dtype`: the common dtype of the leaves.
     - `compute_dtype`: the dtype of blocks and of values; at least 32-bit.
-    - `structure`: the PyTree of `jax.ShapeDtypeStruct`s.
+    - `leaves`, `treedef`: its structure, of `jax.ShapeDtypeStruct`s.
     """
 
     size: int
     dtype: np.dtype
     compute_dtype: np.dtype
-    structure: PyTree[jax.ShapeDtypeStruct]
+    leaves: tuple[jax.ShapeDtypeStruct, ...] = ()
+    treedef: Any = None
+
+    @property
+    def structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """What the operator maps to itself."""
+        return self.treedef.unflatten(self.leaves)
 
     @property
     def is_complex(self) -> bool:
@@ -67,13 +73,12 @@ def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
 
 def space_of(operator: lx.AbstractLinearOperator) -> Space:
     """The space of an operator that passed `checked_operator`."""
-    structure = operator.in_structure()
-    leaves = jtu.tree_leaves(structure)
+    leaves, treedef = jtu.tree_flatten(operator.in_structure())
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(*[leaf.dtype for leaf in leaves] or [float])
         compute_dtype = jnp.promote_types(dtype, jnp.float32)
     size = sum(math.prod(leaf.shape) for leaf in leaves)
-    return Space(size, dtype, compute_dtype, structure)
+    return Space(size, dtype, compute_dtype, tuple(leaves), treedef)
 
 
 def complex_dtype(dtype: Any) -> np.dtype:

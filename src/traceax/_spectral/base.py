@@ -11,28 +11,21 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 
 from .._accuracy.error_bar import ErrorBar
-from .._accuracy.tolerance import SMALL, Tolerance, make_tolerance, met_or_failed
-from .._arguments import StoredKey, budget_of, check_real_scalar
-from .._estimate import RESULTS, Estimate, raise_failure
+from .._arguments import StoredKey, check_real_scalar
+from .._drive import Estimator
+from .._estimate import RESULTS
 from .._linalg.krylov import RitzPairs
 from .._linalg.small import divisor, eigh, frobenius
 from .._linalg.tall import power_of_two_scale
-from .._operators.block import (
-    Space,
-    apply_block,
-    as_data,
-    complex_dtype,
-    space_of,
-)
-from .._primitive import Algorithm, Outcome, estimate, outcome_of
-from .._progress import NO_PROGRESS_METER, ProgressMeter, check_meter
-from .._state import init_state
+from .._operators.block import Space, apply_block, complex_dtype, space_of
+from .._primitive import Outcome, make_outcome
+from .._state import State, init_state
 from .blocks import SpectralBlocks
 from .function import SpectralFunction, rounding_errors, spectral_function
 from .ritz import ritz_values
 
 
-class SpectralState(eqx.Module):
+class SpectralState(State):
     """The state of an estimator of spectral functions.
 
     **Attributes:**
@@ -41,12 +34,14 @@ class SpectralState(eqx.Module):
     - `operator`: a symmetric or Hermitian operator.
     - `function`: of its eigenvalues.
     - `lower`: a number that no eigenvalue is below, or `None`.
+    - `space`: the space that the operator maps to itself.
     """
 
     _key: StoredKey
     operator: lx.AbstractLinearOperator
     function: SpectralFunction
     lower: Float[Array, ""] | None
+    space: Space = eqx.field(static=True)
 
     def __init__(
         self,
@@ -59,11 +54,7 @@ class SpectralState(eqx.Module):
         self.operator = operator
         self.function = function
         self.lower = lower
-
-    @property
-    def key(self) -> Key[Array, ""]:
-        """A typed key."""
-        return self._key.typed
+        self.space = space_of(operator)
 
 
 class SpectralOutcome(NamedTuple):
@@ -81,20 +72,7 @@ class SpectralOutcome(NamedTuple):
     blocks: SpectralBlocks
 
 
-class Accuracy(NamedTuple):
-    """What a tolerance is, as users give it."""
-
-    rtol: ArrayLike | None = None
-    atol: ArrayLike | None = None
-    level: float = 0.95
-    progress_meter: ProgressMeter = NO_PROGRESS_METER
-
-    def checked(self, dtype: Any, where: str) -> Tolerance | None:
-        check_meter(self.progress_meter, where)
-        return make_tolerance(self.rtol, self.atol, self.level, dtype, where)
-
-
-class SpectralEstimator(eqx.Module):
+class SpectralEstimator(Estimator):
     r"""Abstract base class of estimators of `tr f(A)`, A symmetric or Hermitian.
 
     A subclass is a frozen module whose fields are configuration. It writes `compute`,
@@ -124,7 +102,7 @@ class SpectralEstimator(eqx.Module):
         **Raises:** as [`traceax.trace_function`][].
         """
         where = f"{type(self).__name__}.init"
-        return spectral_state(where, key, operator, fn, lower)
+        return init_spectral_state(where, key, operator, fn, lower)
 
     @abc.abstractmethod
     def compute(self, state: SpectralState, k: int) -> SpectralOutcome:
@@ -136,50 +114,26 @@ class SpectralEstimator(eqx.Module):
         - `k`: a Python int, the most products that may be used.
         """
 
-    def compute_until(
-        self, state: SpectralState, k: int, tolerance: Tolerance, meter: ProgressMeter
-    ) -> SpectralOutcome:
-        """As `compute`, with as many products as the tolerance takes. Optional."""
-        raise TypeError(
-            f"{type(self).__name__}.estimate: this estimator takes no tolerance; use "
-            "traceax.KrylovAwareEstimator, or leave out rtol and atol."
+    def _exact(self, state):
+        return _exact(state)
+
+    def _finish(self, state, computed):
+        blocks = computed.blocks
+        points, weights = blocks.pairs.values, jnp.real(jnp.diagonal(blocks.coupling))
+        outcome = spectral_outcome(
+            state.function,
+            state.space,
+            computed.values,
+            computed.standard_errors,
+            computed.degrees_of_freedom,
+            computed.stats,
+            points,
+            weights,
         )
-
-    def estimate(
-        self,
-        state: SpectralState,
-        k: int,
-        *,
-        rtol: ArrayLike | None = None,
-        atol: ArrayLike | None = None,
-        level: float = 0.95,
-        progress_meter: ProgressMeter = NO_PROGRESS_METER,
-        throw: bool = True,
-    ) -> Estimate:
-        """Estimates `tr f(A)` with at most `k` products.
-
-        **Arguments:**
-
-        - `state`: as `init` returned it.
-        - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
-            is exact, from n products and an eigendecomposition.
-        - `rtol`, `atol`, `level`, `progress_meter`: as for
-            [`traceax.trace_function`][], of estimators that take a tolerance.
-        - `throw`: whether a failure raises an error, at run time.
-
-        **Returns:**
-
-        A [`traceax.Estimate`][], whose value is of the structure that `fn` returns.
-        `stats["ritz_values"]` and `stats["ritz_weights"]` are the estimated
-        distribution of eigenvalues: `sum(ritz_weights * g(ritz_values))` is an
-        estimate of `tr g(A)`.
-        """
-        where = f"{type(self).__name__}.estimate"
-        accuracy = Accuracy(rtol, atol, level, progress_meter)
-        return estimate_spectral(where, self, state, k, accuracy, throw=throw)
+        return outcome, blocks
 
 
-def spectral_state(
+def init_spectral_state(
     where: str,
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
@@ -188,70 +142,12 @@ def spectral_state(
 ) -> SpectralState:
     """Checks key, operator and function, and puts them into a state."""
     state = init_state(key, operator, where)
-    operator = state.operator
-    real = space_of(operator).real_dtype
+    real = state.space.real_dtype
     function = spectral_function(fn, real, where)
     if lower is not None:
         check_real_scalar(lower, "lower", where, "no eigenvalue may be below it.")
         lower = jnp.asarray(lower).astype(real)
-    return SpectralState(state.key, operator, function, lower)
-
-
-def estimate_spectral(
-    where: str,
-    estimator: SpectralEstimator,
-    state: SpectralState,
-    k: int | None,
-    accuracy: Accuracy,
-    *,
-    throw: bool,
-) -> Estimate:
-    """An estimate; `where` is what errors begin with."""
-    space = space_of(state.operator)
-    tolerance = accuracy.checked(space.real_dtype, where)
-    k = budget_of(k, tolerance, space.size, where)
-    if tolerance is not None and space.size > SMALL:
-        # A loop that fails to meet the tolerance leaves nothing for an exact answer.
-        k = min(k, space.size - 1)
-    algorithm = _Spectral(
-        estimator, state._key, state.lower, k, tolerance, accuracy.progress_meter
-    )
-    outcome = estimate(algorithm, (as_data(state.operator), state.function))
-    found = Estimate(*outcome[:4], state, type(estimator).__name__)
-    return raise_failure(found) if throw else found
-
-
-class _Spectral(Algorithm):
-    """An estimator as the primitive takes it."""
-
-    estimator: SpectralEstimator
-    key: StoredKey
-    lower: Float[Array, ""] | None
-    k: int = eqx.field(static=True)
-    tolerance: Tolerance | None
-    meter: ProgressMeter = eqx.field(static=True)
-
-    def run(self, primal):
-        operator, function = primal
-        space = space_of(operator)
-        state = SpectralState(self.key.typed, operator, function, self.lower)
-        if self.k >= space.size:
-            found = _exact(state)
-        elif self.tolerance is None:
-            found = self.estimator.compute(state, self.k)
-        else:
-            found = self.estimator.compute_until(
-                state, self.k, self.tolerance, self.meter
-            )
-        blocks = found.blocks
-        points, weights = blocks.pairs.values, jnp.real(jnp.diagonal(blocks.coupling))
-        outcome = spectral_outcome(function, space, *found[:4], points, weights)
-        if self.tolerance is not None and self.k < space.size:
-            result = met_or_failed(
-                self.tolerance, bar_of_leaves(*found[:3]), outcome.result
-            )
-            outcome = outcome._replace(result=result)
-        return outcome, blocks
+    return SpectralState(state.key, state.operator, function, lower)
 
 
 def spectral_outcome(
@@ -279,7 +175,7 @@ def spectral_outcome(
         "ritz_weights": weights,
         "result": result,
     }
-    outcome = outcome_of(values, errors, stats, dtype, real=real)
+    outcome = make_outcome(values, errors, stats, dtype, real=real)
 
     def as_real(x, found):
         return found if jnp.iscomplexobj(x) else jnp.real(found)
@@ -305,8 +201,7 @@ def outside_if(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
 
 
 def _exact(state: SpectralState) -> SpectralOutcome:
-    operator = state.operator
-    space = space_of(operator)
+    operator, space = state.operator, state.space
     identity = jnp.eye(space.size, dtype=space.compute_dtype)
     A = apply_block(operator, identity)
     hermitian = A / 2 + A.conj().T / 2

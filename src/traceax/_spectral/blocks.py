@@ -66,11 +66,10 @@ class SpectralBlocks(StandIn):
     count: Int[Array, ""] | None = None
     sizes: tuple[int, ...] = eqx.field(static=True, default=())
 
-    def derivative(self, primal, tangent):
-        """Of `tr f(A)`, in the structure of the function's results.
-
-        `primal` is `(operator, function)`.
-        """
+    def derivative(self, state, tangent):
+        """The derivative of `tr f(A)`, in the structure of the function's results."""
+        primal = state.operator, state.function
+        tangent = tangent.operator, tangent.function
         if not jtu.tree_leaves(tangent):
             return None
         if self.count is None:

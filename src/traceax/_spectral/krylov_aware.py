@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from .._accuracy.error_bar import leave_one_out_samples
-from .._accuracy.tolerance import FEWEST, Looked, until
+from .._accuracy.error_bar import leave_one_out_bar
+from .._accuracy.tolerance import FEWEST, Check, run_until
 from .._arguments import check_optional_integer, without_numpy
 from .._estimate import RESULTS
 from .._linalg.krylov import (
@@ -25,14 +25,14 @@ from .._linalg.krylov import (
 from .._linalg.left_out_krylov import (
     LeftOut,
     coupling_of,
-    cyclic_pairs,
     leave_probes_out,
+    paired_samples,
     ritz_pairs,
     sample_weights,
     shortened,
 )
 from .._linalg.tall import inner
-from .._operators.block import apply_block, space_of
+from .._operators.block import apply_block
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .base import (
     SpectralEstimator,
@@ -120,7 +120,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         stats = {"num_matvecs": m * steps, "result": found.result, **found.unit}
         return SpectralOutcome(*found[:3], stats, blocks)
 
-    def compute_until(self, state, k, tolerance, meter):
+    def compute_until(self, state, k, stop):
         if k < FEWEST:
             found = self.compute(state, k)
             stats = {**found.stats, "products_needed": jnp.inf}
@@ -138,32 +138,31 @@ class KrylovAwareEstimator(SpectralEstimator):
 
             branches = [lambda size=size: at(size) for size in sizes]
             found = jax.lax.switch(smallest_of(sizes, count), branches)
-            return Looked(bar_of_leaves(*found[:3]), found)
+            return Check(bar_of_leaves(*found[:3]), found)
 
-        reached = until(
-            tolerance,
-            meter,
+        loop = run_until(
+            stop,
             lambda run, count: arnoldi_step(product, run, count),
             judge,
             arnoldi_start(Omega, most),
-            done=0,
+            start=0,
             width=1,
             most=most,
             fewest=min(2, most),
             samples=m,
         )
-        bar, found = reached.looked
-        basis, factor, _ = reached.buffers
-        used, pairs = m * reached.count, found.pairs(basis, factor[:, :m])
+        bar, found = loop.check
+        basis, factor, _ = loop.buffers
+        used, pairs = m * loop.count, found.pairs(basis, factor[:, :m])
         of_sizes = tuple(m * size for size in sizes)
         blocks = SpectralBlocks(pairs, found.coupling, used, of_sizes)
         errors, stats = list(bar.standard_error), {"num_matvecs": used}
         stats = {**stats, "result": found.result, **found.unit}
-        stats["products_needed"] = m * reached.forecast.needed
+        stats["products_needed"] = m * loop.forecast.needed
         return SpectralOutcome(found.means, errors, found.freedoms, stats, blocks)
 
     def _begin(self, state: SpectralState, m: int):
-        space = space_of(state.operator)
+        space = state.space
         Omega = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
         return ft.partial(apply_block, state.operator), Omega
 
@@ -205,7 +204,7 @@ def _found(
     steps: int | Int[Array, ""],
 ) -> _Found:
     """Of so many steps, which may be fewer than the factor has room for."""
-    function, n = state.function, space_of(state.operator).size
+    function, n = state.function, state.space.size
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
     values, vectors = ritz_pairs(T, m * steps)
@@ -223,9 +222,8 @@ def _found(
     means, errors, freedoms = [], [], []
     for f, *others in zip(function(values), quadrature, rounding, strict=True):
         samples, first, second = (weighted_sums(w, f) for w in weights)
-        pairs, known = cyclic_pairs(first, second)
         magnitude = weighted_sums(weights.samples, jnp.abs(f)).mean()
-        bar = leave_one_out_samples(samples, pairs, magnitude, known=known)
+        bar = leave_one_out_bar(paired_samples(samples, first, second, magnitude))
         means.append(bar.mean)
         errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
         freedoms.append(bar.degrees_of_freedom)

@@ -12,7 +12,7 @@ from .._arguments import check_optional_integer, without_numpy
 from .._linalg.krylov import KrylovSpaces, lanczos
 from .._linalg.small import divisor, eigh, matmul
 from .._linalg.tall import inner, largest_entry
-from .._operators.block import apply_block, space_of
+from .._operators.block import apply_block
 from .._samplers import RademacherSampler, Sampler, check_sampler
 from .base import (
     SpectralEstimator,
@@ -77,7 +77,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
 
     def compute(self, state, k):
         operator, function = state.operator, state.function
-        space = space_of(operator)
+        space = state.space
         n = space.size
         m, steps = probes_and_steps(self.num_probes, k)
         Omega = self.sampler.sample(state.key, n, m, space.compute_dtype)
