@@ -34,6 +34,7 @@ LAYERS = [
     "_linalg",
     "_operators",
     "_samplers",
+    "_preconditioner",
     "_accuracy",
     "_primitive",
     "_state",

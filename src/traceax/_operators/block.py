@@ -146,6 +146,22 @@ def columns_at_once(n: int) -> int:
     return max(_FEWEST, _CACHED // max(n, 1))
 
 
+class OnePass(lx.AbstractLinearOperator):
+    """Abstract base class of operators of which many products cost little more than one.
+
+    Most of the time goes to the entries of the matrix, which are computed anew.
+    """
+
+
+def has_one_pass(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether such an operator is, or is a part of, this one."""
+
+    def is_one(x):
+        return isinstance(x, OnePass)
+
+    return any(map(is_one, jtu.tree_leaves(operator, is_leaf=is_one)))
+
+
 def unflatten(
     vector: Inexact[Array, " n"], structure: PyTree[jax.ShapeDtypeStruct]
 ) -> PyTree[Inexact[Array, "..."]]:
@@ -164,7 +180,7 @@ def apply_block(
 
     One `vmap` of `operator.mv` over the leading axis, as networks are batched: a dense
     operator becomes one matrix product. On a CPU a large block is multiplied by a few
-    columns at a time.
+    columns at a time, unless each time costs as much as all at once.
     """
     n, k = block.shape
     structure = operator.in_structure()
@@ -182,7 +198,7 @@ def apply_block(
         if k == 1:
             # Of many lanes, as in the training step of a flow, half of the time of a `vmap`.
             return product(block.T[0])[None].T
-        if k > (few := columns_at_once(n)):
+        if k > (few := columns_at_once(n)) and not has_one_pass(operator):
             return jax.lax.map(product, block.T, batch_size=few).T
         return jax.vmap(product)(block.T).T
 

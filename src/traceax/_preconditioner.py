@@ -1,0 +1,198 @@
+"""Preconditioners made of columns of an operator, and their pivots."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int, Key
+
+from ._arguments import check_key, require, without_numpy
+from ._linalg.pivoted_cholesky import Pivots, Preconditioner, choose, make
+from ._operators.block import as_data, space_of
+from ._operators.check import checked_operator
+from ._operators.columns import columns_of, diagonal_of
+
+# Probe j is drawn from `fold_in(key, j)`.
+_KEY_OF_PIVOTS = np.uint32(2**32 - 1)
+NOT_SEMIDEFINITE = (
+    "the operator must be positive semidefinite, got one whose diagonal, or what columns "
+    "leave of it, is below 0; the noise belongs into shift=, and a kernel must be "
+    "positive semidefinite in the precision it is computed in."
+)
+NOISE_NOT_POSITIVE = (
+    "shift must be positive with a preconditioner, got one that isn't; it is the noise."
+)
+
+
+def choose_pivots(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    columns: int,
+    *,
+    shift: ArrayLike,
+    throw: bool = True,
+) -> Int[Array, " columns"]:
+    r"""Columns of a positive semidefinite operator to make a preconditioner of.
+
+    ```python
+    pivots = traceax.choose_pivots(key, operator, 600, shift=noise)
+    ```
+
+    Outside of the loss that is minimised: pivots that are chosen anew at every
+    evaluation make it jump. They are data, of which there is no derivative.
+
+    A randomly pivoted Cholesky factorisation, which reads as many columns of the
+    operator and its diagonal. It stops where the mean of the residual diagonal is below
+    0.001 of the noise.
+
+    **Arguments:**
+
+    - `key`: a typed key or a legacy `uint32` key.
+    - `operator`: a positive semidefinite operator of n unknowns, such as a
+        [`traceax.KernelLinearOperator`][], a `lineax.MatrixLinearOperator`, or a sum of
+        such. Of any other a column takes a product, and the diagonal n.
+    - `columns`: how many at most, a Python int up to n.
+    - `shift`: the noise: a positive scalar, or n of them.
+    - `throw`: whether to raise an error at run time, if an array of `shift` isn't positive
+        or the operator is seen not to be positive semidefinite.
+
+    **Returns:** an array of `columns` integers, the indices; the last ones are -1 where
+    fewer are enough.
+
+    **Raises:**
+
+    - `TypeError` and `ValueError` as [`traceax.trace`][] does for a wrong key or operator;
+        `TypeError` for `columns` that isn't an int, `ValueError` if it isn't from 1 to n,
+        and for a `shift` that isn't real, positive, and of shape `()` or `(n,)`.
+    """
+    where = "traceax.choose_pivots"
+    key, operator = check_key(key, where), checked_operator(operator, where)
+    columns = _check_number(columns, space_of(operator).size, "columns", where)
+    noise = _noise(operator, shift, where)
+    pivots = _choose(key, as_data(operator), noise, columns)
+    indices = pivots.indices
+    if throw:
+        message = f"{where}: {NOISE_NOT_POSITIVE}"
+        indices = eqx.error_if(indices, ~(jnp.min(noise) > 0), message)
+        message = f"{where}: {NOT_SEMIDEFINITE}"
+        indices = eqx.error_if(indices, ~pivots.semidefinite, message)
+    return indices
+
+
+def make_preconditioner(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    preconditioner: int | Int[Array, " r"],
+    shift: ArrayLike,
+    where: str,
+) -> Preconditioner:
+    """The preconditioner of `operator + shift`, differentiable in both.
+
+    - `operator`: as `checked_operator` returns it.
+    - `preconditioner`: how many columns at most, or pivots chosen before.
+    """
+    n = space_of(operator).size
+    noise = _noise(operator, shift, where)
+    operator = as_data(operator)
+    preconditioner = without_numpy(preconditioner)
+    if isinstance(preconditioner, int):
+        most = _check_number(preconditioner, n, "preconditioner", where)
+        key = jax.random.fold_in(key, _KEY_OF_PIVOTS)
+        chosen = _choose(key, operator, noise, most)
+        made = _make(operator, noise, chosen.indices)
+        semidefinite = made.semidefinite & chosen.semidefinite
+        return eqx.tree_at(lambda x: x.semidefinite, made, semidefinite)
+    return _make(operator, noise, _check_pivots(preconditioner, n, where))
+
+
+@eqx.filter_jit
+def _choose(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    noise: Float[Array, " n"],
+    most: int,
+) -> Pivots:
+    arrays, others = eqx.partition((operator, noise), eqx.is_array)
+    operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), others)
+    scale = jax.lax.rsqrt(noise)
+
+    def columns(indices):
+        block = columns_of(operator, indices)
+        return block * (scale[:, None] * scale[indices][None, :]).astype(block.dtype)
+
+    diagonal = jnp.real(diagonal_of(operator)) * scale**2
+    return choose(key, columns, diagonal, most)
+
+
+@eqx.filter_jit
+def _make(
+    operator: lx.AbstractLinearOperator,
+    noise: Float[Array, " n"],
+    pivots: Int[Array, " r"],
+) -> Preconditioner:
+    pivots = pivots.astype(jnp.int32)
+    columns = columns_of(operator, jnp.maximum(pivots, 0))
+    made = make(columns, jnp.real(diagonal_of(operator)), pivots, noise)
+    # Of pivots that are traced it can't be told before.
+    known = jnp.all(pivots < noise.shape[0])
+    logdet = jnp.where(known, made.logdet, jnp.nan)
+    return eqx.tree_at(lambda x: x.logdet, made, logdet)
+
+
+#
+# Arguments
+#
+
+
+def _check_number(given: Any, n: int, name: str, where: str) -> int:
+    given = without_numpy(given)
+    hint = "it is how many columns a preconditioner has at most"
+    is_int = isinstance(given, int) and not isinstance(given, bool)
+    require(is_int, where, f"{name} must be a Python int", given, hint, TypeError)
+    what = f"{name} must be from 1 to n = {n}, the size of the operator"
+    require(1 <= given <= n, where, what, str(given), hint)
+    return given
+
+
+def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
+    hint = "pass an int, or what traceax.choose_pivots returned for this operator"
+    what = "preconditioner must be an int or an array of indices"
+    is_array = isinstance(given, jax.Array | np.ndarray)
+    integers = is_array and jnp.issubdtype(given.dtype, jnp.integer)
+    require(integers, where, what, given, hint, TypeError)
+    what = f"pivots must be an array of shape (r,), r from 1 to n = {n}"
+    require(given.ndim == 1 and 1 <= given.size <= n, where, what, given, hint)
+    if not isinstance(given, jax.core.Tracer):
+        known = np.asarray(given)
+        what = f"pivots must be below n = {n}, and -1 where there is none"
+        inside = known.min() >= -1 and known.max() < n
+        require(inside, where, what, f"{known.min()} to {known.max()}", hint)
+    return jnp.asarray(given)
+
+
+def _noise(
+    operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str
+) -> Float[Array, " n"]:
+    """The noise of every unknown. Below 0, or 0, only where it is traced."""
+    space = space_of(operator)
+    hint = "it is the noise, a positive number or one for each observation"
+    numbers = int | float | np.number | np.ndarray | jax.Array
+    number = isinstance(shift, numbers) and not isinstance(shift, bool)
+    require(
+        number, where, "shift must be a real number or array", shift, hint, TypeError
+    )
+    shift = jnp.asarray(shift)
+    kinds = (jnp.floating, jnp.integer)
+    real = any(jnp.issubdtype(shift.dtype, kind) for kind in kinds)
+    what = f"shift must be real and of shape () or ({space.size},)"
+    require(real and shift.shape in ((), (space.size,)), where, what, shift, hint)
+    if not isinstance(shift, jax.core.Tracer):
+        least = float(jnp.min(shift))
+        what = "shift must be positive with a preconditioner"
+        # NaN is what an estimate fails on.
+        require(not least <= 0, where, what, f"{least:.3g}", hint)
+    return jnp.broadcast_to(shift.astype(space.real_dtype), (space.size,))
