@@ -93,7 +93,7 @@ def test_no_late_imports_and_no_long_files(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             assert node in top
-    assert len(path.read_text().splitlines()) <= 350
+    assert len(path.read_text().splitlines()) <= 400
 
 
 @each_file
@@ -108,7 +108,7 @@ def test_no_function_is_taken_apart(path):
     "path", [p for p in FILES if _name(p)[0] == "_estimators"], ids=lambda p: p.stem
 )
 def test_an_estimator_knows_few_modules(path):
-    assert len(set(_imports(path))) <= 8
+    assert len(set(_imports(path))) <= 10
 
 
 class Recording(lx.AbstractLinearOperator):
@@ -181,7 +181,8 @@ def test_abstract_or_final():
         for base in cls.__mro__[1:]:
             if not base.__module__.startswith("traceax"):
                 continue
-            assert inspect.isabstract(base), f"{cls} subclasses {base}"
+            abstract = inspect.isabstract(base) or base.__abstractvars__
+            assert abstract, f"{cls} subclasses {base}"
             for name, value in vars(cls).items():
                 if name in generated or not inspect.isfunction(value):
                     continue

@@ -19,6 +19,7 @@ from helpers import (
 
 import traceax as tx
 from traceax._estimators.hutchinson import Probes
+from traceax._functional import TRACE
 from traceax._operators.block import Space
 from traceax._primitive import Blocks
 
@@ -218,7 +219,7 @@ def test_derivatives_of_every_order_and_mode(key, dtype, count, chunk):
     dense = _dense(stand_in)
 
     def ours(theta, tangent):
-        paired = stand_in.derivative(*eqx.filter_jvp(built, (theta,), (tangent,)))
+        paired = stand_in.pair(*eqx.filter_jvp(built, (theta,), (tangent,)), TRACE)
         return jnp.real(paired) + 2 * jnp.imag(paired)
 
     def reference(theta, tangent):
@@ -255,7 +256,7 @@ def test_lanes_have_counts_of_their_own(key, monkeypatch, kind):
     def gradient(count, t):
         primal = lx.MatrixLinearOperator(b)
         return jax.grad(
-            lambda t: stand_in(count).derivative(primal, lx.MatrixLinearOperator(t))
+            lambda t: stand_in(count).pair(primal, lx.MatrixLinearOperator(t), TRACE)
         )(t)
 
     counts = jnp.asarray([2, 14, 7], jnp.int32)

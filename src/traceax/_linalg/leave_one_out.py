@@ -264,7 +264,7 @@ def leave_one_out_sums(
 
         t_i(r) = (A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r),
 
-    of mean `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`. Summed as the functional says.
+    of mean `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`, or their sums over groups of rows.
     """
     probes, R, S, X, a, left, basis = loo
     if basis is not None:
@@ -287,7 +287,7 @@ def leave_one_out_sums(
             weight = probes.complement(S.dtype, 2) / (left + jnp.abs(b) ** 2)
         Tb = T * b[None, :]
         tested = functional.samples(G + combine(Q, Tb), AG + combine(AQ, Tb))
-        return on_range - along(T) + weight.astype(tested.dtype) * tested
+        return on_range - along(T) + weight.astype(tested.dtype)[None, :] * tested
 
-    samples = on_range + a.astype(on_range.dtype) * functional.samples(G, AG)
+    samples = on_range + a.astype(on_range.dtype)[None, :] * functional.samples(G, AG)
     return neighbour_pairs(samples, without, probes.active)
