@@ -22,17 +22,17 @@ def _probes(key, start, number, a):
     return np.asarray(block)[:, start:]
 
 
-def _test(b, p, w, others, rank):
-    """A test of matrix b on what the projector p leaves of w, and the shift by others."""
+def _sample(b, p, w, shift_probes, rank):
+    """The sample by test w of matrix b beside the projector p, with the shift by others."""
 
     def quadratic(b, v):
         g = v - p @ v
         return np.vdot(g, b @ g)
 
-    length = sum(quadratic(np.eye(len(b)), v) for v in others)
-    c = sum(quadratic(b, v) for v in others) / length
-    more = np.vdot(w - p @ w, w - p @ w) - len(b) + rank
-    return np.trace(p @ b) + quadratic(b, w) - c * more
+    length = sum(quadratic(np.eye(len(b)), v) for v in shift_probes)
+    c = sum(quadratic(b, v) for v in shift_probes) / length
+    excess = quadratic(np.eye(len(b)), w) - len(b) + rank
+    return np.trace(p @ b) + quadratic(b, w) - c * excess
 
 
 def _basis(y, *left_out):
@@ -43,47 +43,47 @@ def _basis(y, *left_out):
 
 
 def _naive_choice(y, w, k):
-    """Whether each test takes the basis, each product left out of what it is measured by."""
+    """Whether each test uses the basis, each product left out of what it is measured by."""
     n, h = w.shape
-    r, chosen = h - 1, []
+    r, uses_basis = h - 1, []
     for i in range(h):
         others = set(range(h)) - {i}
         energies = []
-        for takes in (False, True):
-            rests = []
+        for uses in (False, True):
+            residuals = []
             for j in others:
-                p = _basis(y, i, j)[0] if takes else np.zeros((n, n))
-                rests.append((w[:, j], y[:, j] - p @ y[:, j]))
-            energy = np.mean([np.vdot(e, e).real for _, e in rests])
-            mean = np.mean([np.vdot(v, e) for v, e in rests])
-            dimension = n - takes * (r - (i < r))
+                p = _basis(y, i, j)[0] if uses else np.zeros((n, n))
+                residuals.append((w[:, j], y[:, j] - p @ y[:, j]))
+            energy = np.mean([np.vdot(e, e).real for _, e in residuals])
+            mean = np.mean([np.vdot(v, e) for v, e in residuals])
+            dimension = n - uses * (r - (i < r))
             energies.append(max(energy - abs(mean) ** 2 / dimension, energy / 1000))
         samples = [np.vdot(w[:, j], y[:, j]) for j in others]
-        none, some = energies
-        none = min(none, (1 + 30 / h) * np.var(samples, ddof=1) / 2)
-        direction = some * (max(none / some, 1) ** (1 / r) - 1)
-        cost = some / (k - r) + r * (r - 1) / (k - r) ** 2 * direction / 4
-        chosen.append(cost < none / k)
-    return np.array(chosen)
+        v_0, v_r = energies
+        v_0 = min(v_0, (1 + 30 / h) * np.var(samples, ddof=1) / 2)
+        direction = v_r * (max(v_0 / v_r, 1) ** (1 / r) - 1)
+        error = v_r / (k - r) + r * (r - 1) / (k - r) ** 2 * direction / 4
+        uses_basis.append(error < v_0 / k)
+    return np.array(uses_basis)
 
 
-def _naive(a, w, fresh, b, chosen):
+def _naive(a, w, fresh, b, uses_basis):
     """Samples of the first tests and the value, of matrix b for choices from a."""
     h, y = w.shape[1], a @ w
     r, width = h - 1, fresh.shape[1]
-    fresh = fresh[:, r:] if any(chosen) else fresh
-    nothing = np.zeros((len(b), len(b)))
+    fresh = fresh[:, r:] if any(uses_basis) else fresh
+    zero = np.zeros((len(b), len(b)))
     samples = []
-    for i, takes in enumerate(chosen):
-        tells = [w[:, j] for j in ([r] if takes else range(h)) if j != i]
-        p, rank = _basis(y, i) if takes else (nothing, 0)
-        samples.append(_test(b, p, w[:, i], [*tells, fresh[:, -1]], rank))
-    p, rank = _basis(y) if any(chosen) else (nothing, 0)
-    tells = list(w.T[r:]) if any(chosen) else list(w.T)
-    of_fresh = np.mean([_test(b, p, v, tells, rank) for v in fresh.T])
-    left = width - r * chosen
-    share = left / (h + left)
-    return samples, np.mean((1 - share) * samples + share * of_fresh)
+    for i, uses in enumerate(uses_basis):
+        outside = [w[:, j] for j in ([r] if uses else range(h)) if j != i]
+        p, rank = _basis(y, i) if uses else (zero, 0)
+        samples.append(_sample(b, p, w[:, i], [*outside, fresh[:, -1]], rank))
+    p, rank = _basis(y) if any(uses_basis) else (zero, 0)
+    outside = list(w.T[r:]) if any(uses_basis) else list(w.T)
+    fresh_mean = np.mean([_sample(b, p, v, outside, rank) for v in fresh.T])
+    fresh_number = width - r * uses_basis
+    share = fresh_number / (h + fresh_number)
+    return samples, np.mean((1 - share) * samples + share * fresh_mean)
 
 
 @pytest.mark.x64
@@ -102,61 +102,70 @@ def test_formulas_against_loops(complex, k):
         q, r = jnp.linalg.qr(a @ w)
         return adaptive.choose_basis(adaptive.dual_basis(r), r, q.conj().T @ w, N, k)[0]
 
-    seen = set()
+    choices = set()
     for seed, name in enumerate(["flat", "exp", "nonsymmetric", "poly", "exp", "step"]):
         key, a = jr.key(seed), matrix(name, N, complex)
         w, fresh = _probes(key, 0, h, a), _probes(key, h, k - h, a)
-        chosen = _naive_choice(a @ w, w, k)
-        np.testing.assert_array_equal(choose(jnp.asarray(a), w), chosen)
-        seen.add((bool(np.any(chosen)), bool(np.all(chosen))))
+        uses_basis = _naive_choice(a @ w, w, k)
+        np.testing.assert_array_equal(choose(jnp.asarray(a), w), uses_basis)
+        choices.add((bool(np.any(uses_basis)), bool(np.all(uses_basis))))
         estimate, _, stats, (V, Z) = run(jnp.asarray(a), key)
-        assert stats["basis"] == (h - 1 if any(chosen) else 0)
-        _, value = _naive(a, w, fresh, a, chosen)
+        assert stats["basis"] == (h - 1 if any(uses_basis) else 0)
+        _, value = _naive(a, w, fresh, a, uses_basis)
         assert_close(estimate, value)
         assert_close(jnp.sum(Z.conj() * (a @ V)), value)
-        assert_close(jnp.sum(Z.conj() * (b @ V)), _naive(a, w, fresh, b, chosen)[1])
-    assert {(False, False), (True, True)} <= seen
+        assert_close(jnp.sum(Z.conj() * (b @ V)), _naive(a, w, fresh, b, uses_basis)[1])
+    assert {(False, False), (True, True)} <= choices
 
 
 @pytest.mark.x64
-def test_samples_and_their_covariance_against_loops():
-    a, h = matrix("exp", N), 8
-    key, r = jr.key(2), 7
+@both
+def test_samples_and_their_covariance_against_loops(complex):
+    a, h, r = matrix("exp", N, complex), 8, 7
+    key = jr.key(2)
     w, fresh = _probes(key, 0, h, a), _probes(key, h, h, a)
     y = a @ w
-    q, factor = (jnp.asarray(x) for x in np.linalg.qr(y))
-    chosen = np.asarray([True, False, True, True, False, True, True, True])
-    plan = adaptive.plan_tests(adaptive.dual_basis(factor), jnp.asarray(chosen), h)
-    x = jnp.where(plan.in_basis[None, :], q, fresh)
-    v = jnp.concatenate([w, x], axis=1)
-    form, gram = v.T @ a @ v, v.T @ v
-    samples, shifts = adaptive.test_samples(form, gram, N, plan)
-    weights = adaptive.sample_weights(plan)
-    assert_close(jnp.sum(weights), 1.0)
-    assert_close(samples[:h], _naive(a, w, fresh, a, chosen)[0])
-    assert_close(jnp.sum(weights * samples), _naive(a, w, fresh, a, chosen)[1])
-    found = adaptive.covariance(form, gram, N, plan, shifts, weights)
+    uses_basis = np.asarray([True, False, True, True, False, True, True, True])
+
+    @jax.jit
+    def run(a, w, fresh):
+        q, factor = jnp.linalg.qr(a @ w)
+        plan = adaptive.plan_tests(adaptive.dual_basis(factor), uses_basis, h)
+        x = jnp.where(plan.in_basis[None, :], q, fresh)
+        v = jnp.concatenate([w, x], axis=1)
+        form, gram = v.conj().T @ a @ v, v.conj().T @ v
+        samples, shifts = adaptive.test_samples(form, gram, N, plan)
+        weights = adaptive.sample_weights(plan)
+        covariance = adaptive.covariance(form, gram, N, plan, shifts, weights)
+        return samples, shifts, weights, covariance
+
+    samples, shifts, weights, covariance = map(np.asarray, run(a, w, fresh))
+    naive, value = _naive(a, w, fresh, a, uses_basis)
+    assert_close(np.sum(weights), 1.0)
+    assert_close(samples[:h], naive)
+    assert_close(np.sum(weights * samples), value)
 
     def sample(i, *left_out):
         p, rank = _basis(y, i, *left_out)
         g = w[:, i] - p @ w[:, i]
-        rest = shifts[i] * (g @ g - N + rank)
-        return np.trace(p @ a) + g @ a @ g - rest
+        shift = shifts[i] * (np.vdot(g, g) - N + rank)
+        return np.trace(p @ a) + np.vdot(g, a @ g) - shift
 
     expected = 0.0
-    taking = [i for i in range(r) if chosen[i]]
-    for i in taking:
-        for j in set(taking) - {i}:
-            change = (sample(i, j) - sample(i)) * (sample(j, i) - sample(j))
-            expected += weights[i] * weights[j] * change
-    assert_close(found, max(expected, 0), rtol=1e-6)
+    users = [i for i in range(r) if uses_basis[i]]
+    for i in users:
+        for j in set(users) - {i}:
+            change = np.vdot(sample(j, i) - sample(j), sample(i, j) - sample(i))
+            expected += weights[i] * weights[j] * change.real
+    assert expected > 0
+    assert_close(covariance, expected, rtol=1e-6)
 
 
 def _one_choice_for_all(*args):
     """A choice in which each test has a say: it sees its own probe."""
-    chosen, energies = _choose(*args)
-    majority = jnp.sum(chosen) > len(chosen) // 2
-    return jnp.broadcast_to(majority, chosen.shape), energies
+    uses_basis, energies = _choose(*args)
+    majority = jnp.sum(uses_basis) > len(uses_basis) // 2
+    return jnp.broadcast_to(majority, uses_basis.shape), energies
 
 
 _choose = adaptive.choose_basis

@@ -1,5 +1,6 @@
-"""A budget that splits itself between a basis and the tests of what it leaves."""
+"""A budget of which half decides whether the other half is a basis or more tests."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
@@ -16,7 +17,7 @@ _LEAST_PRODUCTS = 8
 
 
 class AdaptiveXTraceEstimator(TraceEstimator):
-    r"""Decides by half of its products whether the other half is a basis or more tests.
+    r"""Hutchinson's estimator or nearly XTrace, as half of its products advise.
 
     The first half of the products is with h = k/2 probes `w_i`. They are tests, and the
     products of all but the last span a basis. Either the second half is with the basis and
@@ -91,7 +92,9 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         form = _form(tested, tall.inner(W, AX), jnp.pad(R, odd), XAX)
         lengths, WX = tall.column_dots(W, W), tall.inner(W, X)
         gram = _form(lengths, WX, WX.conj().T, tall.inner(X, X))
-        samples, shifts = adaptive.test_samples(form, gram, n, plan)
+        samples, transpose, shifts = jax.vjp(
+            lambda form: adaptive.test_samples(form, gram, n, plan), form, has_aux=True
+        )
         weights = adaptive.sample_weights(plan)
         sizes = jnp.abs(jnp.diagonal(form))
         bar = weighted_samples(
@@ -103,7 +106,9 @@ class AdaptiveXTraceEstimator(TraceEstimator):
             # Tests share the basis: coverage in `benchmarks/choice.py`.
             freedom=h / 2,
         )
-        K = adaptive.stand_in(form, gram, n, plan, weights)
+        # The plan being fixed, the value is linear in the form. Its coefficients K, with
+        # `value = sum_ab K_ab v_a^* A v_b`, have `E[V K^T V^*] = I`.
+        (K,) = transpose(weights.astype(form.dtype))
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,

@@ -33,7 +33,6 @@ any distribution. Fresh probes are drawn after all choices.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
@@ -125,20 +124,25 @@ def residual_energies(
     Vectors are subtracted, and not their lengths: of two products that are parallel, one
     of which is left out, the lengths would have no digits.
     """
-    h = len(R)
-    in_basis = jnp.arange(h) < h - 1
-    duals = jnp.where(in_basis[:, None], duals, 0)
-    S = normalise_columns(jnp.where(in_basis[None, :], duals, 0))
+    h, r = len(R), len(R) - 1
+    S, duals = _directions(duals), duals[:r]
     d = duals.T[None] - inner(S, duals)[:, :, None] * S.T[:, None, :]
     e = 1 / divisor(jnp.sum(squares(d), axis=2))
-    u = e.astype(R.dtype) * jnp.sum(d * C.T.conj()[None], axis=2)
-    # The product of the last test isn't in the basis, and loses the direction of i alone.
-    on_s = inner(S, R[:, -1:])
+    u = e.astype(R.dtype) * jnp.sum(d * C[:r].T.conj()[None], axis=2)
+    # The product of the last test isn't in the basis, which lacks the direction of i alone.
+    on_s = inner(S, R[:r, -1:])
     e_last = squares(R[-1, -1]) + squares(on_s)
-    u_last = C[-1, -1].conj() * R[-1, -1] + inner(S, C[:, -1:]).conj() * on_s
+    u_last = C[-1, -1].conj() * R[-1, -1] + inner(S, C[:r, -1:]).conj() * on_s
+    in_basis = jnp.arange(h) < r
     e = jnp.where(in_basis[None, :], e, e_last)
     u = jnp.where(in_basis[None, :], u, u_last)
-    return _mean_energies(e, u, n - (h - 1) + in_basis.astype(int))
+    return _mean_energies(e, u, n - r + in_basis.astype(int))
+
+
+def _directions(duals: Inexact[Array, "h h"]) -> Inexact[Array, "r h"]:
+    """Column i is the direction that the basis loses without product i; 0 for the last."""
+    r = len(duals) - 1
+    return jnp.pad(normalise_columns(duals[:r, :r]), ((0, 0), (0, 1)))
 
 
 def _mean_energies(
@@ -184,7 +188,7 @@ def plan_tests(
     """The plan for a second block of so many columns."""
     r = len(duals) - 1
     in_basis = (jnp.arange(width) < r) & jnp.any(uses_basis)
-    S = jnp.pad(normalise_columns(duals[:r, :r]), ((0, width - r), (0, 2)))
+    S = jnp.pad(_directions(duals), ((0, width - r), (0, 1)))
     return Plan(uses_basis, in_basis, jnp.where(in_basis[:, None], S, 0))
 
 
@@ -245,7 +249,7 @@ def test_samples(
 
     basis_trace = jnp.where(uses, jnp.trace(H) - sHs, 0)
     samples = basis_trace + gAg - shifts[:, None] * (gg - n + rank).astype(form.dtype)
-    return jnp.append(jnp.diagonal(samples)[:h], samples[h, h:]), shifts
+    return jnp.sum(jnp.where(row == jnp.minimum(test, h), samples, 0), axis=0), shifts
 
 
 def _basis_blocks(
@@ -277,38 +281,17 @@ def covariance(
     S, X = S[:, :h], jnp.where(in_basis[:, None], gram[h:, :h], 0)
     X = X - S * column_dots(S, X)[None, :]
     ones = jnp.ones(h, weights.dtype)
-
-    def differences(form):
-        H, BAV, VAB = _basis_blocks(form, in_basis)
-        blocks = Grams(X, H, VAB[:h].conj().T, ones, jnp.diagonal(form)[:h])
-        rows = LeaveOneOut(n, BAV[:, :h], S, X, ones, ones, None, h)
-        samples, pairs, _ = leave_one_out_traces(blocks, rows, resphere=False)
-        return pairs - samples[:, None]
-
-    change, change_of_gram = jax.vmap(differences)(jnp.stack([form, gram]))
-    change = change - shifts[:h, None] * change_of_gram
+    H, BAV, VAB = _basis_blocks(form, in_basis)
+    blocks = Grams(X, H, VAB[:h].conj().T, ones, jnp.diagonal(form)[:h])
+    rows = LeaveOneOut(n, BAV[:, :h], S, X, ones, ones, None, h)
+    samples, pairs, _ = leave_one_out_traces(blocks, rows, resphere=False)
+    # What the shift is multiplied by is the same of the identity: `|t^* x_i|^2 - 1`, with t
+    # the unit vector of what `s_j` has beside `s_i`, to which `x_i` is orthogonal.
+    sine = 1 - squares(inner(S, S))
     used = uses_basis & (jnp.arange(h) < h - 1)
-    pairs = used[:, None] & used[None, :] & ~jnp.eye(h, dtype=bool)
-    parallel = 1 - squares(inner(S, S)) < _PARALLEL * jnp.finfo(form.dtype).eps
-    change = change * weights[:h, None].astype(form.dtype)
-    change = jnp.where(pairs & ~parallel, change, 0)
+    used = used[:, None] & used[None, :] & ~jnp.eye(h, dtype=bool)
+    used = used & (sine >= _PARALLEL * jnp.finfo(form.dtype).eps)
+    length = squares(inner(X, S)) / jnp.where(used, sine, 1) - 1
+    change = pairs - samples[:, None] - shifts[:h, None] * length.astype(form.dtype)
+    change = jnp.where(used, change * weights[:h, None].astype(form.dtype), 0)
     return jnp.maximum(jnp.sum(jnp.real(change * change.conj().T)), 0)
-
-
-def stand_in(
-    form: Inexact[Array, "k k"],
-    gram: Inexact[Array, "k k"],
-    n: int,
-    plan: Plan,
-    weights: Float[Array, " k"],
-) -> Inexact[Array, "k k"]:
-    r"""K with `value = sum_ab K_ab v_a^* A v_b` and `E[V K^T V^*] = I`.
-
-    The plan being fixed, the value is linear in `form`, and K holds its coefficients.
-    """
-
-    def samples(form):
-        return test_samples(form, gram, n, plan)[0]
-
-    (K,) = jax.linear_transpose(samples, form)(weights.astype(form.dtype))
-    return K
