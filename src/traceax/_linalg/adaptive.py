@@ -47,20 +47,22 @@ from .small import divisor, inverse_conjugate_transpose, matmul, squares
 from .tall import column_dots, inner
 
 # Correlation of two tests whose products span the basis: 0 if they miss different
-# directions, 1 if the same. `benchmarks/choice.py --constants` compares values.
+# directions, 1 if the same. By `benchmarks/choice.py --constants` 1/2 and 1 are worse, and
+# 0 to 1/4 are about the same.
 CORRELATION = 0.25
 # The variance that h samples show may be too small by chance, by a factor of
-# 1 + ALLOWANCE / h. `benchmarks/choice.py --constants` compares values.
+# 1 + ALLOWANCE / h. By `benchmarks/choice.py --constants` 0 is worse, and 10 and more are
+# about the same.
 ALLOWANCE = 30.0
 # Energy less that of a multiple of the identity is a difference, which may be rounding. It
 # counts as this share of the energy at least.
 _LEAST_SHARE = 1e-3
-# In units of the rounding error: by how much dependent products are moved apart, so that
-# what one leaves of the other has two digits (`test_bias` fails on parallel products with 1);
+# In units of the rounding error, chosen and not measured: by how much dependent products are
+# moved apart, so that what one leaves of the other has digits (`test_bias`, parallel);
 _SEPARATION = 100.0
-# the squared sine of directions that count as parallel, four times that of moved ones;
+# the squared sine below which directions count as parallel;
 _PARALLEL = 400.0
-# and the share of a probe outside of the basis that counts as 0.
+# the share of a probe outside of the basis that counts as 0.
 _OUTSIDE = 1e3
 
 
