@@ -2,14 +2,17 @@
 
     python benchmarks/choice.py --figure docs/choice.svg    # all of it: ten minutes
     python benchmarks/choice.py --keys 100 --k 24 60
+    python benchmarks/choice.py --keys 100 --constants      # other values of constants
+    python benchmarks/choice.py --time      # beside XTrace: a dense matrix and a stencil
 
 For every operator and budget, over many keys:
 
 - `RMSE / best`: over the smallest root mean square error of Hutchinson's estimator with
-  signs and on the sphere, Hutch++ and XTrace, which only hindsight knows. `symmetric` is
-  for the operator tagged so; `XTrace` is that estimator's;
+  signs and on the sphere, Hutch++ and XTrace, which only hindsight knows. `two` is over
+  that of Hutchinson's estimator with signs or XTrace, and `XTrace` is that estimator's;
 - `bar / RMSE`: the root mean square of the standard error, and `cover`, the share of 95 %
-  intervals that hold the truth, in percent.
+  intervals that hold the truth, in percent;
+- `basis`, the share of keys for which any test used the basis.
 
 Operators are dense: three spectra and a signed one in a random basis, a nonsymmetric one, a
 Matern kernel, the Laplacian of a random geometric graph, and Hessians of a network before
@@ -30,11 +33,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import traceax as tx
+from traceax._linalg import adaptive
 
 jax.config.update("jax_enable_x64", True)
 
 N = 413  # parameters of the network
 ADAPTIVE = tx.AdaptiveXTraceEstimator()
+CONSTANTS = {
+    "CORRELATION": [0.0, 0.125, 0.25, 0.5, 1.0],
+    "ALLOWANCE": [0.0, 10.0, 30.0, 100.0, 1e9],
+}
 OTHERS = {
     "signs": tx.HutchinsonEstimator(),
     "sphere": tx.HutchinsonEstimator(tx.SphereSampler()),
@@ -120,19 +128,21 @@ def estimates(matrix, keys, k, estimator, tags):
     def one(key):
         found = tx.trace(key, operator, k, estimator, throw=False)
         low, high = found.confidence_interval()
-        return found.value, found.standard_error, low, high
+        basis = found.stats.get("basis", 0)
+        return found.value, found.standard_error, low, high, basis
 
     return jax.lax.map(one, keys)
 
 
-def measure(matrix, k, estimator, keys, tags=()) -> tuple[float, float, float]:
-    """The RMSE, the error bar over it, the coverage."""
+def measure(matrix, k, estimator, keys, tags=()) -> tuple[float, float, float, float]:
+    """The RMSE, the error bar over it, the coverage, and how often a basis was taken."""
     found = estimates(jnp.asarray(matrix), keys, k, estimator, tags)
-    value, error, low, high = (np.asarray(x) for x in found)
+    value, error, low, high, basis = (np.asarray(x) for x in found)
     truth = np.trace(matrix)
     rms = np.sqrt(np.mean((value - truth) ** 2))
     bar = np.sqrt(np.mean(error**2)) / rms
-    return rms, bar, 100 * np.mean((low <= truth) & (truth <= high))
+    cover = 100 * np.mean((low <= truth) & (truth <= high))
+    return rms, bar, cover, np.mean(basis > 0)
 
 
 def is_semidefinite(matrix) -> bool:
@@ -149,8 +159,7 @@ def draw(errors: dict[str, dict[str, dict[int, float]]], path: str) -> None:
         "Hutch++": ("Hutch++", "^", "#e69f00"),
         "XTrace": ("XTrace", "o", "#0072b2"),
         "XNysTrace": ("XNysTrace, tagged semidefinite", "D", "#d55e00"),
-        "untagged": ("adaptive, the default", "", "black"),
-        "symmetric": ("the same, tagged symmetric", "", "#009e73"),
+        "adaptive": ("adaptive, the default", "", "black"),
     }
     figure, axes = plt.subplots(3, 3, figsize=(10, 8.5), layout="constrained")
     for ax, (operator, found) in zip(axes.flat, errors.items(), strict=True):
@@ -180,6 +189,97 @@ def geometric_mean(ratios) -> float:
     return float(np.exp(np.mean(np.log(ratios))))
 
 
+def compare(operators: dict[str, np.ndarray], budgets: list[int], keys, figure) -> None:
+    """A line for each operator and budget, and the figure if it has a path."""
+    print("                      |  RMSE / best         |")
+    print("operator            k | adaptive  two XTrace | bar/RMSE cover | basis")
+    ratios, errors = {"adaptive": [], "two": [], "XTrace": []}, {}
+    for k in budgets:
+        for name, matrix in operators.items():
+            found = {x: measure(matrix, k, OTHERS[x], keys)[0] for x in OTHERS}
+            best, two = min(found.values()), min(found["signs"], found["XTrace"])
+            error, bar, cover, basis = measure(matrix, k, ADAPTIVE, keys)
+            row = error / best, error / two, found["XTrace"] / best
+            for ratio, so_far in zip(row, ratios.values(), strict=True):
+                so_far.append(ratio)
+            if figure and is_semidefinite(matrix):
+                tag, estimator = lx.positive_semidefinite_tag, tx.XNysTraceEstimator()
+                found["XNysTrace"] = measure(matrix, k, estimator, keys, tag)[0]
+            for estimator, rms in {**found, "adaptive": error}.items():
+                by_budget = errors.setdefault(name, {}).setdefault(estimator, {})
+                by_budget[k] = rms / abs(np.trace(matrix))
+            print(
+                f"{name:18}{k:4}| {row[0]:8.2f} {row[1]:4.2f} {row[2]:6.2f} |"
+                f" {bar:8.2f} {cover:5.1f} | {basis:.2f}",
+                flush=True,
+            )
+    for name, found in ratios.items():
+        print(
+            f"{name}: geometric mean {geometric_mean(found):.2f}, worst {max(found):.2f}"
+        )
+    if figure:
+        draw(errors, figure)
+
+
+def compare_constants(operators, budgets: list[int], keys) -> None:
+    """Geometric mean and worst of RMSE / best, for other values of the constants."""
+    best = {
+        (name, k): min(measure(matrix, k, x, keys)[0] for x in OTHERS.values())
+        for name, matrix in operators.items()
+        for k in budgets
+    }
+    for constant, values in CONSTANTS.items():
+        used = getattr(adaptive, constant)
+        for value in values:
+            setattr(adaptive, constant, value)
+            jax.clear_caches()
+            ratios = [
+                measure(operators[name], k, ADAPTIVE, keys)[0] / error
+                for (name, k), error in best.items()
+            ]
+            mean, worst = geometric_mean(ratios), max(ratios)
+            print(f"{constant} {value}: {mean:.3f}, worst {worst:.2f}", flush=True)
+        setattr(adaptive, constant, used)
+
+
+def compare_times(k: int = 60, repetitions: int = 9) -> None:
+    """CPU seconds of the adaptive estimator and of XTrace, the least of repetitions."""
+    side = 1000
+    structure = jax.ShapeDtypeStruct((side * side,), jnp.float32)
+
+    def stencil(v):
+        u = v.reshape(side, side)
+        shifted = [jnp.roll(u, shift, axis) for shift in (1, -1) for axis in (0, 1)]
+        return (4.1 * u - sum(shifted)).reshape(-1)
+
+    def value(dense, key, case, estimator):
+        operator = lx.FunctionLinearOperator(stencil, structure)
+        if case == "dense":
+            operator = lx.MatrixLinearOperator(dense)
+        return tx.trace(key, operator, k, estimator, throw=False).value
+
+    dense = jr.normal(jr.key(0), (4000, 4000), jnp.float32)
+    for case in ("dense", "stencil"):
+        programs, first, times = {}, {}, {}
+        for name, estimator in {
+            "adaptive": ADAPTIVE,
+            "XTrace": OTHERS["XTrace"],
+        }.items():
+            start = time.process_time()
+            run = jax.jit(value, static_argnums=(2, 3))
+            programs[name] = run.lower(dense, jr.key(0), case, estimator).compile()
+            first[name], times[name] = time.process_time() - start, []
+        for repetition in range(repetitions):
+            for name, program in programs.items():
+                start = time.process_time()
+                program(dense, jr.key(repetition)).block_until_ready()
+                times[name].append(time.process_time() - start)
+        for name in programs:
+            print(
+                f"{case:8}{name:9}{min(times[name]):7.3f}, compiled in {first[name]:.2f}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--k", type=int, nargs="+", default=[12, 24, 60, 120, 240])
@@ -187,54 +287,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--more", action="store_true", help="other operators")
     parser.add_argument("--figure", help="draw errors into this file")
+    parser.add_argument("--constants", action="store_true", help="compare constants")
+    parser.add_argument("--time", action="store_true", help="compare times")
     arguments = parser.parse_args()
+    if arguments.time:
+        return compare_times()
     keys = jr.split(jr.key(arguments.seed), arguments.keys)
     print(
         f"jax {jax.__version__}, traceax {tx.__version__}, {time.strftime('%Y-%m-%d')}, "
         f"n = {N}, {arguments.keys} keys, float64"
     )
-    print(
-        "                      |  RMSE / best             |   untagged     | symmetric"
-    )
-    print(
-        "operator            k | untagged symmetric XTrace | bar/RMSE cover | the same"
-    )
-    ratios = {"untagged": [], "symmetric": [], "XTrace": []}
-    errors = {}
-    for k in arguments.k:
-        for name, matrix in matrices(more=arguments.more).items():
-            others = {x: measure(matrix, k, OTHERS[x], keys)[0] for x in OTHERS}
-            best = min(others.values())
-            mine = measure(matrix, k, ADAPTIVE, keys)
-            ratios["untagged"].append(mine[0] / best)
-            ratios["XTrace"].append(others["XTrace"] / best)
-            tagged = (np.nan,) * 3
-            if k >= 100 and np.allclose(matrix, matrix.T):
-                tagged = measure(matrix, k, ADAPTIVE, keys, lx.symmetric_tag)
-                ratios["symmetric"].append(tagged[0] / best)
-                others["symmetric"] = tagged[0]
-            if arguments.figure and is_semidefinite(matrix):
-                tag, semidefinite = (
-                    lx.positive_semidefinite_tag,
-                    tx.XNysTraceEstimator(),
-                )
-                found = measure(matrix, k, semidefinite, keys, tag)
-                others["XNysTrace"] = found[0]
-            for estimator, error in {**others, "untagged": mine[0]}.items():
-                by_budget = errors.setdefault(name, {}).setdefault(estimator, {})
-                by_budget[k] = error / abs(np.trace(matrix))
-            print(
-                f"{name:18}{k:4}| {mine[0] / best:8.2f} {tagged[0] / best:9.2g} "
-                f"{others['XTrace'] / best:6.2f} | {mine[1]:8.2f} {mine[2]:5.1f} |"
-                f" {tagged[1]:5.2f} {tagged[2]:5.1f}",
-                flush=True,
-            )
-    for name, found in ratios.items():
-        if found:
-            mean, worst = geometric_mean(found), max(found)
-            print(f"{name}: geometric mean {mean:.2f}, worst {worst:.2f}")
-    if arguments.figure:
-        draw(errors, arguments.figure)
+    operators = matrices(more=arguments.more)
+    if arguments.constants:
+        compare_constants(operators, arguments.k, keys)
+    else:
+        compare(operators, arguments.k, keys, arguments.figure)
 
 
 if __name__ == "__main__":

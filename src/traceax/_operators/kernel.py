@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -125,8 +125,9 @@ class KernelLinearOperator(OnePass):
         self._dtype = value.dtype
         leaves = jtu.tree_leaves(fn)
         if not isinstance(fn, eqx.Module) or not all(map(is_data, leaves)):
-            fn = eqx.filter_closure_convert(fn, row, row)
-        self.kernel = fn
+            called: Any = fn
+            fn = eqx.filter_closure_convert(called, row, row)
+        self.kernel = cast(Any, fn)
 
     def mv(self, vector: Float[Array, " n"]) -> Float[Array, " n"]:
         # Under `vmap` over vectors, one matrix product for each tile.
