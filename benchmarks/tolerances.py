@@ -38,7 +38,7 @@ from jax.scipy.stats import norm
 
 import traceax as tx
 from traceax._accuracy import tolerance as tolerance_module
-from traceax._accuracy.tolerance import FEWEST, make_tolerance, step_width
+from traceax._accuracy.tolerance import FEWEST, make_stop, step_width
 from traceax._operators.block import space_of
 from traceax._progress import NO_PROGRESS_METER
 from traceax._student_t import student_t_quantile, two_sided
@@ -294,9 +294,9 @@ def own_loop(operator, k, estimator, rtol, kind):
 
     state = estimator.init(jr.key(0), operator)
     dtype = space_of(operator).compute_dtype
-    tolerance = make_tolerance(rtol, None, 0.95, dtype, "loops")
+    stop = make_stop(rtol, None, 0.95, NO_PROGRESS_METER, dtype, "loops")
     with unittest.mock.patch.object(tolerance_module, "jax", Jax()):
-        return estimator.compute_until(state, k, tolerance, NO_PROGRESS_METER)[0]
+        return estimator.compute_until(state, k, stop)[0]
 
 
 def loops(k, repetitions):
