@@ -152,7 +152,7 @@ def test_lanes_and_doors():
         operator = tx.KernelLinearOperator(Matern(length), x, tile=7)
         return tx.trace(jax.random.key(0), operator, N, tx.XTraceEstimator()).value
 
-    scales = jnp.asarray([0.5, 1.0, 2.0], dtype)[:, None] * lengths()
+    scales = jnp.asarray([0.5, 1.0, 2.0], dtype)[:, None] * lengths()[None, :]
     lanes = jax.jit(jax.vmap(jax.value_and_grad(value), (0, None)))(scales, x)
     assert_close(lanes[0], jnp.full(3, N, dtype))
     assert_close(lanes[1], jnp.zeros((3, 3)), atol=1e-4)
@@ -275,7 +275,7 @@ def test_bad_input(case):
         "kernel": (3, x),
         "scalar": (lambda a, b: a * b, x),
         "integer": (lambda a, b: jnp.sum(a * b).astype(int), x),
-        "complex": (lambda a, b: product(a, b) * 1j, x),
+        "complex": (lambda a, b: jax.lax.complex(product(a, b), product(a, b)), x),
         "leading": (product, [x, inputs(5)]),
         "no rows": (product, x[:0]),
         "no leaves": (product, ()),

@@ -226,7 +226,9 @@ def rounding_errors(
         size = jnp.max(jnp.where(counts, jnp.abs(f), 0), initial=0)
         steep = change > noise**0.25 * size
         bad = jnp.isinf(changes) | (jnp.isnan(changes) & steep[None, :])
-        bad = bad & jnp.isfinite(f)[None, :] & counts[None, :]
+        # Where all around is infinite as well, it is an overflow.
+        alone = jnp.isinf(f)[None, :] & ~jnp.isinf(jnp.stack(ends))
+        bad = bad & (jnp.isfinite(f)[None, :] | alone) & counts[None, :]
         decided = decided | jnp.any(bad)
     return errors, decided
 
