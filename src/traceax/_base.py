@@ -31,6 +31,7 @@ class TraceEstimator(Estimator):
     """
 
     gives_diagonals: ClassVar[bool] = False
+    _plain_exact: ClassVar[bool] = True
 
     def init(self, key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> Any:
         """Checks, and set-up that doesn't depend on the budget.

@@ -1,7 +1,7 @@
 """The one way from a checked state to an estimate, for all estimators."""
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ from ._state import Kept, check_state, kept_of, replace_parts, state_space
 
 class Estimator(eqx.Module):
     """Abstract base class of estimators of traces and of spectral functions."""
+
+    # Whether JAX may differentiate exact answers itself.
+    _plain_exact: ClassVar[bool] = False
 
     @abc.abstractmethod
     def compute(self, state: Any, k: int) -> Any:
@@ -133,7 +136,8 @@ class _Run(Algorithm):
         # dimensions the rule, which takes them again, made the training step 1.2 times
         # as long.
         size = state_space(state).size
-        return self.k >= size and size <= columns_at_once(size)
+        small = self.k >= size and size <= columns_at_once(size)
+        return self.estimator._plain_exact and small
 
     def run(self, state):
         if self.k >= state_space(state).size:
