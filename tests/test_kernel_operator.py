@@ -163,10 +163,11 @@ def test_lanes_and_doors():
 
     def naive(length):
         K = jax.vmap(jax.vmap(Matern(length), (None, 0)), (0, None))(x, x)
-        return jnp.linalg.slogdet(K + 0.1 * jnp.eye(N, dtype=dtype))[1]
+        factor = jnp.linalg.cholesky(K + 0.1 * jnp.eye(N, dtype=dtype))
+        return 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
 
     found = jax.jit(jax.value_and_grad(logdet), static_argnums=1)(lengths(), N)
-    expected = jax.jit(jax.value_and_grad(naive))(lengths())
+    expected = jax.value_and_grad(naive)(lengths())
     assert_close(found[0], expected[0])
     assert_close(found[1], expected[1], 1e-8 if is_x64() else 1e-3)
     # What was given stays, with its own gradient.
