@@ -30,7 +30,6 @@ from ._operators.curvature import HessianLinearOperator as HessianLinearOperator
 from ._operators.inverse import InverseLinearOperator as InverseLinearOperator
 from ._operators.kernel import KernelLinearOperator as KernelLinearOperator
 from ._operators.mean import MeanLinearOperator as MeanLinearOperator
-from ._preconditioner import choose_pivots as choose_pivots
 from ._progress import NoProgressMeter as NoProgressMeter
 from ._progress import ProgressMeter as ProgressMeter
 from ._progress import TextProgressMeter as TextProgressMeter

@@ -185,14 +185,15 @@ def _noise(
     require(
         number, where, "shift must be a real number or array", shift, hint, TypeError
     )
-    shift = jnp.asarray(shift)
-    kinds = (jnp.floating, jnp.integer)
-    real = any(jnp.issubdtype(shift.dtype, kind) for kind in kinds)
+    traced = isinstance(shift, jax.core.Tracer)
+    given = shift if traced else np.asarray(shift)
+    real = any(jnp.issubdtype(given.dtype, x) for x in (jnp.floating, jnp.integer))
     what = f"shift must be real and of shape () or ({space.size},)"
-    require(real and shift.shape in ((), (space.size,)), where, what, shift, hint)
-    if not isinstance(shift, jax.core.Tracer):
-        least = float(jnp.min(shift))
+    require(real and given.shape in ((), (space.size,)), where, what, shift, hint)
+    if not traced:
+        least = float(np.min(given))
         what = "shift must be positive with a preconditioner"
         # NaN is what an estimate fails on.
         require(not least <= 0, where, what, f"{least:.3g}", hint)
+    shift = jnp.asarray(given)
     return jnp.broadcast_to(shift.astype(space.real_dtype), (space.size,))

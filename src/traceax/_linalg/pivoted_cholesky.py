@@ -240,7 +240,7 @@ def make(
     num_columns = jnp.sum(active, dtype=jnp.int32)
     units = (num_columns + _ROUNDING).astype(diagonal.dtype)
     jitter = jnp.maximum(_JITTER, units * eps * jnp.max(diagonal))
-    _, inverse = _cholesky(block + jnp.where(active, jitter, 0).astype(dtype) * one)
+    _, inverse = _cholesky(block + jnp.diag(jnp.where(active, jitter, 0).astype(dtype)))
 
     F = combine(*jax.lax.stop_gradient((columns, inverse.conj().T)))
     gram = inner(F, F) + one

@@ -151,18 +151,17 @@ class KernelLinearOperator(OnePass):
         """`fn` of the rows of the matrix that belong to `rows`, for a tile of them."""
         n, m = _number_of_rows(self.x), jtu.tree_leaves(rows)[0].shape[0]
         most = self.tile or _rows_of_tile(self.x, n)
-        # All about as long, so that few rows are padded.
-        count = -(-m // most)
-        tile = -(-m // max(count, 1))
+        # All about as long, so that few rows are padded. At least two, which stay a loop:
+        # XLA on CPUs (jaxlib 0.10.2) fuses a single one with what is done with the
+        # product, and gets `sum(W * (K V))` wrong by O(1).
+        count = max(2, -(-m // most))
+        tile = -(-m // count)
 
         # What a derivative needs of each tile are its rows.
         @ft.partial(jax.checkpoint, prevent_cse=False)
         def of_tile(rows):
             against_all = jax.vmap(self.kernel, (None, 0))
             return fn(jax.vmap(against_all, (0, None))(rows, self.x))
-
-        if count <= 1:
-            return of_tile(rows)
 
         def split(a):
             # The last row again, fewer times than there are tiles.
