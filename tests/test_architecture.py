@@ -34,7 +34,6 @@ LAYERS = [
     "_linalg",
     "_operators",
     "_samplers",
-    "_preconditioner",
     "_accuracy",
     "_primitive",
     "_state",
