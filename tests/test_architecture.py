@@ -26,7 +26,6 @@ each_file = pytest.mark.parametrize(
 # Modules and folders. Each knows only those above it.
 LAYERS = [
     "_arguments",
-    "_words",
     "_student_t",
     "_estimate",
     "_progress",

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
 
 from ._student_t import Level, check_level, student_t_quantile, two_sided
-from ._words import array_with_errors, number_with_error
 
 # So many estimates of a `vmap` are printed.
 _LANES = 8
@@ -206,9 +205,7 @@ class Estimate(eqx.Module):
         leaves = zip(*(jtu.tree_flatten_with_path(x)[0] for x in parts), strict=True)
         lines = []
         for (path, value), *rest in leaves:
-            parts = [np.asarray(x) for x in (value, *(leaf for _, leaf in rest))]
-            in_words = array_with_errors if parts[0].ndim else number_with_error
-            words = in_words(*parts)
+            words = _number_with_error(value, *(leaf for _, leaf in rest))
             lines.append(f"{jtu.keystr(path)}: {words}" if path else words)
         used = int(self.stats["num_matvecs"])
         lines[-1] += f", {used} product{'s' * (used != 1)}"
@@ -305,6 +302,27 @@ def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:
     finite = jnp.stack([jnp.isfinite(x).all() for x in jtu.tree_leaves(value)]).all()
     failed = ~finite & (result == RESULTS.successful)
     return RESULTS.where(failed, RESULTS.nonfinite, result)
+
+
+def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
+    """A real number with the digits that its error leaves, and its interval."""
+    if np.ndim(value):
+        return f"array of shape {np.shape(value)}"
+    if np.iscomplexobj(value):
+        return f"{complex(value):.6g} +- {float(error):.2g}"
+    value, error = float(value), float(error)
+    if error == 0:
+        return f"{value:.6g} (exact)"
+    if not math.isfinite(error) or not math.isfinite(value):
+        return f"{value:.4g} +- unknown"
+    above = math.floor(math.log10(max(abs(value), error))) - math.floor(
+        math.log10(error)
+    )
+    digits = min(2 + above, 17)
+    value, low, high = (
+        f"{float(x):#.{digits}g}".rstrip(".") for x in (value, low, high)
+    )
+    return f"{value} +- {f'{error:#.2g}'.rstrip('.')} (95 %: {low} to {high})"
 
 
 def raise_failure(estimate: Estimate) -> Estimate:

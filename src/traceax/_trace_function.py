@@ -61,8 +61,8 @@ def trace_function(
     - `estimator`: a [`traceax.SpectralEstimator`][]; by default
         [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
         which the sum is exact.
-    - `lower`: a real scalar that no eigenvalue is below, where one is known. With
-        [`traceax.LanczosQuadratureEstimator`][] it makes the error bar a bound.
+    - `lower`: a real scalar that no eigenvalue is below, where one is known. The error bar
+        allows for eigenvalues that rounding moved, but not below it.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, for every leaf of what `fn` returns,
         and at most k of them. Each a real number, which may be traced: one

@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
-from .._arguments import kind_of, native_arrays
+from .._arguments import kind_of, native_arrays, require
 from .block import register, structure_of
 
 _WHERE = "traceax.as_operator"
@@ -75,12 +75,12 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     if _is_a(x, "jax.experimental.sparse", "BCSR"):
         x = x.to_bcoo()
     if _is_a(x, "jax.experimental.sparse", "BCOO"):
-        if x.n_batch or x.n_dense:
-            raise ValueError(
-                f"{_WHERE}: x must have no batch and no dense dimensions, got "
-                f"{x.n_batch} and {x.n_dense}; use jax.vmap over batches, and "
-                "bcoo_update_layout for dense ones."
-            )
+        what, got = (
+            "x must have no batch and no dense dimensions",
+            (x.n_batch, x.n_dense),
+        )
+        hint = "use jax.vmap over batches, and bcoo_update_layout for dense ones"
+        require(got == (0, 0), _WHERE, what, "{} and {}".format(*got), hint)
         _check_matrix(x)
         rows, columns = x.indices[:, 0], x.indices[:, 1]
         return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
@@ -91,13 +91,11 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
         return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
     if _is_a(x, "scipy.sparse.linalg", "LinearOperator"):
         return SciPyLinearOperator(x)
-    if callable(x) and not isinstance(x, type):
-        return lx.FunctionLinearOperator(x, _structure(like))
-    raise TypeError(
-        f"{_WHERE}: x must be a matrix, dense or sparse, a linear function, or an "
-        f"operator of lineax or SciPy, got {kind_of(x)}; turn it into an array by "
-        "jax.numpy.asarray, or write a function that multiplies by it."
-    )
+    what = "x must be a matrix, dense or sparse, a linear function, or an operator of "
+    hint = "turn it into an array by jax.numpy.asarray, or write a function that multiplies"
+    right = callable(x) and not isinstance(x, type)
+    require(right, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
+    return lx.FunctionLinearOperator(x, _structure(like))
 
 
 def _is_a(x: Any, module: str, name: str) -> bool:
@@ -229,23 +227,20 @@ def _(operator: SparseLinearOperator) -> Inexact[Array, " n"]:
 
 
 def _check_matrix(x: Any) -> None:
-    if x.ndim != 2:
-        raise ValueError(
-            f"{_WHERE}: x must be a 2-dimensional array, got one of shape {x.shape}; use "
-            "jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a "
-            "diagonal."
-        )
+    what, got = "x must be a 2-dimensional array", f"one of shape {x.shape}"
+    hint = "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a"
+    require(x.ndim == 2, _WHERE, what, got, f"{hint} diagonal")
 
 
 def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
-    def struct(leaf):
-        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-            return jax.ShapeDtypeStruct(leaf.shape, dtype)
-        raise TypeError(f"{message}, got {kind_of(leaf)} in it; {hint}")
+    what = "of a function, like must be an example of its input"
+    hint = "pass as_operator(fn, jax.numpy.zeros(n)), or a jax.ShapeDtypeStruct"
+    require(like is not None, _WHERE, what, "None", hint, TypeError)
 
-    message = f"{_WHERE}: of a function, like must be an example of its input"
-    hint = "pass as_operator(fn, jax.numpy.zeros(n)), or a jax.ShapeDtypeStruct."
-    if like is None:
-        raise TypeError(f"{message}, got None; {hint}")
+    def struct(leaf):
+        array = eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+        require(array, _WHERE, what, f"{kind_of(leaf)} in it", hint, TypeError)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
     return structure_of(jtu.tree_map(struct, like))

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
-from .._arguments import kind_of, native_arrays
+from .._arguments import native_arrays, require
 from .block import as_function, register, structure_of, tags_of
 
 
@@ -174,11 +174,9 @@ class GaussNewtonLinearOperator(Curvature):
 def _arrays_of(x: PyTree[Any], where: str) -> tuple[PyTree[Array], PyTree[Any]]:
     """The floating-point arrays of `x`, and all else."""
     arrays, fixed = eqx.partition(x, _is_inexact)
-    if not jtu.tree_leaves(arrays):
-        raise ValueError(
-            f"{where}: x must have floating-point arrays among its leaves, got none; "
-            "turn Python numbers into arrays by jax.numpy.asarray."
-        )
+    what = "x must have floating-point arrays among its leaves"
+    hint = "turn Python numbers into arrays by jax.numpy.asarray"
+    require(jtu.tree_leaves(arrays), where, what, "none", hint)
     _check_real(arrays, "the floating-point arrays of x", where)
     return jtu.tree_map(jnp.asarray, arrays), fixed
 
@@ -198,12 +196,9 @@ def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree) -> Any:
 
 
 def _check_functions(where: str, **functions: Any) -> None:
+    hint = f"pass ({', '.join(functions)}, x, args)"
     for name, fn in functions.items():
-        if not callable(fn):
-            raise TypeError(
-                f"{where}: {name} must be a function, got {kind_of(fn)}; pass "
-                f"({', '.join(functions)}, x, args)."
-            )
+        require(callable(fn), where, f"{name} must be a function", fn, hint, TypeError)
 
 
 def _is_real(x: Any) -> bool:
@@ -212,22 +207,17 @@ def _is_real(x: Any) -> bool:
 
 
 def _check_real(x: PyTree[Any], what: str, where: str) -> None:
+    what = f"{what} must be real floating-point arrays"
+    hint = "give complex numbers by their real and imaginary parts"
     for leaf in jtu.tree_leaves(x):
-        if not _is_real(leaf):
-            raise TypeError(
-                f"{where}: {what} must be real floating-point arrays, got "
-                f"{kind_of(leaf)}; give complex numbers by their real and imaginary "
-                "parts."
-            )
+        require(_is_real(leaf), where, what, leaf, hint, TypeError)
 
 
 def _check_scalar(fn: Callable, x: PyTree, args: PyTree, name: str, where: str) -> None:
     out = eqx.filter_eval_shape(fn, x, args)
-    if not _is_real(out) or out.shape != ():
-        raise TypeError(
-            f"{where}: {name} must return a real floating-point array of shape (), got "
-            f"{kind_of(out)}; return a mean or a sum, and nothing else."
-        )
+    what = f"{name} must return a real floating-point array of shape ()"
+    hint = "return a mean or a sum, and nothing else"
+    require(_is_real(out) and out.shape == (), where, what, out, hint, TypeError)
 
 
 _KNOWN: dict[type, tuple[Callable, ...]] = {

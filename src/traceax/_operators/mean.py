@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
-from .._arguments import kind_of, native_arrays
+from .._arguments import native_arrays, require
 from .block import TAGS, as_function, register, space_of, tags_of
 from .check import as_complex
 
@@ -89,11 +89,9 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
         weights: Real[Array, " batches"] | None = None,
         tags: object = (),
     ):
-        if not callable(make_operator):
-            raise TypeError(
-                f"{_WHERE}: make_operator must be a function of a minibatch, got "
-                f"{kind_of(make_operator)}; pass (make_operator, batches)."
-            )
+        what = "make_operator must be a function of a minibatch"
+        hint = "pass (make_operator, batches)"
+        require(callable(make_operator), _WHERE, what, make_operator, hint, TypeError)
         self.batches = jtu.tree_map(_as_array, native_arrays(batches, _WHERE))
         self.weights = _check_weights(
             native_arrays(weights, _WHERE), _number_of_batches(self.batches)
@@ -204,11 +202,10 @@ def _look(make: Callable, batches: PyTree[Array]) -> tuple[Any, frozenset[object
 
     def look(batches):
         operator = make(_first(batches))
-        if not isinstance(operator, lx.AbstractLinearOperator):
-            raise TypeError(
-                f"{_WHERE}: make_operator must return a lineax linear operator, got "
-                f"{kind_of(operator)}; wrap it, as lineax.MatrixLinearOperator does."
-            )
+        right = isinstance(operator, lx.AbstractLinearOperator)
+        what = "make_operator must return a lineax linear operator"
+        hint = "wrap it, as lineax.MatrixLinearOperator does"
+        require(right, _WHERE, what, operator, hint, TypeError)
         operator = as_complex(operator)
         structures = operator.in_structure(), operator.out_structure()
         found.append((structures, tags_of(operator)))
@@ -224,43 +221,37 @@ def _look(make: Callable, batches: PyTree[Array]) -> tuple[Any, frozenset[object
 
 def _as_array(x: Any) -> Array:
     x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
-    if eqx.is_array(x) and x.ndim > 0:
-        return x
-    raise ValueError(
-        f"{_WHERE}: the leaves of batches must be arrays with a leading axis of "
-        f"minibatches, got {kind_of(x)}; let make_operator close over what they share."
-    )
+    what = "the leaves of batches must be arrays with a leading axis of minibatches"
+    hint = "let make_operator close over what they share"
+    require(eqx.is_array(x) and x.ndim > 0, _WHERE, what, x, hint)
+    return x
 
 
 def _number_of_batches(batches: PyTree[Array]) -> int:
     numbers = sorted({leaf.shape[0] for leaf in jtu.tree_leaves(batches)})
-    if len(numbers) != 1 or numbers[0] == 0:
-        raise ValueError(
-            f"{_WHERE}: the leaves of batches must have a leading axis of one length, at "
-            f"least 1, got lengths {numbers}; stack minibatches along a new axis."
-        )
+    what = "the leaves of batches must have a leading axis of one length, at least 1"
+    right, hint = (
+        len(numbers) == 1 and numbers[0] > 0,
+        "stack minibatches along a new axis",
+    )
+    require(right, _WHERE, what, f"lengths {numbers}", hint)
     return numbers[0]
 
 
 def _check_weights(weights: Any, number: int) -> Real[Array, " batches"] | None:
     if weights is None:
         return None
-    if not eqx.is_array(weights) and not isinstance(weights, np.ndarray):
-        raise TypeError(
-            f"{_WHERE}: weights must be an array of shape ({number},), got "
-            f"{kind_of(weights)}; pass jax.numpy.asarray(weights)."
-        )
+    shape = f"weights must be an array of shape ({number},)"
+    right, hint = eqx.is_array(weights), "pass jax.numpy.asarray(weights)"
+    right = right or isinstance(weights, np.ndarray)
+    require(right, _WHERE, shape, weights, hint, TypeError)
     kinds = (jnp.floating, jnp.integer)
-    if not any(jnp.issubdtype(weights.dtype, kind) for kind in kinds):
-        raise TypeError(
-            f"{_WHERE}: weights must be real, got dtype {weights.dtype}; scale the "
-            "operators in make_operator instead."
-        )
-    if weights.shape != (number,):
-        raise ValueError(
-            f"{_WHERE}: weights must have shape ({number},), got {weights.shape}; give "
-            "one for each minibatch."
-        )
+    real = any(jnp.issubdtype(weights.dtype, kind) for kind in kinds)
+    hint = "scale the operators in make_operator instead"
+    got = f"dtype {weights.dtype}"
+    require(real, _WHERE, "weights must be real", got, hint, TypeError)
+    hint = "give one for each minibatch"
+    require(weights.shape == (number,), _WHERE, shape, weights, hint)
     return jnp.asarray(weights)
 
 

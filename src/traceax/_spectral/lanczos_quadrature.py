@@ -46,13 +46,8 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     | products | m s, k less at most 2 |
     | beyond the products | O(n k s) time, three n x k blocks; derivatives hold five |
     | bias | of the quadrature; none where f is a polynomial of degree 2 s - 1 |
-    | standard error | of probes, from their spread; and of the quadrature, from its last steps or a bracket (below) |
+    | standard error | of probes, from their spread; and of the quadrature, extrapolated from its last steps |
     | derivative | `tr((F o C) V^* dA V)` with the Ritz vectors V of all probes, k products with dA; second ones take 4 k more |
-
-    *The error of the quadrature* is extrapolated from its last steps. Where a number is
-    known that no eigenvalue is below (a shift of a semidefinite operator, in
-    [`traceax.logdet`][]) it is the distance between Gauss and Gauss-Radau rules
-    instead, which bracket the truth if derivatives of the function alternate in sign.
 
     **Arguments:**
 
@@ -95,10 +90,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         gram_weights = (across * own.conj()[None])[:GRAM_PROBES, :GRAM_PROBES]
         rounding, decided = rounding_errors(function, flat, weights, noise, state.lower)
         result = outside_if(decided, result)
-        if state.lower is None or steps == 1:
-            quadrature = _quadrature_errors(function, krylov, flat)
-        else:
-            quadrature = _bracket(function, krylov, flat, squares, state.lower)
+        quadrature = _quadrature_errors(function, krylov, flat)
         means, errors, freedoms = [], [], []
         for leaf, *others in zip(function(flat), quadrature, rounding, strict=True):
             f = leaf.reshape(m, steps)
@@ -125,36 +117,6 @@ def _rule(
     """Nodes and weights of the quadrature of each starting vector."""
     nodes, vectors = jax.vmap(eigh)(projected)
     return nodes, krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
-
-
-def _bracket(
-    function: SpectralFunction,
-    krylov: KrylovSpaces,
-    values: Float[Array, " ms"],
-    gauss_weights: Float[Array, "m s"],
-    lower: Float[Array, ""],
-) -> list[Float[Array, ""]]:
-    """How far Gauss rules are from Gauss-Radau rules with a node at `lower`.
-
-    For a function whose derivatives alternate in sign, such as a logarithm or an
-    inverse, the truth lies between the two.
-    """
-    projected = krylov.projected
-    theta, vectors = jax.vmap(eigh)(projected[:, :-1, :-1])
-    beta = projected[:, -1, -2]
-    distance = theta - lower
-    # A Ritz value at the end of the spectrum is that end: there is nothing to add.
-    tiny = jnp.finfo(theta.dtype).eps * largest_entry(theta)
-    safe = jnp.where(distance > tiny, distance, 1)
-    terms = jnp.where(distance > tiny, vectors[:, -1, :] ** 2 / safe, 0)
-    last = lower + beta**2 * jnp.sum(terms, axis=1)
-    nodes, weights = _rule(krylov, projected.at[:, -1, -1].set(last))
-    radau = function(jnp.maximum(nodes, lower))
-    gauss = function(values.reshape(nodes.shape))
-    return [
-        jnp.abs(jnp.mean(weighted_sums(gauss_weights, f) - weighted_sums(weights, g)))
-        for f, g in zip(gauss, radau, strict=True)
-    ]
 
 
 def _quadrature_errors(
