@@ -13,13 +13,12 @@ from traceax._accuracy.error_bar import _gram_squared_skewness, leave_one_out_ba
 from traceax._linalg.leave_one_out import (
     leave_one_out,
     leave_one_out_traces,
-    make_grams,
     stand_in,
 )
 from traceax._linalg.nystrom import nystrom_factor, nystrom_traces
 from traceax._linalg.nystrom import stand_in as nystrom_stand_in
 from traceax._linalg.pairs import ProbeSet, all_pairs
-from traceax._linalg.tall import column_dots, orthonormalise
+from traceax._linalg.tall import column_dots, inner, orthonormalise
 from traceax._operators.block import apply_block
 
 N, M = 20, 5
@@ -74,12 +73,11 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, room, resphere):
     Omega, Q, Y = (_zeros_beyond(x, room) for x in (omega, Q, Y))
     R = _zeros_beyond(R, room, room)
     active = None if room == M else jnp.arange(room) < M
-    squares, tested = jnp.real(column_dots(Omega, Omega)), column_dots(Omega, Y)
-    T = None if name == "nonsymmetric" else R
-    gram = make_grams(Omega, Q, apply_block(operator, Q), T, squares, tested)
+    AQ, squares = apply_block(operator, Q), jnp.real(column_dots(Omega, Omega))
+    T = inner(AQ, Omega) if name == "nonsymmetric" else R
     probes = ProbeSet(N, room, active, resphere)
-    loo = leave_one_out(gram.W, squares, R, probes)
-    paired = leave_one_out_traces(gram, loo)
+    loo = leave_one_out(inner(Q, Omega), squares, R, probes)
+    paired = leave_one_out_traces(inner(Q, AQ), T, column_dots(Omega, Y), loo)
     samples, pairs = paired.samples, paired.without
     average = np.zeros((N, N), omega.dtype)
     for i in range(M):

@@ -285,10 +285,10 @@ def _split(operator: lx.AbstractLinearOperator, k: int) -> _Split:
         if not rest:
             return _Split(exact, used, None, None)
         # A factor hides whether the operator is semidefinite.
-        if len(rest) == 1 and (known or not is_semidefinite(operator)):
-            factor, inner, _ = rest[0]
-            if factor is not None and is_semidefinite(inner):
-                return _Split(exact, used, jnp.asarray(factor), inner)
+        factor, inner, _ = rest[0]
+        multiple = len(rest) == 1 and factor is not None and is_semidefinite(inner)
+        if multiple and (known or not is_semidefinite(operator)):
+            return _Split(exact, used, jnp.asarray(factor), inner)
         if not known:
             return _Split(None, used, None, operator)
         rest = ft.reduce(op.add, [x.times(x.operator) for x in rest])

@@ -20,7 +20,6 @@ from .._linalg.leave_one_out import (
     leave_one_out,
     leave_one_out_sums,
     leave_one_out_traces,
-    make_grams,
     stand_in,
 )
 from .._linalg.pairs import make_probe_set
@@ -32,7 +31,7 @@ from .._samplers import NormalSampler, Sampler, check_sampler, draw_range
 class XTraceBuffers(NamedTuple):
     """Probes, and the orthonormal basis Q of their products, `A Omega = Q R`.
 
-    - `squares`, `tested`: `|w_i|^2` and `w_i^* A w_i`.
+    - `squares`: `|w_i|^2`.
     """
 
     Omega: Inexact[Array, "n m"]
@@ -40,7 +39,6 @@ class XTraceBuffers(NamedTuple):
     AQ: Inexact[Array, "n m"]
     R: Inexact[Array, "m m"]
     squares: Float[Array, " m"]
-    tested: Inexact[Array, " m"]
 
 
 class XTraceEstimator(GrowingEstimator):
@@ -126,7 +124,6 @@ class XTraceEstimator(GrowingEstimator):
             AQ=blocks,
             R=jnp.zeros((room, room), dtype),
             squares=jnp.zeros(room, state.space.real_dtype),
-            tested=jnp.zeros(room, dtype),
         )
 
     def grow(self, state, buffers, count, width):
@@ -135,17 +132,17 @@ class XTraceEstimator(GrowingEstimator):
         Y = apply_block(state.operator, Omega)
         Q, R = extend(buffers.Q, Y, count)
         AQ = apply_block(state.operator, Q)
-        squares, tested = column_dots(Omega, Omega).real, column_dots(Omega, Y)
-        new = XTraceBuffers(Omega, Q, AQ, R, squares, tested)
+        squares = column_dots(Omega, Omega).real
+        new = XTraceBuffers(Omega, Q, AQ, R, squares)
         return put_units(buffers, new, count)
 
     def judge(self, state, buffers, count):
-        Omega, Q, AQ, R, squares, tested = buffers
+        Omega, Q, AQ, R, _ = buffers
         loo = self._left_out(buffers, count)
         if isinstance(state.functional, Trace):
-            T = R if is_hermitian(state.operator) else None
-            gram = make_grams(Omega, Q, AQ, T, squares, tested)
-            samples = leave_one_out_traces(gram, loo)
+            T = R if is_hermitian(state.operator) else inner(AQ, Omega)
+            forms = column_dots(inner(Q, Omega), R)  # Omega^* A Omega = Omega^* Q R
+            samples = leave_one_out_traces(inner(Q, AQ), T, forms, loo)
         else:
             samples = leave_one_out_sums(Omega, Q, AQ, loo, state.functional)
         return leave_one_out_bar(samples, loo.probes.active), None

@@ -37,7 +37,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
 from .leave_one_out import (
-    Grams,
     LeaveOneOut,
     floor_diagonal,
     leave_one_out_traces,
@@ -285,10 +284,10 @@ def covariance(
     X = X - S * column_dots(S, X)[None, :]
     ones = jnp.ones(h, weights.dtype)
     H, BAV, VAB = _basis_blocks(form, in_basis)
-    blocks = Grams(X, H, VAB[:h].conj().T, ones, jnp.diagonal(form)[:h])
     probes = ProbeSet(n, h, None, resphere=False)
     loo = LeaveOneOut(probes, BAV[:, :h], S, X, ones, ones, None)
-    paired = leave_one_out_traces(blocks, loo)
+    T, forms = VAB[:h].conj().T, jnp.diagonal(form)[:h]
+    paired = leave_one_out_traces(H, T, forms, loo)
     # What the shift is multiplied by is the same of the identity: `|t^* x_i|^2 - 1`, with t
     # the unit vector of what `s_j` has beside `s_i`, to which `x_i` is orthogonal.
     sine = 1 - squares(inner(S, S))

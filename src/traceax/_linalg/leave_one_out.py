@@ -35,16 +35,6 @@ from .small import (
 from .tall import column_dots, combine, inner, power_of_two_scale
 
 
-class Grams(NamedTuple):
-    """Products of blocks with each other, from which samples are computed."""
-
-    W: Inexact[Array, "m m"]  # Q^* Omega
-    H: Inexact[Array, "m m"]  # Q^* A Q
-    T: Inexact[Array, "m m"]  # (A Q)^* Omega
-    squares: Float[Array, " m"]  # |w_i|^2
-    tested: Inexact[Array, " m"]  # w_i^* A w_i
-
-
 class LeaveOneOut(NamedTuple):
     """The downdates of Q, one for each probe.
 
@@ -61,19 +51,6 @@ class LeaveOneOut(NamedTuple):
     a: Float[Array, " m"]
     left: Float[Array, " m"]
     basis: Inexact[Array, "m m"] | None
-
-
-def make_grams(
-    Omega: Inexact[Array, "n m"],
-    Q: Inexact[Array, "n m"],
-    AQ: Inexact[Array, "n m"],
-    R: Inexact[Array, "m m"] | None,
-    squares: Float[Array, " m"],
-    tested: Inexact[Array, " m"],
-) -> Grams:
-    """R is given for a Hermitian A, of which it is T: `(A Q)^* Omega = Q^* Y`."""
-    T = inner(AQ, Omega) if R is None else R
-    return Grams(inner(Q, Omega), inner(Q, AQ), T, squares, tested)
 
 
 def floor_diagonal(
@@ -166,10 +143,16 @@ def leave_one_out(
     return LeaveOneOut(probes, R, S, X, a, left, basis)
 
 
-def leave_one_out_traces(gram: Grams, loo: LeaveOneOut) -> PairedSamples:
+def leave_one_out_traces(
+    H: Inexact[Array, "m m"],
+    T: Inexact[Array, "m m"],
+    forms: Inexact[Array, " m"],
+    loo: LeaveOneOut,
+) -> PairedSamples:
     r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
 
-    With `H = Q^* A Q`, and from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
+    With `H = Q^* A Q`, `T = (A Q)^* Omega`, which is R for a Hermitian A, and the
+    quadratic forms `w_i^* A w_i`; from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
 
         g_i^* A g_i = w_i^* A w_i - w_i^* A Q x_i - x_i^* r_i + x_i^* H x_i .
 
@@ -184,14 +167,13 @@ def leave_one_out_traces(gram: Grams, loo: LeaveOneOut) -> PairedSamples:
     (the block has lost rank) t is rounding, and so is what A does on it.
     """
     probes, R, S, X, a, left, basis = loo
-    H, T = gram.H, gram.T
     if basis is not None:
         H = matmul(basis.conj().T, matmul(H, basis))
         T = matmul(basis.conj().T, T)
     HS = matmul(H, S)
     L = R - matmul(H, X)  # column i is Q^* A g_i
     K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
-    quadratics = gram.tested - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
+    quadratics = forms - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
     on_s = column_dots(S, HS)
     on_range = jnp.trace(H) - on_s
     tested = a.astype(H.dtype) * quadratics

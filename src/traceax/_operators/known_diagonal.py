@@ -14,6 +14,14 @@ from .block import apply_block, complex_dtype, is_known, space_of
 from .check import ComplexLinearOperator
 from .shifted import ShiftedLinearOperator
 
+_CHECKS = (
+    lx.has_unit_diagonal,
+    lx.is_diagonal,
+    lx.is_tridiagonal,
+    lx.is_lower_triangular,
+    lx.is_upper_triangular,
+)
+
 
 class KnownDiagonal(NamedTuple):
     """A diagonal that structure gives away, and the products that it takes to read."""
@@ -28,17 +36,13 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     Diagonal, tridiagonal, triangular and unit-diagonal operators, by class or by tag,
     and their compositions. `None` for any other.
     """
+    known = {check for check in _CHECKS if is_known(check, operator)}
+    if not known:
+        return None
     space = space_of(operator)
     dtype, n = space.compute_dtype, space.size
-
-    def known(check) -> bool:
-        return is_known(check, operator)
-
-    if known(lx.has_unit_diagonal):
+    if lx.has_unit_diagonal in known:
         return KnownDiagonal(0, lambda: jnp.ones(n, dtype))
-    triangular = known(lx.is_lower_triangular) or known(lx.is_upper_triangular)
-    if not (triangular or known(lx.is_diagonal) or known(lx.is_tridiagonal)):
-        return None
     inner = operator
     while isinstance(inner, lx.TaggedLinearOperator | ComplexLinearOperator):
         inner = inner.operator
@@ -67,9 +71,9 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
             return _combined(lambda d: d / inner.scalar, inner.operator)
         case lx.AddLinearOperator():
             return _combined(jnp.add, inner.operator1, inner.operator2)
-    if known(lx.is_diagonal):
+    if lx.is_diagonal in known:
         return KnownDiagonal(1, lambda: _coloured_diagonal(operator, 1))
-    if known(lx.is_tridiagonal):
+    if lx.is_tridiagonal in known:
         return KnownDiagonal(2, lambda: _coloured_diagonal(operator, 2))
     return None  # a triangular function: n products to read
 
