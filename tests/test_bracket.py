@@ -2,16 +2,18 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import PSD, as_operator, assert_close, float_dtype, is_x64, matrix
-from spectral_helpers import as_array, eps, hermitian, normal, wide
+from helpers import PSD, assert_close, draw, float_dtype, is_x64
+from spectral_helpers import as_array, hermitian, normal, wide
 
 import traceax as tx
+from traceax._accuracy.error_bar import leave_one_out_bar
 from traceax._linalg.krylov import (
     arnoldi_factor,
     arnoldi_start,
@@ -20,7 +22,11 @@ from traceax._linalg.krylov import (
     ritz_pairs,
     smallest_extension,
 )
-from traceax._linalg.left_out_krylov import leave_probes_out, sample_weights
+from traceax._linalg.left_out_krylov import (
+    leave_probes_out,
+    paired_samples,
+    sample_weights,
+)
 
 FUNCTIONS = {"log": np.log, "root": np.sqrt, "inverse": lambda x: -1 / x}
 
@@ -177,3 +183,122 @@ def test_vectors_that_are_never_left_out(kind, q, m, steps, complex):
                 for x, f in zip(np.split(w[i], splits), values, strict=True)
             ]
             assert_close(got, naive(probe, without), rtol=0, atol=atol)
+
+
+#
+# The estimator
+#
+
+N, M, STEPS = 40, 3, 4
+
+
+def _all(x):
+    """What the estimator is asked for: functions that rise, and one that falls."""
+    return {"log": jnp.log(x), "root": jnp.sqrt(x), "inverse": -1 / x, "+": 1 / x}
+
+
+NAIVE = {**FUNCTIONS, "+": lambda x: 1 / x}
+
+
+@eqx.filter_jit
+def _estimated(key, A, lower, tolerance):
+    """Of an operator tagged semidefinite, with or without a known lower end."""
+
+    def value(shift):
+        eye = jnp.eye(len(A), dtype=A.dtype)
+        operator = lx.MatrixLinearOperator(A + shift.astype(A.dtype) * eye, PSD)
+        estimate = tx.trace_function(
+            key,
+            _all,
+            operator,
+            M * STEPS,
+            tx.KrylovAwareEstimator(M),
+            lower=lower,
+            monotone=True,
+            throw=False,
+            # Never met: all products are taken.
+            rtol=1e-9 if tolerance else None,
+        )
+        rest = estimate.standard_error, estimate.stats, estimate.result
+        return estimate.value, rest
+
+    zero = jnp.zeros((), float_dtype())
+    found, slope, rest = jax.jvp(value, (zero,), (zero + 1,), has_aux=True)
+    return found, slope, *rest
+
+
+def _naive_samples(A, start, lower):
+    """Samples and those of pairs with f(T), with f(E), and with f'(T), by loops."""
+    Q, Z = _spans(A, start, STEPS)
+    if lower is None:
+        lower = np.linalg.eigvalsh(Q.conj().T @ A @ Q)[0] / 4
+    T, E = _extension(A, Q, Z, lower)
+
+    def samples(f, matrix):
+        inside = _function_of(matrix, f)[: len(T), : len(T)]
+
+        def sample(probe, *without):
+            P, _ = _spans(A, np.delete(start, without, axis=1), STEPS)
+            P, g = Q.conj().T @ P, start[:, [probe]]
+            g = Q.conj().T @ _orthonormal(Q @ P, g)
+            C = P @ P.conj().T + (len(A) - P.shape[1]) * g @ g.conj().T
+            return np.real(np.sum(C.conj() * inside))
+
+        cases = [(i, (i + 1) % M) for i in range(M)]
+        return np.array(
+            [
+                [sample(i, i) for i, _ in cases],
+                [sample(i, i, j) for i, j in cases],
+                [sample(j, i, j) for i, j in cases],
+            ]
+        )
+
+    return {name: (samples(f, T), samples(f, E)) for name, f in NAIVE.items()} | {
+        "slope": samples(lambda x: 1 / x, T)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "complex", "part", "tolerance"),
+    [
+        ("exp", False, 0.9, False),
+        ("flat", False, 1, False),
+        ("exp", False, None, False),
+        ("exp", True, 0.5, True),
+    ],
+)
+def test_the_estimator_against_a_naive_bracket(kind, complex, part, tolerance):
+    A = hermitian(kind, N, complex) + 1e-3 * np.eye(N)
+    A = wide(as_array(A))
+    smallest = np.linalg.eigvalsh(A)[0]
+    lower = None if part is None else part * smallest
+    key = jr.key(2)
+    sampler = tx.KrylovAwareEstimator().sampler
+    start = wide(draw(sampler, key, N, M, as_array(A).dtype))
+    given = None if lower is None else as_array(lower)
+    value, slope, error, stats, result = _estimated(key, as_array(A), given, tolerance)
+    met = result == tx.RESULTS.successful
+    assert met or result == tx.RESULTS.tolerance_not_met
+    naive = _naive_samples(A, start, lower)
+    wrong = _naive_samples(A, start, smallest / 10)
+    assert stats["num_matvecs"] == M * STEPS
+    tol = {"rtol": 1e-7 if is_x64() else 2e-2, "atol": 0}
+    for name in NAIVE:
+        high, low = naive[name]
+        middle, ends = (high + low) / 2, (high[0].mean(), low[0].mean())
+        assert_close(value[name], middle[0].mean(), **tol)
+        found = [x[name] for x in stats["bracket"]]
+        assert_close(found, sorted(ends), **tol)
+        magnitude = jnp.asarray(np.abs(high[0]).mean())
+        paired = paired_samples(*(as_array(x) for x in middle), as_array(magnitude))
+        widened = 1 + 2 / M if tolerance else 1
+        bar = leave_one_out_bar(paired).standard_error
+        expected = widened * np.hypot(bar, (max(ends) - min(ends)) / 12**0.5)
+        if is_x64():
+            assert_close(error[name], expected, rtol=1e-5, atol=0)
+        # Another lower end is told from the right one.
+        other = sorted(x[0].mean() for x in wrong[name])
+        if kind == "exp" and is_x64():
+            assert not np.allclose(found, other, rtol=1e-4)
+    # The derivative is that of f(T), not of the middle.
+    assert_close(slope["log"], naive["slope"][0].mean(), **tol)

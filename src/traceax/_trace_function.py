@@ -64,10 +64,10 @@ def trace_function(
         which the sum is exact.
     - `lower`: a real scalar that no eigenvalue is below, where one is known; 0 of an
         operator that is tagged positive semidefinite.
-    - `monotone`: whether `fn`, or minus it, is operator monotone on the spectrum: `log`,
-        `-1 / x`, `x**p` with `0 < p < 1`, sums of these with positive weights; every leaf
-        of it. With a lower end the error of the Krylov space is then known in place of
-        guessed: [`traceax.KrylovAwareEstimator`][].
+    - `monotone`: whether `fn`, or minus it, is operator monotone on positive numbers:
+        `log`, `-1 / x`, `x**p` with `0 < p < 1`, sums of these with positive weights;
+        every leaf of it. With `lower` the error of the Krylov space is then known in
+        place of guessed: see [`traceax.KrylovAwareEstimator`][]. Nothing checks this.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, for every leaf of what `fn` returns,
         and at most k of them. Each a real number, which may be traced: one
@@ -82,8 +82,10 @@ def trace_function(
 
     A [`traceax.Estimate`][], whose value is of the structure that `fn` returns. Its
     error bar holds the error of probes and that of the Krylov space.
-    `stats["ritz_values"]` and `stats["ritz_weights"]` evaluate more functions without
-    another product: `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
+    For monotone functions `stats["bracket"]` is the pair of the ends between which the
+    value would be but for the error of probes. `stats["ritz_values"]` and
+    `stats["ritz_weights"]` evaluate more functions without another product:
+    `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
 
     **Raises:**
 

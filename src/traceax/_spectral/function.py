@@ -31,7 +31,7 @@ class SpectralFunction(eqx.Module):
     **Attributes:**
 
     - `fn`: maps a real scalar to a PyTree of scalars.
-    - `monotone`: whether every leaf, or minus it, is operator monotone on the spectrum.
+    - `monotone`: whether every leaf, or minus it, is operator monotone on positive numbers.
     """
 
     fn: Any

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float, Inexact, Int
+from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .._accuracy.error_bar import leave_one_out_bar
 from .._linalg.krylov import (
@@ -30,6 +30,8 @@ from .._operators.block import is_positive_semidefinite
 from .base import SpectralState, outside_if
 from .function import SpectralFunction, remaining, rounding_errors, weighted_sums
 from .ritz import ritz_values
+
+Ends = tuple[Inexact[Array, ""], Inexact[Array, ""]]
 
 
 class KrylovSums(NamedTuple):
@@ -89,13 +91,9 @@ def krylov_sums(
         lower = _lower_end(function, theta, state.lower)
         E = smallest_extension(T, R, (theta, S), lower, steps)
         others = _extended_samples(function, E, left_out, lower, m * steps)
-        samples, ends = _middles(samples, others)
-        # The standard deviation, if the truth is anywhere between the ends.
-        krylov = [jnp.abs(high - low) / 12**0.5 for low, high in ends]
-        low, high = (list(x) for x in zip(*ends, strict=True))
-        stats["bracket"] = (
-            function.tree(low, theta.dtype),
-            function.tree(high, theta.dtype),
+        samples, ends, krylov = _middles(samples, others, jnp.min(theta) >= 0)
+        stats["bracket"] = tuple(
+            function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
         )
     else:
         krylov = _quadrature_errors(function, projected, left_out, (theta, S), n, steps)
@@ -134,11 +132,12 @@ def _lower_end(
 ) -> Float[Array, ""]:
     """A number below the spectrum, at which the function is finite.
 
-    What is known, 0 for semidefinite operators. Where the function isn't finite there, a
-    quarter of the smallest positive Ritz value, of which nothing is proven: the intervals
-    of log-determinants of kernels cover.
+    What is known: at least 0, as the function is one of positive numbers. Where it isn't
+    finite there, a quarter of the smallest positive Ritz value, of which nothing is
+    proven: the intervals of log-determinants of kernels cover.
     """
-    known = jnp.zeros_like(theta, shape=()) if lower is None else lower
+    nothing = jnp.zeros_like(theta, shape=())
+    known = nothing if lower is None else jnp.maximum(lower, nothing)
     smallest = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
     finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
     return jnp.where(finite, known, smallest / 4)
@@ -159,18 +158,25 @@ def _extended_samples(
 
 
 def _middles(
-    samples: list[SampleWeights], others: list[SampleWeights]
-) -> tuple[list[SampleWeights], list[tuple[Float[Array, ""], Float[Array, ""]]]]:
-    """The means of both, and the two ends of every leaf, the lower one first.
+    samples: list[SampleWeights], others: list[SampleWeights], positive: Bool[Array, ""]
+) -> tuple[list[SampleWeights], list[Ends], list[Float[Array, ""]]]:
+    """The means of both; the ends, the lower one first; and the error of being between.
 
-    Those of a falling function come in the other order; and rounding may exchange them.
+    The ends of a falling function come in the other order, and rounding may exchange them.
+    With negative eigenvalues the function isn't operator monotone on the spectrum: the
+    samples are those of f(T), and the error is not known.
     """
-    middles, ends = [], []
+    middles, ends, errors = [], [], []
+    others = jtu.tree_map(lambda x, y: jnp.where(positive, y, x), samples, others)
     for x, y in zip(samples, others, strict=True):
         middles.append(jtu.tree_map(lambda a, b: (a + b) / 2, x, y))
         sides = x.samples.mean(), y.samples.mean()
-        ends.append((jnp.minimum(*sides), jnp.maximum(*sides)))
-    return middles, ends
+        low, high = jnp.minimum(*sides), jnp.maximum(*sides)
+        ends.append((low, high))
+        # The standard deviation, if the truth is anywhere between them.
+        error = jnp.abs(high - low) / 12**0.5
+        errors.append(jnp.where(positive, error, jnp.nan))
+    return middles, ends, errors
 
 
 #
