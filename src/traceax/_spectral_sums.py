@@ -67,14 +67,18 @@ def logdet(
 
     A shift costs nothing and takes nothing of the accuracy: Krylov spaces of A and of
     `A + shift I` are the same, and eigenvalues that are all but `shift` drop out of
-    the error. `shift=` and a lineax sum with a multiple of the identity are the same.
+    the error. Of an operator that is tagged positive semidefinite a shift also says
+    what no eigenvalue is below, which bounds the error of the Krylov space; the same
+    multiple of the identity inside of the operator does not.
 
     **Arguments:** those of [`traceax.trace_function`][], and
 
     - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite.
     - `shift`: a real scalar, may be traced and differentiated.
 
-    **Returns:** a [`traceax.Estimate`][].
+    **Returns:** a [`traceax.Estimate`][]. `stats["bracket"]` holds the ends between which
+    the value would be but for the error of probes, of operators that are tagged positive
+    semidefinite: see [`traceax.KrylovAwareEstimator`][].
     """
     where = "traceax.logdet"
     operator, lower = _shifted(operator, shift, where)

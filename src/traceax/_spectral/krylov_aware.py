@@ -38,26 +38,34 @@ class KrylovAwareEstimator(SpectralEstimator):
 
     *Use when* f(A) is wanted of a symmetric or Hermitian operator. An eigenvalue that
     the Krylov space has found takes no part in the error, whether it is large or not;
-    shifts `A + c I` change neither the space nor the accuracy, so that a small noise
-    variance added to a kernel matrix needs no preconditioner.
+    shifts `A + c I` change neither the space nor the accuracy.
+
+    *The bracket.* f(T) is not f(A). For f operator monotone, a logarithm, an inverse or
+    a root, and no eigenvalue below a known number, f(A) lies between f(T) and f(E), E
+    the smallest matrix that A can be on the space and the next block of it. So does
+    each `tr_i`. The value is the mean of their middles, `stats["bracket"]` holds the
+    means of both ends, and the standard error half of the distance, over `sqrt(3)`.
+    Of operators tagged positive semidefinite the number is 0, or, where f is infinite
+    there, a quarter of the smallest Ritz value: no theorem then. Without a bracket the
+    value is that of f(T), and what more steps would change is extrapolated.
 
     | | |
     |---|---|
     | operator | symmetric or Hermitian, PyTrees, complex |
     | products | m s, k less at most 2 |
     | beyond the products | O(n k^2 + k^3 m) time, three n x k blocks; derivatives hold five |
-    | bias | of the Krylov space: f(T) for f(A). None where f is a polynomial of degree 1 |
-    | standard error | of probes, from leaving out pairs; and of the Krylov space, from the last block of it |
-    | derivative | `tr((F o C) V^* dA V)` with Ritz vectors V, k products with dA; second ones take 4 k more |
+    | bias | of the Krylov space: at most half of the bracket, or that of f(T). None where f is a polynomial of degree 1 |
+    | standard error | of probes, from leaving out pairs; and of the Krylov space, from the bracket or from its last block |
+    | derivative | `tr((F o C) V^* dA V)` with Ritz vectors V, that of f(T); k products with dA; second ones take 4 k more |
 
     *To a tolerance* m is fixed, and s grows until the tolerance is met. The estimate,
     and its derivatives, are those of a fixed budget of m s products.
 
     **Arguments:**
 
-    - `num_probes`: m. By default about `0.9 sqrt(k)`, and `0.9 sqrt(k / 2)` for an
-        estimate to a tolerance. Few probes reach deeper into the spectrum, many average
-        more; with at least 5 the error bar is reliable.
+    - `num_probes`: m. By default about `0.5 sqrt(k)`, at least 3; for an estimate to a
+        tolerance at least 5, and about `0.5 sqrt(k / 2)`. Few probes reach deeper into
+        the spectrum, many average more.
     - `sampler`: of the probes; rotation invariant, as resphering needs.
 
     **Raises:**
@@ -66,8 +74,9 @@ class KrylovAwareEstimator(SpectralEstimator):
 
     **Reference:** Chen and Hallman, "Krylov-Aware Stochastic Trace Estimation", SIAM J.
     Matrix Anal. Appl. 44 (2023), doi:10.1137/22M1494257, arXiv:2205.01736, for the
-    block Krylov space in place of products with f(A); Epperly, Tropp and Webber,
-    doi:10.1137/23M1548323, for leaving probes out. Leaving a probe out of the *whole*
+    block Krylov space in place of products with f(A); Zimmerling, Druskin and Simoncini,
+    doi:10.1007/s10915-025-02799-z, for block Gauss-Radau rules; Epperly, Tropp and
+    Webber, doi:10.1137/23M1548323, for leaving probes out. Leaving a probe out of the *whole*
     Krylov space is of this library: see the page on spectral functions.
     """
 
