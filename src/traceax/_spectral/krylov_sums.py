@@ -88,10 +88,15 @@ def krylov_sums(
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
     samples = _samples(weights, leaves)
     if _has_bracket(state):
-        lower = _lower_end(function, theta, state.lower)
+        lower, is_known = _lower_end(function, theta, state.lower)
         E = smallest_extension(T, R, (theta, S), lower, steps)
         others = _extended_samples(function, E, left_out, lower, m * steps)
-        samples, ends, krylov = _middles(samples, others, jnp.min(theta) >= 0)
+        samples, ends = _middles(samples, others, jnp.min(theta) >= 0)
+        # The standard deviation, if the truth is anywhere between the ends; half of their
+        # distance where nothing is proven.
+        share = jnp.where(is_known, 12**-0.5, 0.5).astype(theta.dtype)
+        share = jnp.where(jnp.min(theta) >= 0, share, jnp.nan)
+        krylov = [share * jnp.abs(high - low) for low, high in ends]
         stats["bracket"] = tuple(
             function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
         )
@@ -129,8 +134,8 @@ def _lower_end(
     function: SpectralFunction,
     theta: Float[Array, " k"],
     lower: Float[Array, ""] | None,
-) -> Float[Array, ""]:
-    """A number below the spectrum, at which the function is finite.
+) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """A number below the spectrum, at which the function is finite; and whether it is known.
 
     What is known: at least 0, as the function is one of positive numbers. Where it isn't
     finite there, a quarter of the smallest positive Ritz value, of which nothing is
@@ -140,7 +145,7 @@ def _lower_end(
     known = nothing if lower is None else jnp.maximum(lower, nothing)
     smallest = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
     finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
-    return jnp.where(finite, known, smallest / 4)
+    return jnp.where(finite, known, smallest / 4), finite
 
 
 def _extended_samples(
@@ -159,24 +164,20 @@ def _extended_samples(
 
 def _middles(
     samples: list[SampleWeights], others: list[SampleWeights], positive: Bool[Array, ""]
-) -> tuple[list[SampleWeights], list[Ends], list[Float[Array, ""]]]:
-    """The means of both; the ends, the lower one first; and the error of being between.
+) -> tuple[list[SampleWeights], list[Ends]]:
+    """The means of both, and the ends of every leaf, the lower one first.
 
     The ends of a falling function come in the other order, and rounding may exchange them.
     With negative eigenvalues the function isn't operator monotone on the spectrum: the
-    samples are those of f(T), and the error is not known.
+    samples are those of f(T).
     """
-    middles, ends, errors = [], [], []
+    middles, ends = [], []
     others = jtu.tree_map(lambda x, y: jnp.where(positive, y, x), samples, others)
     for x, y in zip(samples, others, strict=True):
         middles.append(jtu.tree_map(lambda a, b: (a + b) / 2, x, y))
         sides = x.samples.mean(), y.samples.mean()
-        low, high = jnp.minimum(*sides), jnp.maximum(*sides)
-        ends.append((low, high))
-        # The standard deviation, if the truth is anywhere between them.
-        error = jnp.abs(high - low) / 12**0.5
-        errors.append(jnp.where(positive, error, jnp.nan))
-    return middles, ends, errors
+        ends.append((jnp.minimum(*sides), jnp.maximum(*sides)))
+    return middles, ends
 
 
 #
