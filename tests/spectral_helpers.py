@@ -73,3 +73,39 @@ def normal(shape, complex=False, seed=7):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape)
     return (x + 1j * rng.normal(size=shape)) / np.sqrt(2) if complex else x
+
+
+#
+# The bracket of the Krylov error, by loops over dense matrices
+#
+
+OPERATOR_MONOTONE = {"log": np.log, "root": np.sqrt, "inverse": lambda x: -1 / x}
+
+
+def function_of(hermitian, f):
+    values, vectors = np.linalg.eigh(hermitian)
+    return (vectors * f(values)) @ vectors.conj().T
+
+
+def orthonormal(Q, W):
+    """Of what a block leaves outside of Q, directions that are more than rounding."""
+    for _ in range(2):
+        W = W - Q @ (Q.conj().T @ W)
+    u, sizes, _ = np.linalg.svd(W, full_matrices=False)
+    return u[:, sizes > 1e-9]
+
+
+def spans(A, start, steps):
+    """Bases of a Krylov space, and of its next block, by a loop."""
+    Q, block = np.zeros((len(A), 0)), start
+    for _ in range(steps):
+        new = orthonormal(Q, block)
+        Q, block = np.hstack([Q, new]), A @ new
+    return Q, orthonormal(Q, block)
+
+
+def extension(A, Q, Z, lower):
+    T, C = Q.conj().T @ A @ Q, Z.conj().T @ A @ Q
+    inverse = np.linalg.pinv(T - lower * np.eye(len(T)), rcond=1e-13, hermitian=True)
+    corner = lower * np.eye(Z.shape[1]) + C @ inverse @ C.conj().T
+    return T, np.block([[T, C.conj().T], [C, corner]])

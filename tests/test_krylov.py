@@ -51,12 +51,12 @@ class Space(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=2)
 def _arnoldi(a, start, steps):
-    return arnoldi(lambda X: a @ X, start, steps)
+    return arnoldi(lambda X: a @ X, start, steps)[:2]
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _block_lanczos(a, start, steps):
-    basis, factor = arnoldi(lambda X: a @ X, start, steps)
+    basis, factor, _ = arnoldi(lambda X: a @ X, start, steps)
     return Space(basis, *block_lanczos(factor))
 
 

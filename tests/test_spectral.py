@@ -33,6 +33,7 @@ from spectral_helpers import (
 
 import traceax as tx
 from traceax._spectral.base import probes_and_steps
+from traceax._spectral.krylov_aware import best_probes
 
 N = 30
 BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
@@ -43,7 +44,8 @@ KRYLOV = tx.KrylovAwareEstimator()
 
 @eqx.filter_jit
 def _estimate(key, fn, operator, k, estimator):
-    e = tx.trace_function(key, fn, operator, k, SPECTRAL[estimator], throw=False)
+    estimator = SPECTRAL.get(estimator, estimator)
+    e = tx.trace_function(key, fn, operator, k, estimator, throw=False)
     return e.value, e.standard_error, e.result, e.stats
 
 
@@ -165,7 +167,7 @@ def test_converged_spaces_reach_rounding_of_the_exact_trace(estimator, complex):
     values = np.linalg.eigvalsh(a)
     operator = as_operator(a)
     k = 15  # three probes, five steps
-    assert probes_and_steps(None, k) == (3, 5)
+    assert probes_and_steps(None, k, 3.0) == (3, 5)
     got, errors = _values(_positive, operator, k, estimator, 400)
     truths = {"log": np.sum(np.log(values)), "sqrt": np.sum(np.sqrt(values))}
     for name, truth in truths.items():
@@ -213,7 +215,8 @@ def test_low_rank_is_exact_once_the_range_is_found(kind):
         "expm1": np.sum(np.expm1(positive)),
     }
     # Five probes, four others of which find the range.
-    values_of, errors_of = _values(_semidefinite, operator, 24, "krylov-aware", 20)
+    five = tx.KrylovAwareEstimator(5)
+    values_of, errors_of = _values(_semidefinite, operator, 24, five, 20)
     for name, truth in truths.items():
         got, errors = values_of[name], errors_of[name]
         # An eigenvalue that is 0 is known to rounding, so is its root to the root
@@ -274,7 +277,7 @@ def test_smallest_operators(estimator, n, ks):
 @pytest.mark.x64
 def test_budgets_are_used():
     for k in range(1, 61):
-        m, steps = probes_and_steps(None, k)
+        m, steps = probes_and_steps(None, k, best_probes(k))
         assert k - 2 <= m * steps <= k
         assert m >= 1
         assert steps >= 1
@@ -282,7 +285,7 @@ def test_budgets_are_used():
             assert m >= 3
             assert steps >= 3
         for num_probes in (1, 2, 7):
-            m, steps = probes_and_steps(num_probes, k)
+            m, steps = probes_and_steps(num_probes, k, 3.0)
             assert m == min(num_probes, k)
             assert k - m < m * steps <= k
 
@@ -298,7 +301,9 @@ def test_every_budget(estimator, ks):
         value, error, result, stats = _estimate(
             jr.key(1), jnp.sqrt, operator, k, estimator
         )
-        m, steps = probes_and_steps(None, k)
+        krylov = estimator == "krylov-aware"
+        target = best_probes(k) if krylov else max(0.9 * math.sqrt(k), 2.0)
+        m, steps = probes_and_steps(None, k, target)
         assert int(stats["num_matvecs"]) == m * steps
         assert result == tx.RESULTS.successful
         truth = np.sum(np.sqrt(spectrum("flat", 70)))
@@ -365,7 +370,7 @@ def test_rotations_of_a_diagonal_matrix(estimator):
     _, _, _, stats = _estimate(jr.key(2), jnp.sqrt, operator, 12, estimator)
     ritz = np.sort(np.asarray(stats["ritz_values"]))
     apart = np.min(np.abs(ritz[:, None] - values[None]), axis=1)
-    steps = probes_and_steps(None, 12)[1]
+    steps = probes_and_steps(None, 12, 3.0)[1]
     assert steps == 4
     assert np.max(apart) < 1e3 * eps()
 

@@ -47,6 +47,11 @@ class RESULTS(eqx.Enumeration):
         "that it is not symmetric (complex: Hermitian). Check what it computes; "
         "functions of other operators are not estimated."
     )
+    below_lower = (
+        "The operator has an eigenvalue below the number that none is said to be below, by "
+        "more than rounding: `lower`, or the shift of an operator that is tagged positive "
+        "semidefinite. Give a number below the spectrum, or none; or remove the tag."
+    )
     tolerance_not_met = (
         "The tolerance was not met with the products that were allowed, n - 1 at most. "
         "The value and its error bar are those of the products that were taken; "

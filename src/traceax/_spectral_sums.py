@@ -1,5 +1,6 @@
 """Log-determinants, inverses, norms, densities: uses of `trace_function`."""
 
+import functools as ft
 import math
 from collections.abc import Callable
 from typing import Unpack
@@ -43,9 +44,9 @@ def _identity(x):
 
 
 # Made once: programs for these are kept.
-_LOG = SpectralFunction(_log)
+_LOG = SpectralFunction(_log, monotone=True)
 _EXP = SpectralFunction(_exp)
-_RECIPROCAL = SpectralFunction(_reciprocal)
+_RECIPROCAL = SpectralFunction(_reciprocal, monotone=True)
 _ENTROPY = SpectralFunction(_entropy)
 _IDENTITY = SpectralFunction(_identity)
 
@@ -66,14 +67,18 @@ def logdet(
 
     A shift costs nothing and takes nothing of the accuracy: Krylov spaces of A and of
     `A + shift I` are the same, and eigenvalues that are all but `shift` drop out of
-    the error. `shift=` and a lineax sum with a multiple of the identity are the same.
+    the error. Of an operator that is tagged positive semidefinite a shift also says
+    what no eigenvalue is below, which bounds the error of the Krylov space; the same
+    multiple of the identity inside of the operator does not.
 
     **Arguments:** those of [`traceax.trace_function`][], and
 
     - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite.
     - `shift`: a real scalar, may be traced and differentiated.
 
-    **Returns:** a [`traceax.Estimate`][].
+    **Returns:** a [`traceax.Estimate`][]. `stats["bracket"]` holds the ends between which
+    the value would be but for the error of probes, of operators that are tagged positive
+    semidefinite: see [`traceax.KrylovAwareEstimator`][].
     """
     where = "traceax.logdet"
     operator, lower = _shifted(operator, shift, where)
@@ -125,7 +130,8 @@ def schatten_norm(
     - `rtol`: relative to the norm.
 
     **Returns:** a [`traceax.Estimate`][]; its error bar is that of the sum, through the
-    derivative of the root.
+    derivative of the root. `stats["bracket"]` is that of the norm: there is one for an
+    operator that is tagged positive semidefinite, and a known p of at most 1.
     """
     where = "traceax.schatten_norm"
     hint = "write p=1.0 for the nuclear norm, p=2.0 for that of Frobenius."
@@ -142,22 +148,33 @@ def schatten_norm(
     if rtol is not None:
         rtol = power * check_tolerance(rtol, "rtol", space.real_dtype, where)
     inside: Options = {**options, "rtol": rtol, "throw": False}
-    function = SpectralFunction(Power(power))
+    function = SpectralFunction(Power(power), monotone=known is not None and known <= 1)
     total = estimate_function(where, key, function, operator, k, estimator, **inside)
     stats = dict(total.stats)
     unit = stats.pop("unit", jnp.ones((), space.real_dtype))
-    # The root of a sum, and the slope there for its error.
-    positive = total.value > 0
-    safe = jnp.where(positive, total.value, 1)
-    exponent = (1 / power).astype(safe.dtype)
-    value = jnp.where(positive, unit.astype(safe.dtype) * safe**exponent, 0)
-    value = jnp.where(jnp.isnan(total.value), total.value, value)
-    slope = jnp.where(positive, value / (safe / exponent), 1)
+    root = ft.partial(_root, power=power, unit=unit)
+    if "bracket" in stats:
+        stats["bracket"] = tuple(root(x) for x in stats["bracket"])
+    value, positive = root(total.value), total.value > 0
+    # The slope of the root, for its error.
+    slope = power.astype(value.dtype) * jnp.where(positive, total.value, 1)
+    slope = jnp.where(positive, value / slope, 1)
     error = total._standard_error
     error = jnp.where(error < 0, error, error * jax.lax.stop_gradient(slope))
     result = finite_or_failed(value, total.result)
     estimate = Estimate(value, error, result, stats, total.state, total._by)
     return raise_failure(estimate) if throw else estimate
+
+
+def _root(
+    total: Float[Array, ""], power: Float[Array, ""], unit: Float[Array, ""]
+) -> Float[Array, ""]:
+    """`unit total^(1 / power)`, 0 for what isn't positive, and NaN for NaN."""
+    positive = total > 0
+    safe = jnp.where(positive, total, 1)
+    exponent = (1 / power).astype(safe.dtype)
+    value = jnp.where(positive, unit.astype(safe.dtype) * safe**exponent, 0)
+    return jnp.where(jnp.isnan(total), total, value)
 
 
 def von_neumann_entropy(

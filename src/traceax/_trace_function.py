@@ -33,6 +33,7 @@ def trace_function(
     estimator: SpectralEstimator | None = None,
     *,
     lower: ArrayLike | None = None,
+    monotone: bool = False,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
@@ -61,8 +62,12 @@ def trace_function(
     - `estimator`: a [`traceax.SpectralEstimator`][]; by default
         [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
         which the sum is exact.
-    - `lower`: a real scalar that no eigenvalue is below, where one is known. The error bar
-        allows for eigenvalues that rounding moved, but not below it.
+    - `lower`: a real scalar that no eigenvalue is below, where one is known; 0 of an
+        operator that is tagged positive semidefinite.
+    - `monotone`: whether `fn`, or minus it, is operator monotone on positive numbers:
+        `log`, `-1 / x`, `x**p` with `0 < p < 1`, sums of these with positive weights;
+        every leaf of it. With `lower` the error of the Krylov space is then known in
+        place of guessed: see [`traceax.KrylovAwareEstimator`][]. Nothing checks this.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, for every leaf of what `fn` returns,
         and at most k of them. Each a real number, which may be traced: one
@@ -77,8 +82,10 @@ def trace_function(
 
     A [`traceax.Estimate`][], whose value is of the structure that `fn` returns. Its
     error bar holds the error of probes and that of the Krylov space.
-    `stats["ritz_values"]` and `stats["ritz_weights"]` evaluate more functions without
-    another product: `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
+    For monotone functions `stats["bracket"]` is the pair of the ends between which the
+    value would be but for the error of probes. `stats["ritz_values"]` and
+    `stats["ritz_weights"]` evaluate more functions without another product:
+    `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
 
     **Raises:**
 
@@ -93,7 +100,9 @@ def trace_function(
     options = Options(
         rtol=rtol, atol=atol, level=level, progress_meter=progress_meter, throw=throw
     )
-    return estimate_function(where, key, fn, operator, k, estimator, lower, **options)
+    return estimate_function(
+        where, key, fn, operator, k, estimator, lower, monotone, **options
+    )
 
 
 class Options(TypedDict, total=False):
@@ -114,6 +123,7 @@ def estimate_function(
     k: int | None,
     estimator: SpectralEstimator | None = None,
     lower: ArrayLike | None = None,
+    monotone: bool = False,
     *,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
@@ -122,7 +132,7 @@ def estimate_function(
     throw: bool = True,
 ) -> Estimate:
     """`trace_function`, by another name in errors."""
-    state = init_spectral_state(where, key, operator, fn, lower)
+    state = init_spectral_state(where, key, operator, fn, lower, monotone)
     space = state.space
     stop = make_stop(rtol, atol, level, progress_meter, space.compute_dtype, where)
     k = budget_of(k, stop, space.size, where)

@@ -16,6 +16,8 @@ direction. Nothing is divided by the residual.
 | H | (k, k + m) | factor, `[Omega, A K] = K H` up to what is orthogonal to K |
 | T | (k, k) | projected matrix, block tridiagonal up to rounding |
 | omega | (k, m) | coordinates of the m starting vectors, the columns of Omega |
+| R | (m, m) | coupling to a next block Z, `Z R = (I - K K^*) A K_s`, up to a rotation of Z |
+| E | (k + m, k + m) | the smallest matrix that A can be on `[K, Z]` (see `smallest_extension`) |
 """
 
 from collections.abc import Callable
@@ -26,8 +28,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from .small import divisor, eigh, frobenius
-from .tall import column_norms, combine, extend, inner, largest_entry, put
+from .small import cholesky, divisor, eigh, frobenius, leading, matmul, squares
+from .tall import (
+    column_norms,
+    combine,
+    extend,
+    inner,
+    largest_entry,
+    power_of_two_scale,
+    put,
+)
 
 Product = Callable[[Inexact[Array, "n m"]], Inexact[Array, "n m"]]
 
@@ -62,19 +72,41 @@ def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
     return Arnoldi(put(basis, Q, start), factor, product(Q))
 
 
-def arnoldi_factor(run: Arnoldi, steps: int | Int[Array, ""]) -> Inexact[Array, "k km"]:
-    """H after so many steps; zeros beyond."""
+def arnoldi_factor(
+    run: Arnoldi, steps: int | Int[Array, ""]
+) -> tuple[Inexact[Array, "k km"], Inexact[Array, "m m"]]:
+    """H after so many steps, zeros beyond; and R."""
     basis, factor, pending = run
     last = inner(basis, pending)
-    return jax.lax.dynamic_update_slice_in_dim(
+    factor = jax.lax.dynamic_update_slice_in_dim(
         factor, last, steps * pending.shape[1], 1
     )
+    return factor, _triangular_factor(pending - combine(basis, last))
+
+
+def _triangular_factor(block: Inexact[Array, "n m"]) -> Inexact[Array, "m m"]:
+    """R of a QR factorisation, by Cholesky factors of Gram matrices.
+
+    Rounding is that of the root of eps after a pass, and of eps after two.
+    """
+    scale = power_of_two_scale(block)
+    rows = block.T / scale.astype(block.dtype)
+    m, eps = rows.shape[0], float(jnp.finfo(block.dtype).eps)
+    R = scale.astype(block.dtype) * jnp.eye(m, dtype=block.dtype)
+    for _ in range(2):
+        size = jnp.sqrt(jnp.sum(squares(rows))).astype(block.dtype)
+        rows = rows / divisor(size)
+        gram = inner(rows.T, rows.T)
+        lower, inverse = cholesky(gram + 4 * m * eps * jnp.eye(m, dtype=gram.dtype))
+        rows = matmul(inverse.conj(), rows)
+        R = size * matmul(lower.conj().T, R)
+    return R
 
 
 def arnoldi(
     product: Product, start: Inexact[Array, "n m"], steps: int
-) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k km"]]:
-    """K and H, of any operator.
+) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k km"], Inexact[Array, "m m"]]:
+    """K, H and R, of any operator.
 
     `m * steps <= n`. Takes `m * steps` products, O(n k^2) time, and the memory of K
     and a few blocks (n, m).
@@ -85,7 +117,7 @@ def arnoldi(
         lambda j, run: arnoldi_step(product, run, j),
         arnoldi_start(start, steps),
     )
-    return run.basis, arnoldi_factor(run, steps)
+    return run.basis, *arnoldi_factor(run, steps)
 
 
 class Projected(NamedTuple):
@@ -115,6 +147,65 @@ def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
     unit = divisor(largest_entry(T)).astype(T.dtype)
     asymmetry = frobenius(foreign / unit) / divisor(frobenius(T / unit))
     return Projected(T, omega, asymmetry)
+
+
+def ritz_pairs(
+    T: Inexact[Array, "k k"], count: int | Int[Array, ""], beside: int = 0
+) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
+    """Eigenvalues and eigenvectors of the leading block of order `count` of T.
+
+    The last rows and columns, as many as `beside`, belong to it, too. Eigenvalues beyond
+    are copies of the largest, so that functions are finite there, with vectors of 0.
+    """
+    k = T.shape[0]
+    row = jnp.arange(k, dtype=jnp.int32)
+    active = (row < count) | (row >= k - beside)
+    block = leading(leading((T + T.conj().T) / 2, active).T, active).T
+    # Decoupled, and above all that there is: the ones beyond come last.
+    above = divisor(2 * jnp.max(jnp.sum(jnp.abs(block), axis=1), initial=0))
+    filled = block + jnp.diag(jnp.where(active, 0, above).astype(T.dtype))
+    values, vectors = eigh(filled)
+    number = count + beside
+    vectors = leading(leading(vectors, active).T, row < number).T
+    return jnp.where(row < number, values, values[number - 1]), vectors
+
+
+def smallest_extension(
+    T: Inexact[Array, "k k"],
+    coupling: Inexact[Array, "m m"],
+    pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
+    lower: Float[Array, ""],
+    steps: int | Int[Array, ""],
+) -> Inexact[Array, "km km"]:
+    r"""E: block Gauss-Radau, given the coupling R, and the Ritz pairs of T.
+
+        E = [ T   C^*                                        ]
+            [ C   lower I + C (T - lower I)^-1 C^*           ],     C = [0 ... 0 R].
+
+    With no eigenvalue of A below `lower`, and E continued by `lower I` outside of
+    `[K, Z]`, `A - E` is 0 but for a Schur complement of `A - lower I`, which is positive
+    semidefinite. So for f operator monotone, and thus operator concave (Hansen and
+    Pedersen, doi:10.1112/S0024609303002200),
+
+        f(E)[K, K] <= K^* f(A) K <= f(T),
+
+    whatever basis Z is: f(E)[K, K] depends on `R^* R` alone. Golub and Meurant (2010),
+    doi:10.1515/9781400833889; for blocks Zimmerling, Druskin and Simoncini,
+    doi:10.1007/s10915-025-02799-z. The inverse is a pseudo-inverse: Ritz values may be
+    `lower` up to rounding.
+    """
+    values, vectors = pairs
+    k, m = T.shape[0], coupling.shape[0]
+    last = jax.lax.dynamic_slice_in_dim(vectors, m * (steps - 1), m, 0)
+    inside = matmul(coupling, last)
+    distance = values - lower
+    found = distance <= 10 * jnp.finfo(T.dtype).eps * largest_entry(values)
+    inverse = jnp.where(found, 0, 1 / jnp.where(found, 1, distance)).astype(T.dtype)
+    corner = matmul(inside * inverse[None, :], inside.conj().T)
+    corner = corner + lower.astype(T.dtype) * jnp.eye(m, dtype=T.dtype)
+    C = jnp.zeros((m, k), T.dtype)
+    C = jax.lax.dynamic_update_slice_in_dim(C, coupling, m * (steps - 1), 1)
+    return jnp.block([[T, C.conj().T], [C, corner]])
 
 
 class RitzPairs(eqx.Module):

@@ -1,14 +1,15 @@
 r"""Leaving one starting vector out of a block Krylov space.
 
-The space `K_s(Omega)` of m probes holds that of any m - 1 of them. In coordinates of
-its basis the operator is the projected matrix T of order k = m s, so every space of
-m - 1 or m - 2 probes is found by block Lanczos on T, without a product.
+The space `K_s([B, Omega])` of m probes, and of a block B of vectors that are no probes,
+holds that of B and any m - 1 of the probes. In coordinates of its basis the operator is
+the projected matrix T, so every space without one or two probes is found by block Lanczos
+on T, without a product. Given B, leaving a probe out is unbiased as without it.
 
 | name | shape | |
 |---|---|---|
-| T | (k, k) | projected matrix |
-| omega | (k, m) | coordinates of the probes |
-| Y | (k, p), p = (m - 1) s | orthonormal basis of a space without one or two probes; zero columns where it has fewer dimensions |
+| T | (k, k), k = (q + m) s | projected matrix |
+| omega | (k, q + m) | coordinates of the vectors of B, q of them, and of the probes |
+| Y | (k, p), p = (q + m - 1) s | orthonormal basis of a space without one or two probes; zero columns where it is smaller |
 | g | (k,) | along `(I - Y Y^*) omega_i`, of a probe i left out |
 
 Everywhere fewer steps may be taken than T and omega, which are 0 beyond, have room for.
@@ -18,10 +19,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact, Int
 
 from .pairs import PairedSamples
-from .small import divisor, eigh, frobenius, householder, leading, matmul, squares, svd
+from .small import divisor, frobenius, householder, leading, matmul, squares, svd
 
 
 class LeftOut(NamedTuple):
@@ -43,25 +44,30 @@ class LeftOut(NamedTuple):
 
 def leave_probes_out(
     T: Inexact[Array, "k k"],
-    omega: Inexact[Array, "k m"],
+    omega: Inexact[Array, "k qm"],
     n: int,
     steps: int | Int[Array, ""],
+    kept: int = 0,
 ) -> LeftOut:
     """`LeftOut` for m probes, in O(k^3 m) time and O(k^2 m) memory.
+
+    `kept` is q: so many starting vectors, the first ones, are in every space.
 
     Starting vectors are independent, so leaving one out leaves an independent space.
     A direction is kept if it is more than rounding: what depends on the probe left out
     must not enter its space, not even as noise.
     """
-    k, m = omega.shape
+    k, width = omega.shape
+    m = width - kept
     size = frobenius(T)
     tiny = 30 * jnp.finfo(T.dtype).eps
-    probes = omega.T
+    always, probes = omega.T[:kept], omega.T[kept:]
 
     def lane(i, left_out):
         # Rows. Those left out are zeros.
-        start = jnp.roll(probes, -(i + left_out), axis=0)[: m - 1]
-        start = leading(start, jnp.arange(m - 1) < m - left_out)
+        others = jnp.roll(probes, -(i + left_out), axis=0)[: m - 1]
+        others = leading(others, jnp.arange(m - 1) < m - left_out)
+        start = jnp.concatenate([always, others])
 
         def step(j, carry):
             Y, W, scale = carry
@@ -71,11 +77,11 @@ def leave_probes_out(
             vectors, sizes, _ = svd(R)
             kept = leading(matmul(Q, vectors).T, sizes > tiny * scale)
             Q = _unit_rows(_without(Y, kept))
-            Y = jax.lax.dynamic_update_slice_in_dim(Y, Q, j * (m - 1), 0)
+            Y = jax.lax.dynamic_update_slice_in_dim(Y, Q, j * (width - 1), 0)
             # Of the second block on, what is rounding is told by the size of T.
             return Y, matmul(Q, T.T), size
 
-        Y = jnp.zeros(((m - 1) * (k // m), k), T.dtype)
+        Y = jnp.zeros(((width - 1) * (k // width), k), T.dtype)
         Y, _, _ = jax.lax.fori_loop(0, steps, step, (Y, start, frobenius(omega)))
         own, following = _tested(Y, jnp.stack([probes[i], probes[(i + 1) % m]]))
         return Y, own, following, _complement(Y, n)
@@ -85,39 +91,20 @@ def leave_probes_out(
 
 
 def shortened(
-    left_out: LeftOut, omega: Inexact[Array, "k m"], n: int, steps: int | Int[Array, ""]
+    left_out: LeftOut,
+    omega: Inexact[Array, "k qm"],
+    n: int,
+    steps: int | Int[Array, ""],
 ) -> LeftOut:
     """Of the spaces without one probe, those of so many steps."""
-    m = omega.shape[1]
+    width, m = omega.shape[1], left_out.spaces.shape[0] // 2
 
     def lane(Y, probe):
-        Y = leading(Y, _first(Y.shape[0], (m - 1) * steps))
+        Y = leading(Y, jnp.arange(Y.shape[0], dtype=jnp.int32) < (width - 1) * steps)
         tested = _tested(Y, probe[None])[0]
         return Y, tested, tested, _complement(Y, n)
 
-    return LeftOut(*jax.vmap(lane)(left_out.spaces[:m], omega.T))
-
-
-def ritz_pairs(
-    T: Inexact[Array, "k k"], count: int | Int[Array, ""]
-) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
-    """Eigenvalues and eigenvectors of the leading block of order `count` of T.
-
-    Eigenvalues beyond are copies of the last, so that functions are finite there, with
-    vectors of 0.
-    """
-    there = _first(T.shape[0], count)
-    block = leading(leading((T + T.conj().T) / 2, there).T, there).T
-    # Decoupled, and above all that there is: the ones beyond come last.
-    above = divisor(2 * jnp.max(jnp.sum(jnp.abs(block), axis=1), initial=0))
-    filled = block + jnp.diag(jnp.where(there, 0, above).astype(T.dtype))
-    values, vectors = eigh(filled)
-    vectors = leading(leading(vectors, there).T, there).T
-    return jnp.where(there, values, values[count - 1]), vectors
-
-
-def _first(size: int, count: int | Int[Array, ""]) -> Bool[Array, " size"]:
-    return jnp.arange(size, dtype=jnp.int32) < count
+    return LeftOut(*jax.vmap(lane)(left_out.spaces[:m], omega.T[width - m :]))
 
 
 def _without(Y: Inexact[Array, "p k"], W: Inexact[Array, "q k"]):
@@ -154,9 +141,9 @@ def coupling_of(
 
 
 class SampleWeights(NamedTuple):
-    """Weights on Ritz values of every leave-one-out sample.
+    """Weights of every leave-one-out sample, of a matrix `S diag(f) S^*`.
 
-    Sample i of a function is `sum_j samples[i, j] f(theta_j)`; `pairs_first[i]` is
+    Sample i is `tr(C_i S diag(f) S^*) = sum_j samples[i, j] f_j`; `pairs_first[i]` is
     sample i with probe i + 1 left out as well, `pairs_second[i]` sample i + 1 with
     probe i left out.
     """
@@ -166,12 +153,17 @@ class SampleWeights(NamedTuple):
     pairs_second: Float[Array, "m k"]
 
 
-def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k k"]) -> SampleWeights:
-    """The diagonals of `S^* C_i S`, for every lane's own matrix."""
+def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k c"]) -> SampleWeights:
+    """The diagonals of `S^* C_i S`, for every lane's own matrix `C_i`.
+
+    S may be any block: Ritz vectors; the first rows of E's eigenvectors, of which
+    `f(E)[K, K]` is made; `K^* F`, where the sums of the weights are `tr(C_i K^* F F^* K)`.
+    Several, side by side, are one product.
+    """
     lanes, p, k = left_out.spaces.shape
     m = lanes // 2
     inside = matmul(left_out.spaces.reshape(-1, k), vectors.conj())
-    of_spaces = jnp.sum(squares(inside).reshape(lanes, p, k), axis=1)
+    of_spaces = jnp.sum(squares(inside).reshape(lanes, p, vectors.shape[1]), axis=1)
 
     def of(g):
         tested = squares(matmul(g, vectors.conj()))

@@ -87,6 +87,7 @@ class SpectralEstimator(Estimator):
         fn: Any,
         *,
         lower: ArrayLike | None = None,
+        monotone: bool = False,
     ) -> SpectralState:
         """Checks of key, operator and function.
 
@@ -96,13 +97,13 @@ class SpectralEstimator(Estimator):
         - `operator`: a square lineax operator.
         - `fn`: from a real scalar to a scalar, or a PyTree of scalars. What it reads is
             read now.
-        - `lower`: a real scalar that no eigenvalue is below, where it is known. An
-            estimator may take it for its error bar.
+        - `lower`, `monotone`: what is known of the spectrum and of the function, as for
+            [`traceax.trace_function`][].
 
         **Raises:** as [`traceax.trace_function`][].
         """
         where = f"{type(self).__name__}.init"
-        return init_spectral_state(where, key, operator, fn, lower)
+        return init_spectral_state(where, key, operator, fn, lower, monotone)
 
     @abc.abstractmethod
     def compute(self, state: SpectralState, k: int) -> SpectralOutcome:
@@ -139,11 +140,17 @@ def init_spectral_state(
     operator: lx.AbstractLinearOperator,
     fn: Any,
     lower: ArrayLike | None,
+    monotone: bool = False,
 ) -> SpectralState:
     """Checks key, operator and function, and puts them into a state."""
     state = init_state(key, operator, where)
     real = state.space.real_dtype
-    function = spectral_function(fn, real, where)
+    if not isinstance(monotone, bool):
+        raise TypeError(
+            f"{where}: monotone must be True or False, got {monotone!r}; it says that fn "
+            "is operator monotone, such as jnp.log or jnp.sqrt, or minus it is."
+        )
+    function = spectral_function(fn, real, where, monotone)
     if lower is not None:
         check_real_scalar(lower, "lower", where, "no eigenvalue may be below it.")
         lower = jnp.asarray(lower).astype(real)
@@ -209,7 +216,7 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     size = divisor(frobenius(hermitian / unit))
     asymmetry = frobenius((A - hermitian) / unit) / size
     values, vectors = eigh(hermitian)
-    values, noise, result = ritz_values(values, asymmetry, operator)
+    values, noise, result = ritz_values(values, asymmetry, operator, state.lower)
     function = state.function.in_range(values)
     leaves = [jnp.sum(f) for f in function(values)]
     errors, decided = rounding_errors(
@@ -238,16 +245,14 @@ def bar_of_leaves(
     return ErrorBar(*map(jnp.stack, (sizes, errors, freedoms)))
 
 
-def probes_and_steps(num_probes: int | None, k: int) -> tuple[int, int]:
+def probes_and_steps(num_probes: int | None, k: int, target: float) -> tuple[int, int]:
     """How many probes, and how many steps from each, with k less at most 2 products.
 
-    As many steps as probes, about: the error of probes falls with their number, that
-    of the Krylov space with the number of steps.
+    About `target` probes, where their number is not given.
     """
     if num_probes is not None:
         m = min(num_probes, k)
         return m, k // m
-    target = max(0.9 * math.sqrt(k), 2.0)
     candidates = [
         (m, used // m)
         for used in range(k, max(k - 3, 0), -1)

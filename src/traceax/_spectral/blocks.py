@@ -260,7 +260,7 @@ def _space(
 
         above, below = jnp.zeros((n, m), W.dtype), jnp.eye(p, m, dtype=W.dtype)
         start = jnp.concatenate([above, below])
-        whole, _ = arnoldi(product, start, 2 * steps + 1)
+        whole, *_ = arnoldi(product, start, 2 * steps + 1)
         basis, _ = orthonormalise(whole[:n, m:])
     projected = inner(basis, apply_block(operator, basis))
     values, vectors = eigh((projected + projected.conj().T) / 2)

@@ -31,9 +31,11 @@ class SpectralFunction(eqx.Module):
     **Attributes:**
 
     - `fn`: maps a real scalar to a PyTree of scalars.
+    - `monotone`: whether every leaf, or minus it, is operator monotone on positive numbers.
     """
 
     fn: Any
+    monotone: bool = eqx.field(static=True, default=False)
 
     def __call__(self, points: Float[Array, "..."]) -> list[Inexact[Array, "..."]]:
         """The leaves of `fn` at every point."""
@@ -51,7 +53,7 @@ class SpectralFunction(eqx.Module):
         if not isinstance(self.fn, Power):
             return self
         unit = jax.lax.stop_gradient(power_of_two_scale(values))
-        return SpectralFunction(Power(self.fn.p, unit))
+        return SpectralFunction(Power(self.fn.p, unit), self.monotone)
 
     @property
     def unit(self) -> dict[str, Array]:
@@ -82,7 +84,9 @@ def _inexact(x: Array, real: Any) -> Inexact[Array, "..."]:
     return x.astype(np.result_type(real, np.complex64) if kind else real)
 
 
-def spectral_function(fn: Any, dtype: Any, where: str) -> SpectralFunction:
+def spectral_function(
+    fn: Any, dtype: Any, where: str, monotone: bool = False
+) -> SpectralFunction:
     """The function, once checked, as it is now.
 
     A program that is kept for later calls sees the values of leaves alone. What a
@@ -119,12 +123,12 @@ def spectral_function(fn: Any, dtype: Any, where: str) -> SpectralFunction:
         )
     traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
     if isinstance(fn, jax.stages.Wrapped) and not traced:
-        return SpectralFunction(fn)
+        return SpectralFunction(fn, monotone)
 
     def as_data(x):
         return jnp.array(x) if isinstance(x, np.ndarray) else x
 
-    return SpectralFunction(jtu.tree_map(as_data, made))
+    return SpectralFunction(jtu.tree_map(as_data, made), monotone)
 
 
 def derivative(

@@ -1,6 +1,7 @@
 """Stochastic Lanczos quadrature."""
 
 import functools as ft
+import math
 
 import equinox as eqx
 import jax
@@ -74,11 +75,13 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         operator, function = state.operator, state.function
         space = state.space
         n = space.size
-        m, steps = probes_and_steps(self.num_probes, k)
+        m, steps = probes_and_steps(self.num_probes, k, max(0.9 * math.sqrt(k), 2.0))
         Omega = self.sampler.sample(state.key, n, m, space.compute_dtype)
         krylov = lanczos(ft.partial(apply_block, operator), Omega, steps)
         pairs = krylov.ritz_pairs()
-        flat, noise, result = ritz_values(pairs.values, krylov.asymmetry, operator)
+        flat, noise, result = ritz_values(
+            pairs.values, krylov.asymmetry, operator, state.lower
+        )
         pairs = eqx.tree_at(lambda pairs: pairs.values, pairs, flat)
         function = function.in_range(flat)
         coupling = matmul(pairs.probes, pairs.probes.conj().T)

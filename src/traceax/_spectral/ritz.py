@@ -20,10 +20,10 @@ class RitzValues(NamedTuple):
     """Eigenvalues of a projected operator.
 
     - `values`: those of rounding size below 0 are 0: a root, a logarithm or an entropy is
-        real there.
+        real there. Likewise those below a known `lower` end.
     - `noise`: their errors, relative to the largest: eps, or how far products are from
         those of a symmetric operator where rounding alone doesn't explain it.
-    - `result`: whether they may be those of the operator as it is tagged.
+    - `result`: whether they may be those of the operator as it is tagged and bounded.
     """
 
     values: Float[Array, " k"]
@@ -35,12 +35,13 @@ def ritz_values(
     values: Float[Array, " k"],
     asymmetry: Float[Array, ""],
     operator: lx.AbstractLinearOperator,
+    lower: Float[Array, ""] | None = None,
 ) -> RitzValues:
     """`RitzValues`, given how far from symmetric the projected operator is."""
     largest = jnp.max(jnp.abs(values), initial=0)
     eps = jnp.finfo(values.dtype).eps
-    rounding = 8 * math.sqrt(values.shape[0]) * eps * largest
-    values = jnp.where((values < 0) & (values > -rounding), 0, values)
+    rounding = 8 * math.sqrt(values.shape[0]) * largest
+    values = jnp.where((values < 0) & (values > -rounding * eps), 0, values)
     result = RESULTS.successful
     if is_positive_semidefinite(operator):
         wrong = jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest
@@ -50,5 +51,10 @@ def ritz_values(
         _ASYMMETRY * eps, _SOLVERS, 4 * float(jnp.finfo(space_of(operator).dtype).eps)
     )
     result = RESULTS.where(asymmetry > limit, RESULTS.not_hermitian, result)
-    rounded = asymmetry <= _ASYMMETRY / 4 * eps
-    return RitzValues(values, jnp.where(rounded, eps, asymmetry), result)
+    noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry)
+    if lower is not None:
+        below = values < lower - rounding * noise
+        wrong = jnp.any(below) & (result == RESULTS.successful)
+        result = RESULTS.where(wrong, RESULTS.below_lower, result)
+        values = jnp.where(below, values, jnp.maximum(values, lower))
+    return RitzValues(values, noise, result)

@@ -1,0 +1,228 @@
+"""Sums of a spectral function, and their error bars, from one block Krylov space."""
+
+import functools as ft
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, Float, Inexact, Int
+
+from .._accuracy.error_bar import leave_one_out_bar
+from .._linalg.krylov import (
+    Projected,
+    RitzPairs,
+    block_lanczos,
+    ritz_pairs,
+    smallest_extension,
+)
+from .._linalg.left_out_krylov import (
+    LeftOut,
+    SampleWeights,
+    coupling_of,
+    leave_probes_out,
+    paired_samples,
+    sample_weights,
+    shortened,
+)
+from .._linalg.tall import inner
+from .._operators.block import is_positive_semidefinite
+from .base import SpectralState, outside_if
+from .function import SpectralFunction, remaining, rounding_errors, weighted_sums
+from .ritz import ritz_values
+
+Ends = tuple[Inexact[Array, ""], Inexact[Array, ""]]
+
+
+class KrylovSums(NamedTuple):
+    """What a Krylov space tells, of functions a list entry for each leaf."""
+
+    means: list[Inexact[Array, ""]]
+    errors: list[Float[Array, ""]]
+    freedoms: list[Float[Array, ""]]
+    values: Float[Array, " k"]
+    vectors: Inexact[Array, "k k"]
+    coupling: Inexact[Array, "k k"]
+    stats: dict[str, Any]
+
+    def padded(self, missing: int) -> "KrylovSums":
+        """With so many Ritz pairs more, of zeros at the last Ritz value."""
+        return self._replace(
+            values=jnp.pad(self.values, (0, missing), mode="edge"),
+            vectors=jnp.pad(self.vectors, (0, missing)),
+            coupling=jnp.pad(self.coupling, (0, missing)),
+        )
+
+    def pairs(
+        self, basis: Inexact[Array, "n k"], omega: Inexact[Array, "k m"]
+    ) -> RitzPairs:
+        """The Ritz pairs, and probes of length `sqrt(n / m)`."""
+        m = omega.shape[1]
+        scales = math.sqrt(basis.shape[0] / m) / jnp.linalg.norm(omega, axis=0)
+        probes = inner(self.vectors, omega * scales[None, :].astype(omega.dtype))
+        return RitzPairs(basis, self.values, self.vectors, probes, m)
+
+
+def krylov_sums(
+    state: SpectralState,
+    factor: Inexact[Array, "k km"],
+    R: Inexact[Array, "m m"],
+    steps: int | Int[Array, ""],
+) -> KrylovSums:
+    """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
+
+    Every sample is the middle of its bracket, where there is one.
+    """
+    projected = block_lanczos(factor)
+    T, omega, asymmetry = projected
+    n, m = state.space.size, omega.shape[1]
+    theta, S = ritz_pairs(T, m * steps)
+    theta, noise, result = ritz_values(theta, asymmetry, state.operator, state.lower)
+    function = state.function.in_range(theta)
+    left_out = leave_probes_out(T, omega, n, steps)
+    C = coupling_of(left_out, S, m)
+    diagonal = jnp.real(jnp.diagonal(C))
+    rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
+    stats = {"result": outside_if(decided, result), **function.unit}
+    weights, leaves = sample_weights(left_out, S), function(theta)
+    magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
+    samples = _samples(weights, leaves)
+    if _has_bracket(state):
+        lower, is_known = _lower_end(function, theta, state.lower)
+        E = smallest_extension(T, R, (theta, S), lower, steps)
+        others = _extended_samples(function, E, left_out, lower, m * steps)
+        samples, ends = _middles(samples, others, jnp.min(theta) >= 0)
+        # The standard deviation, if the truth is anywhere between the ends; half of their
+        # distance where nothing is proven.
+        share = jnp.where(is_known, 12**-0.5, 0.5).astype(theta.dtype)
+        share = jnp.where(jnp.min(theta) >= 0, share, jnp.nan)
+        krylov = [share * jnp.abs(high - low) for low, high in ends]
+        stats["bracket"] = tuple(
+            function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
+        )
+    else:
+        krylov = _quadrature_errors(function, projected, left_out, (theta, S), n, steps)
+    means, errors, freedoms = [], [], []
+    for sample, magnitude, *others in zip(
+        samples, magnitudes, krylov, rounding, strict=True
+    ):
+        bar = leave_one_out_bar(paired_samples(*sample, magnitude))
+        means.append(bar.mean)
+        errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
+        freedoms.append(bar.degrees_of_freedom)
+    return KrylovSums(means, errors, freedoms, theta, S, C, stats)
+
+
+def _samples(
+    weights: SampleWeights, leaves: list[Inexact[Array, " k"]]
+) -> list[SampleWeights]:
+    """The samples of every leaf, and those of pairs."""
+    return [jtu.tree_map(lambda w, f=f: weighted_sums(w, f), weights) for f in leaves]
+
+
+#
+# The bracket of the Krylov error
+#
+
+
+def _has_bracket(state: SpectralState) -> bool:
+    bounded = state.lower is not None or is_positive_semidefinite(state.operator)
+    return state.function.monotone and bounded
+
+
+def _lower_end(
+    function: SpectralFunction,
+    theta: Float[Array, " k"],
+    lower: Float[Array, ""] | None,
+) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """A number below the spectrum, at which the function is finite; and whether it is known.
+
+    What is known: at least 0, as the function is one of positive numbers. Where it isn't
+    finite there, a quarter of the smallest positive Ritz value, of which nothing is
+    proven: the intervals of log-determinants of kernels cover.
+    """
+    nothing = jnp.zeros_like(theta, shape=())
+    known = nothing if lower is None else jnp.maximum(lower, nothing)
+    smallest = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
+    finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
+    return jnp.where(finite, known, smallest / 4), finite
+
+
+def _extended_samples(
+    function: SpectralFunction,
+    E: Inexact[Array, "km km"],
+    left_out: LeftOut,
+    lower: Float[Array, ""],
+    count: int | Int[Array, ""],
+) -> list[SampleWeights]:
+    """The samples of f(E) in place of f(T), of T of order `count`."""
+    k = left_out.spaces.shape[-1]
+    nodes, vectors = ritz_pairs(E, count, beside=E.shape[0] - k)
+    weights = sample_weights(left_out, vectors[:k])
+    return _samples(weights, function(jnp.maximum(nodes, lower)))
+
+
+def _middles(
+    samples: list[SampleWeights], others: list[SampleWeights], positive: Bool[Array, ""]
+) -> tuple[list[SampleWeights], list[Ends]]:
+    """The means of both, and the ends of every leaf, the lower one first.
+
+    The ends of a falling function come in the other order, and rounding may exchange them.
+    With negative eigenvalues the function isn't operator monotone on the spectrum: the
+    samples are those of f(T).
+    """
+    middles, ends = [], []
+    others = jtu.tree_map(lambda x, y: jnp.where(positive, y, x), samples, others)
+    for x, y in zip(samples, others, strict=True):
+        middles.append(jtu.tree_map(lambda a, b: (a + b) / 2, x, y))
+        sides = x.samples.mean(), y.samples.mean()
+        ends.append((jnp.minimum(*sides), jnp.maximum(*sides)))
+    return middles, ends
+
+
+#
+# And where there is none
+#
+
+
+def _quadrature_errors(
+    function: SpectralFunction,
+    projected: Projected,
+    left_out: LeftOut,
+    pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
+    n: int,
+    steps: int | Int[Array, ""],
+) -> list[Float[Array, ""]]:
+    """How far each leaf is from its limit in the number of steps.
+
+    With spaces without a probe of one step less, and f(A) taken in the space of one
+    step less, one step more of the latter changes the sum by b. The step before it
+    changed it by a, measured likewise. No less than b is taken for what is left, and no
+    more than 2 b: the spaces without a probe change by a little forever. NaN for a
+    single step, which tells nothing.
+    """
+    T, omega, _ = projected
+    k, m = omega.shape
+    values, _ = pairs
+    if m == 1 or k == m:
+        return [jnp.full((), jnp.nan, values.dtype) for _ in function(values)]
+    # Rounding must not take a node out of the function's domain.
+    low, high = jnp.min(values), jnp.max(values)
+    changes = []
+    for fewer in range(1, min(k // m, 3)):
+        depth = steps - fewer
+        shorter = shortened(left_out, omega, n, depth)
+        theta, S = ritz_pairs(T, m * depth)
+        earlier = jnp.clip(theta, low, high), S
+        sums = []
+        for theta, S in (pairs, earlier):
+            weights = jnp.real(jnp.diagonal(coupling_of(shorter, S, m)))
+            sums.append([weighted_sums(weights, f) for f in function(theta)])
+        changes.append([jnp.abs(x - y) for x, y in zip(*sums, strict=True)])
+        pairs = earlier
+    if len(changes) == 1:
+        return changes[0]
+    return [
+        jnp.where(steps == 2, b, jnp.maximum(b, remaining(b, a, 2 / 3)))
+        for b, a in zip(*changes, strict=True)
+    ]

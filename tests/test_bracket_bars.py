@@ -1,0 +1,277 @@
+"""The bracket of the Krylov error in estimates: against loops, and what it makes of error bars."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import PSD, assert_close, draw, float_dtype, haar, is_x64, matrix
+from spectral_helpers import (
+    OPERATOR_MONOTONE,
+    SPECTRAL,
+    as_array,
+    extension,
+    function_of,
+    hermitian,
+    orthonormal,
+    spans,
+    wide,
+)
+
+import traceax as tx
+from traceax._accuracy.error_bar import leave_one_out_bar
+from traceax._linalg.left_out_krylov import paired_samples
+
+#
+# The estimator
+#
+
+N, M, STEPS = 40, 3, 4
+
+
+def _all(x):
+    """What the estimator is asked for: functions that rise, and one that falls."""
+    return {"log": jnp.log(x), "root": jnp.sqrt(x), "inverse": -1 / x, "+": 1 / x}
+
+
+NAIVE = {**OPERATOR_MONOTONE, "+": lambda x: 1 / x}
+
+
+@eqx.filter_jit
+def _estimated(key, A, lower, tolerance):
+    """Of an operator tagged semidefinite, with or without a known lower end."""
+
+    def value(shift):
+        eye = jnp.eye(len(A), dtype=A.dtype)
+        operator = lx.MatrixLinearOperator(A + shift.astype(A.dtype) * eye, PSD)
+        estimate = tx.trace_function(
+            key,
+            _all,
+            operator,
+            M * STEPS,
+            tx.KrylovAwareEstimator(M),
+            lower=lower,
+            monotone=True,
+            throw=False,
+            # Never met: all products are taken.
+            rtol=1e-9 if tolerance else None,
+        )
+        rest = estimate.standard_error, estimate.stats, estimate.result
+        return estimate.value, rest
+
+    zero = jnp.zeros((), float_dtype())
+    found, slope, rest = jax.jvp(value, (zero,), (zero + 1,), has_aux=True)
+    return found, slope, *rest
+
+
+def _naive_samples(A, start, lower):
+    """Samples and those of pairs with f(T), with f(E), and with f'(T), by loops."""
+    Q, Z = spans(A, start, STEPS)
+    if lower is None:
+        lower = np.linalg.eigvalsh(Q.conj().T @ A @ Q)[0] / 4
+    T, E = extension(A, Q, Z, lower)
+
+    def samples(f, matrix):
+        inside = function_of(matrix, f)[: len(T), : len(T)]
+
+        def sample(probe, *without):
+            P, _ = spans(A, np.delete(start, without, axis=1), STEPS)
+            P, g = Q.conj().T @ P, start[:, [probe]]
+            g = Q.conj().T @ orthonormal(Q @ P, g)
+            C = P @ P.conj().T + (len(A) - P.shape[1]) * g @ g.conj().T
+            return np.real(np.sum(C.conj() * inside))
+
+        cases = [(i, (i + 1) % M) for i in range(M)]
+        return np.array(
+            [
+                [sample(i, i) for i, _ in cases],
+                [sample(i, i, j) for i, j in cases],
+                [sample(j, i, j) for i, j in cases],
+            ]
+        )
+
+    return {name: (samples(f, T), samples(f, E)) for name, f in NAIVE.items()} | {
+        "slope": samples(lambda x: 1 / x, T)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "complex", "part", "tolerance"),
+    [
+        ("exp", False, 0.9, False),
+        ("flat", False, 1, False),
+        ("exp", False, None, False),
+        ("exp", True, 0.5, True),
+    ],
+)
+def test_the_estimator_against_a_naive_bracket(kind, complex, part, tolerance):
+    A = hermitian(kind, N, complex) + 1e-3 * np.eye(N)
+    A = wide(as_array(A))
+    smallest = np.linalg.eigvalsh(A)[0]
+    lower = None if part is None else part * smallest
+    key = jr.key(2)
+    sampler = tx.KrylovAwareEstimator().sampler
+    start = wide(draw(sampler, key, N, M, as_array(A).dtype))
+    given = None if lower is None else as_array(lower)
+    value, slope, error, stats, result = _estimated(key, as_array(A), given, tolerance)
+    met = result == tx.RESULTS.successful
+    assert met or result == tx.RESULTS.tolerance_not_met
+    naive = _naive_samples(A, start, lower)
+    wrong = _naive_samples(A, start, smallest / 10)
+    assert stats["num_matvecs"] == M * STEPS
+    tol = {"rtol": 1e-7 if is_x64() else 2e-2, "atol": 0}
+    for name in NAIVE:
+        high, low = naive[name]
+        middle, ends = (high + low) / 2, (high[0].mean(), low[0].mean())
+        assert_close(value[name], middle[0].mean(), **tol)
+        found = [x[name] for x in stats["bracket"]]
+        assert_close(found, sorted(ends), **tol)
+        magnitude = jnp.asarray(np.abs(high[0]).mean())
+        paired = paired_samples(*(as_array(x) for x in middle), as_array(magnitude))
+        widened = 1 + 2 / M if tolerance else 1
+        bar = leave_one_out_bar(paired).standard_error
+        # Half of the bracket where the lower end is not known.
+        share = 0.5 if lower is None else 12**-0.5
+        expected = widened * np.hypot(bar, share * (max(ends) - min(ends)))
+        if is_x64():
+            assert_close(error[name], expected, rtol=1e-5, atol=0)
+        # Another lower end is told from the right one.
+        other = sorted(x[0].mean() for x in wrong[name])
+        if kind == "exp" and is_x64():
+            assert not np.allclose(found, other, rtol=1e-4)
+    # The derivative is that of f(T), not of the middle.
+    assert_close(slope["log"], naive["slope"][0].mean(), **tol)
+
+
+#
+# What it makes of error bars
+#
+
+
+def _kernel(n, length):
+    """Matern 3/2 in the plane."""
+    x = np.random.default_rng(0).random((n, 2))
+    r = 3**0.5 * np.linalg.norm(x[:, None] - x[None], axis=-1) / length
+    return (1 + r) * np.exp(-r)
+
+
+@eqx.filter_jit
+def _many(keys, K, noise, k, entry):
+    def one(key):
+        operator = lx.MatrixLinearOperator(K, PSD)
+        e = entry(key, operator, k, shift=noise, throw=False)
+        interval = e.confidence_interval()
+        return e.value, e.standard_error, interval, e.stats["bracket"], e.result
+
+    return jax.vmap(one)(keys)
+
+
+def test_intervals_of_kernels_that_have_not_converged():
+    K, noise = _kernel(200, 0.3), 1e-4
+    truth = np.sum(np.log(np.linalg.eigvalsh(K) + noise))
+    keys, noise = jr.split(jr.key(0), 40), as_array(noise)
+    *found, result = _many(keys, as_array(K), noise, 24, tx.logdet)
+    assert np.all(result == tx.RESULTS.successful)
+    value, error, (low, high), ends = jax.tree.map(wide, found)
+    assert np.mean((low <= truth) & (truth <= high)) >= 0.9
+    assert np.sqrt(np.mean((value - truth) ** 2)) < 1.3 * np.sqrt(np.mean(error**2))
+    # The theorem is one of expectations.
+    spread = np.std(ends, axis=1) / len(keys) ** 0.5
+    assert np.mean(ends[0]) - 4 * spread[0] < truth < np.mean(ends[1]) + 4 * spread[1]
+    assert_close(value, np.mean(ends, axis=0), rtol=1e-4)
+    # Neither f(T) alone, nor the spread of probes alone.
+    half = (ends[1] - ends[0]) / 2
+    spread = np.sqrt(np.maximum(error**2 - half**2 / 3, 0))
+    assert np.mean(np.abs(ends[1] - truth) <= 2.5 * spread) < 0.5
+
+
+def test_ends_that_rounding_exchanges():
+    # All is found: noise is near rounding in 32 bits.
+    K, noise = 300 * _kernel(60, 3.0), 1e-3 if is_x64() else 2e-2
+    truth = np.sum(np.log(np.linalg.eigvalsh(K) + noise))
+    keys = jr.split(jr.key(0), 8)
+    found = _many(keys, as_array(K), as_array(noise), 56, tx.logdet)
+    value, error, _, (low, high), result = found
+    assert np.all(result == tx.RESULTS.successful)
+    assert np.all((low <= value) & (value <= high))
+    assert np.all(np.abs(value - truth) < 4 * error + 1e-6 * abs(truth))
+
+
+#
+# What is known, and what is not
+#
+
+
+def _estimate(fn, operator, lower=None, k=12, estimator=None):
+    options = {"lower": lower, "monotone": True, "throw": False}
+    return tx.trace_function(jr.key(0), fn, operator, k, estimator, **options)
+
+
+@pytest.mark.parametrize("where", ["krylov-aware", "quadrature", "exact"])
+def test_a_wrong_lower_end_is_reported(where):
+    a = (haar(25) * np.linspace(1.0, 2.0, 25)) @ haar(25).T
+    operator = lx.MatrixLinearOperator(as_array(a))
+    estimator = SPECTRAL.get(where)
+    k = 25 if where == "exact" else 12
+    for lower, expected in ((1.5, "below_lower"), (1.0, "successful")):
+        found = _estimate(jnp.log, operator, as_array(lower), k, estimator)
+        assert found.result == getattr(tx.RESULTS, expected), lower
+
+
+def test_a_wrong_semidefinite_tag_is_reported_through_the_shift():
+    values = np.linspace(-0.5, 2.0, 25)
+    a = (haar(25) * values) @ haar(25).T
+    operator = lx.MatrixLinearOperator(as_array(a), PSD)
+    found = tx.logdet(jr.key(0), operator, 12, shift=1.0, throw=False)
+    assert found.result == tx.RESULTS.below_lower
+    with pytest.raises(Exception, match="below the number that none is said"):
+        tx.logdet(jr.key(0), operator, 12, shift=1.0).value.block_until_ready()
+
+
+def _has_bracket(entry, operator, **options):
+    shapes = eqx.filter_eval_shape(entry, jr.key(0), operator, 12, **options)
+    return "bracket" in shapes.stats
+
+
+def test_functions_without_a_bracket():
+    a = as_array(matrix("flat", 25))
+    operator, untagged = lx.MatrixLinearOperator(a, PSD), lx.MatrixLinearOperator(a)
+    for entry in (tx.logdet, tx.trace_inverse, tx.schatten_norm):
+        assert _has_bracket(entry, operator)
+        assert not _has_bracket(entry, untagged)
+    for entry in (tx.estrada_index, tx.von_neumann_entropy):
+        assert not _has_bracket(entry, operator)
+    for p, expected in ((0.5, True), (2.0, False)):
+        assert _has_bracket(tx.schatten_norm, operator, p=p) is expected
+
+    def log_trace(key, operator, k, **options):
+        return tx.trace_function(key, jnp.log, operator, k, **options)
+
+    assert not _has_bracket(log_trace, operator, lower=0.5)
+    assert _has_bracket(log_trace, untagged, lower=0.5, monotone=True)
+    with pytest.raises(TypeError, match="monotone must be True or False"):
+        log_trace(jr.key(0), operator, 12, monotone="yes")
+
+
+def test_an_inverse_with_negative_eigenvalues_has_an_unknown_error():
+    # A semidefinite operator less than its shift: 1 / x is not monotone across 0.
+    a = matrix("flat", 25)
+    operator = lx.MatrixLinearOperator(as_array(a), PSD)
+    found = tx.trace_inverse(jr.key(0), operator, 12, shift=-2.02, throw=False)
+    assert found.result == tx.RESULTS.successful
+    assert jnp.isnan(found.standard_error)
+    untagged = lx.MatrixLinearOperator(as_array(a))
+    same = tx.trace_inverse(jr.key(0), untagged, 12, shift=-2.02, throw=False)
+    assert_close(found.value, same.value, rtol=1e-3)
+
+
+def test_a_norm_has_the_bracket_of_the_root():
+    operator = lx.MatrixLinearOperator(as_array(100 * matrix("poly", 60)), PSD)
+    norm = tx.schatten_norm(jr.key(0), operator, 12, p=0.5)
+    total = _estimate(jnp.sqrt, operator)
+    low, high = norm.stats["bracket"]
+    for got, end in zip((low, high), total.stats["bracket"], strict=True):
+        assert_close(got, end**2, rtol=1e-3)
+    assert low < norm.value < high
