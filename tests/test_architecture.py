@@ -37,6 +37,7 @@ LAYERS = [
     "_accuracy",
     "_primitive",
     "_state",
+    "_preconditioner",
     "_drive",
     "_base",
     "_deflation",
