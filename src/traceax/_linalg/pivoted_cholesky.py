@@ -42,7 +42,7 @@ class Rounding(NamedTuple):
 def rounding_of(diagonal: Float[Array, " n"]) -> Rounding:
     """The rounding errors of residuals of a diagonal; of each entry in its own unit."""
     eps = jnp.finfo(diagonal.dtype).eps
-    sizes = jnp.abs(diagonal)
+    sizes = jnp.where(jnp.isfinite(diagonal), jnp.abs(diagonal), 0)
     negative = (_ROUNDING * eps) ** 0.5 * sizes + eps * jnp.max(sizes)
     return Rounding(_ROUNDING * eps * sizes, negative)
 
@@ -108,8 +108,9 @@ def choose(
         new = jnp.where(accepted[:, None], new, 0)
         gains = jnp.sum(squares(new), axis=0)
         count = jnp.sum(accepted, dtype=jnp.int32)
-        bought = jnp.sum(gains), count.astype(real) * jnp.mean(residual)
-        worthwhile = bought[0] >= _GAIN * bought[1]
+        alone = count.astype(real) * jnp.mean(residual)
+        # Not where NaN is.
+        worthwhile = ~(jnp.sum(gains) < _GAIN * alone)
         accepted, new = accepted & worthwhile, jnp.where(worthwhile, new, 0)
         gains, count = jnp.where(worthwhile, gains, 0), jnp.where(worthwhile, count, 0)
         # Those accepted come first. The next round writes over the others.
@@ -123,7 +124,7 @@ def choose(
         residual = residual.at[drawn].min(jnp.real(jnp.diagonal(H)))
         residual = residual - gains
         semidefinite = semidefinite & ~jnp.any(residual < -negative)
-        # NaN stays.
+        # NaN and infinity stay.
         residual = jnp.where(residual <= floor, 0, residual)
         residual = residual.at[jnp.where(accepted, drawn, n)].set(0, mode="drop")
         return _Search(
