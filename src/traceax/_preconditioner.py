@@ -215,7 +215,8 @@ def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
     what = f"pivots must be an array of shape (r,), r from 1 to n = {n}"
     require(given.ndim == 1 and 1 <= given.size <= n, where, what, given, hint)
     if not isinstance(given, jax.core.Tracer):
-        least, largest = int(given.min()), int(given.max())
+        numbers = np.asarray(given)
+        least, largest = numbers.min(), numbers.max()
         what = f"pivots must be below n = {n}, and -1 where there is none"
         inside = least >= -1 and largest < n
         require(inside, where, what, f"{least} to {largest}", hint)
