@@ -255,24 +255,19 @@ def test_kernels_to_second_order():
         def values(t):
             return kernel_values(t, *data)
 
-        # Reverse over forward, and forward over reverse.
-        first, second = jax.value_and_grad(
-            lambda t: jax.jvp(values, (t,), (t * 0 + 1,))[1][1]
-        )(t)
-        return values(t), first, second, jax.jacfwd(jax.jacrev(values))(t)
+        return values(t), jax.jacrev(values)(t), jax.jacfwd(jax.jacrev(values))(t)
 
     def truth(t):
         lengths, points = 0.3 * np.array([1 + t, 1 - t]), x + t * np.sin(3 * x)
         truth = Truth(matern(points / lengths, 1.0), pivots, noise * np.exp(-t))
         return np.array([truth.logdet, np.sum(np.cos(V) * (truth.B @ V))])
 
-    values, first, second, both = derivatives(array(0.0))
+    values, first, second = derivatives(array(0.0))
     tolerance = 1e-6 if is_x64() else 3e-2
     assert_close(values, truth(0.0), tolerance)
-    assert_close(first, central(truth, 1e-4)[1], tolerance)
-    expected = central(lambda s: central(lambda t: truth(s + t), 2e-3), 2e-3)
-    assert_close(both, expected, tolerance)
-    assert_close(second, expected[1], tolerance)
+    assert_close(first, central(truth, 1e-4), tolerance)
+    expected = central(lambda s: central(lambda t: truth(s + t), 1e-3), 1e-3)
+    assert_close(second, expected, tolerance)
 
 
 def test_doors_of_preconditioners():

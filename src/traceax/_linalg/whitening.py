@@ -28,7 +28,8 @@ class Whitening(eqx.Module):
     - `num_columns`: how many pivots are active.
     - `trace`, `residual_trace`: the traces of `N^-1 K` and of `N^-1 (K - F F^*)`: what
         columns bought.
-    - `semidefinite`: false if K is not, as its diagonal or a residual shows.
+    - `semidefinite`: false if K is finite and is not, as its diagonal, the block of the
+        pivots or a residual shows.
     """
 
     basis: Inexact[Array, "n r"]
@@ -130,7 +131,9 @@ def whiten(
     core = matmul(matmul(root, _upper_inverse(one + Q2)), inverse2)
 
     residual = diagonal - jnp.sum(squares(frozen), axis=1)
-    negative = rounding_of(diagonal).negative
+    # NaN is what the factorisation of a matrix makes that isn't definite.
+    definite = jnp.all(residual >= -rounding_of(diagonal).negative)
+    finite = jnp.isfinite(jnp.sum(jnp.abs(columns)) + jnp.sum(diagonal))
     return Whitening(
         basis,
         root,
@@ -141,7 +144,7 @@ def whiten(
         num_columns,
         jnp.sum(diagonal),
         jnp.sum(jnp.maximum(residual, 0)),
-        ~jnp.any(residual < -negative),
+        definite | ~finite,
     )
 
 
