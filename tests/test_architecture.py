@@ -36,6 +36,7 @@ LAYERS = [
     "_accuracy",
     "_primitive",
     "_state",
+    "_preconditioner",
     "_drive",
     "_base",
     "_deflation",

@@ -1,0 +1,178 @@
+r"""The preconditioner of a Nystrom approximation and noise: `M^* M = (F F^* + N)^-1`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Inexact, Int
+
+from .pivoted_cholesky import rounding_of
+from .small import cholesky, inverse_conjugate_transpose, matmul, squares
+from .tall import combine, inner
+
+# Added to the diagonal of K'[S, S], in units of the noise.
+JITTER = 1e-6
+
+
+class Whitening(eqx.Module):
+    r"""`P = F F^* + N`, as M with `M^* M = P^-1`.
+
+    `M = W N^-1/2`, `W = I - Q X Q^*`. `F F^*` is the Nystrom approximation of K from its
+    columns S, which is at most K, so that no eigenvalue of `M (K + N) M^*` is below 1.
+    Differentiable in the columns and the noise, for fixed pivots.
+
+    - `basis`, `root`: `Q = basis root`, for which `Q Q^* = I - N^1/2 P^-1 N^1/2`.
+    - `core`: `root X root^*`.
+    - `scale`: `N^-1/2`.
+    - `logdet`: `log det P`.
+    - `trace_inside`: `tr Q Q^*`, at most the number of columns.
+    - `num_columns`: how many pivots are active.
+    - `trace`, `residual_trace`: the traces of `N^-1 K` and of `N^-1 (K - F F^*)`: what
+        columns bought.
+    - `semidefinite`: false if K is finite and is not, as its diagonal, the block of the
+        pivots or a residual shows.
+    """
+
+    basis: Inexact[Array, "n r"]
+    root: Inexact[Array, "r r"]
+    core: Inexact[Array, "r r"]
+    scale: Float[Array, " n"]
+    logdet: Float[Array, ""]
+    trace_inside: Float[Array, ""]
+    num_columns: Int[Array, ""]
+    trace: Float[Array, ""]
+    residual_trace: Float[Array, ""]
+    semidefinite: Bool[Array, ""]
+
+    def rotate(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+        """`W V`."""
+        return block - combine(self.basis, matmul(self.core, inner(self.basis, block)))
+
+    def rotate_back(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+        """`W^* V`."""
+        small = matmul(self.core.conj().T, inner(self.basis, block))
+        return block - combine(self.basis, small)
+
+    def divide(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+        """`N^-1/2 V`."""
+        return block * self.scale[:, None].astype(block.dtype)
+
+    def apply(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+        """`M V`."""
+        return self.rotate(self.divide(block))
+
+    def apply_adjoint(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
+        """`M^* V`."""
+        return self.divide(self.rotate_back(block))
+
+    def inside(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "r k"]:
+        r"""`Q^* V`, how much of vectors lies where columns are: a control variate.
+
+        `Q Q^*` is 0 outside of the range of F, and all but its projector inside where F is
+        large beside the noise. Any positive matrix of known trace will do that is large
+        where `log(M A M^*)` is small, and this one needs no basis of the range, which
+        rounding knows badly. It gains as much as the projector (4 kernels, n = 800, 250
+        columns, 12 runs: errors equal to 4 %).
+        """
+        return matmul(self.root.conj().T, inner(self.basis, block))
+
+
+def whiten(
+    columns: Inexact[Array, "n r"],
+    diagonal: Float[Array, " n"],
+    pivots: Int[Array, " r"],
+    noise: Float[Array, " n"],
+    jitter: float = JITTER,
+) -> Whitening:
+    r"""The preconditioner of columns of K, its diagonal, pivots and the noise.
+
+    With `[F; I] = [Q; Q2] R`, R upper triangular with a positive diagonal, the compact WY
+    form of the orthogonal complement is `W = I - Q X Q^*` with `X = (I + Q2)^-1`: `I + Q2`
+    is triangular, with a diagonal above 1. F is that of `N^-1/2 K N^-1/2`.
+
+    R is found in two steps, as `I` is far below the rounding errors of `F^* F` where the
+    noise is small: `R = R2 R1`, R1 from `F^* F` with a shift above these, and R2 from the
+    Gram matrix of `[F; I] R1^-1`, which is far from singular. R1 is held fixed: any matrix
+    would do, so that derivatives are those of R2 alone. M and log det P are those of one
+    F, to rounding, whatever the errors of this F are.
+
+    Pivots of -1, wherever they are, have columns of 0 and the identity in all factors.
+    """
+    r, dtype = columns.shape[1], columns.dtype
+    eps = jnp.finfo(dtype).eps
+    one = jnp.eye(r, dtype=dtype)
+    active = pivots >= 0
+    S = jnp.where(active, pivots, 0)
+    num_columns = jnp.sum(active, dtype=jnp.int32)
+    scale = jax.lax.rsqrt(noise)
+    # Errors of sums over columns, above those of a Cholesky factorisation.
+    units = (num_columns + 32).astype(scale.dtype) * eps
+
+    columns = columns * (scale[:, None] * scale[S][None, :]).astype(dtype)
+    columns = jnp.where(active[None, :], columns, 0)
+    diagonal = jax.lax.stop_gradient(diagonal * scale**2)
+    block = columns[S]
+    both = active[:, None] & active[None, :]
+    block = jnp.where(both, (block + block.conj().T) / 2, one)
+    added = jnp.where(active, jnp.maximum(jitter, units * jnp.abs(diagonal[S])), 0)
+    _, inverse = _cholesky(block + jnp.diag(added).astype(dtype))
+    F = combine(columns, inverse.conj().T)
+
+    frozen = jax.lax.stop_gradient(F)
+    gram = inner(frozen, frozen) + one
+    shift = units * jnp.max(jnp.sum(jnp.abs(gram), axis=1), initial=0)
+    lower1, inverse1 = cholesky(gram + shift.astype(dtype) * one)
+    lower1, inverse1 = jax.lax.stop_gradient((lower1, inverse1))
+
+    basis = combine(F, inverse1.conj().T)
+    inverse_gram = matmul(inverse1, inverse1.conj().T)
+    lower2, inverse2 = _cholesky(inner(basis, basis) + inverse_gram)
+    root = inverse2.conj().T
+    Q2 = matmul(inverse1.conj().T, root)
+    core = matmul(matmul(root, _upper_inverse(one + Q2)), inverse2)
+
+    residual = diagonal - jnp.sum(squares(frozen), axis=1)
+    # NaN is what the factorisation of a matrix makes that isn't definite.
+    definite = jnp.all(residual >= -rounding_of(diagonal).negative)
+    finite = jnp.isfinite(jnp.sum(jnp.abs(columns)) + jnp.sum(diagonal))
+    return Whitening(
+        basis,
+        root,
+        core,
+        scale,
+        2 * (_sum_of_logs(lower1) + _sum_of_logs(lower2)) + jnp.sum(jnp.log(noise)),
+        jax.lax.stop_gradient(r - jnp.sum(squares(Q2))),
+        num_columns,
+        jnp.sum(diagonal),
+        jnp.sum(jnp.maximum(residual, 0)),
+        definite | ~finite,
+    )
+
+
+def _sum_of_logs(lower: Inexact[Array, "r r"]) -> Float[Array, ""]:
+    return jnp.sum(jnp.log(jnp.real(jnp.diagonal(lower))))
+
+
+@jax.custom_jvp
+def _cholesky(hermitian: Inexact[Array, "r r"]) -> tuple[Array, Array]:
+    """`L` and `L^-1`, differentiable: one lane at a time has no derivative."""
+    return cholesky(hermitian)
+
+
+@_cholesky.defjvp
+def _cholesky_jvp(primals, tangents):
+    lower, inverse = _cholesky(*primals)
+    inside = matmul(matmul(inverse, tangents[0]), inverse.conj().T)
+    inside = jnp.tril(inside) - jnp.diag(jnp.diagonal(inside)) / 2
+    return (lower, inverse), (matmul(lower, inside), -matmul(inside, inverse))
+
+
+@jax.custom_jvp
+def _upper_inverse(upper: Inexact[Array, "r r"]) -> Inexact[Array, "r r"]:
+    """`U^-1`, differentiable."""
+    return inverse_conjugate_transpose(upper).conj().T
+
+
+@_upper_inverse.defjvp
+def _upper_inverse_jvp(primals, tangents):
+    inverse = _upper_inverse(*primals)
+    return inverse, -matmul(matmul(inverse, tangents[0]), inverse)

@@ -1,0 +1,247 @@
+"""Preconditioners made of columns of an operator, and their pivots."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.core
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
+
+from ._arguments import check_key, require, without_numpy
+from ._linalg.pivoted_cholesky import Pivots, choose
+from ._linalg.whitening import Whitening, whiten
+from ._operators.block import apply_block, as_data, as_function, register, space_of
+from ._operators.check import checked_operator
+from ._operators.columns import columns_of, diagonal_of
+
+# Probe j is drawn from `fold_in(key, j)`.
+_KEY_OF_PIVOTS = np.uint32(2**32 - 1)
+NOT_SEMIDEFINITE = (
+    "the operator must be positive semidefinite, got one whose diagonal, or what columns "
+    "leave of it, is below 0; the noise belongs into shift=, and a kernel must be "
+    "positive semidefinite in the precision it is computed in."
+)
+NOT_FINITE = (
+    "the operator's diagonal and columns must be finite, got NaN or infinity; check its "
+    "parameters and the points of a kernel."
+)
+NOISE_NOT_POSITIVE = (
+    "shift must be positive with a preconditioner, got one that isn't; it is the noise."
+)
+
+
+def choose_pivots(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    columns: int,
+    *,
+    shift: ArrayLike,
+    throw: bool = True,
+) -> Int[Array, " columns"]:
+    r"""Columns of a positive semidefinite operator to make a preconditioner of.
+
+    ```python
+    pivots = traceax.choose_pivots(key, operator, 600, shift=noise)
+    ```
+
+    Outside of the loss that is minimised: pivots that are chosen anew at every
+    evaluation make it jump. They are data, of which there is no derivative.
+
+    A randomly pivoted Cholesky factorisation, which reads as many columns of the
+    operator and its diagonal. It stops where the mean of the residual diagonal is below
+    0.001 of the noise, and where columns buy nothing, as those of the identity.
+
+    **Arguments:**
+
+    - `key`: a typed key or a legacy `uint32` key.
+    - `operator`: a positive semidefinite operator of n unknowns, such as a
+        [`traceax.KernelLinearOperator`][], a `lineax.MatrixLinearOperator`, or a sum of
+        such. Of any other a column takes a product, and the diagonal n.
+    - `columns`: how many at most, a Python int up to n.
+    - `shift`: the noise: a positive scalar, or n of them.
+    - `throw`: whether to raise an error at run time, if an array of `shift` isn't positive,
+        or the operator is seen not to be finite and positive semidefinite.
+
+    **Returns:** an array of `columns` integers, the indices; the last ones are -1 where
+    fewer are enough.
+
+    **Raises:**
+
+    - `TypeError` and `ValueError` as [`traceax.trace`][] does for a wrong key or operator;
+        `TypeError` for `columns` that isn't an int, `ValueError` if it isn't from 1 to n,
+        and for a `shift` that isn't real, positive, and of shape `()` or `(n,)`.
+    """
+    where = "traceax.choose_pivots"
+    key, operator = check_key(key, where), checked_operator(operator, where)
+    columns = _check_number(columns, space_of(operator).size, "columns", where)
+    noise = noise_of(operator, shift, where)
+    pivots = _choose(key, as_data(operator), noise, columns)
+    indices = pivots.indices
+    if throw:
+        for failed, message in (
+            (~jnp.all(noise > 0), NOISE_NOT_POSITIVE),
+            (~pivots.finite, NOT_FINITE),
+            (~pivots.semidefinite, NOT_SEMIDEFINITE),
+        ):
+            indices = eqx.error_if(indices, failed, f"{where}: {message}")
+    return indices
+
+
+def make_preconditioner(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    preconditioner: int | Int[Array, " r"],
+    noise: Float[Array, " n"],
+    where: str,
+) -> Whitening:
+    """The preconditioner of `operator + noise`, differentiable in both.
+
+    - `operator`: as `checked_operator` returns it.
+    - `preconditioner`: how many columns at most, or pivots chosen before.
+    - `noise`: as `noise_of` returns it.
+    """
+    n = space_of(operator).size
+    operator = as_data(operator)
+    preconditioner = without_numpy(preconditioner)
+    if isinstance(preconditioner, int):
+        number = _check_number(preconditioner, n, "preconditioner", where)
+        key = jax.random.fold_in(key, _KEY_OF_PIVOTS)
+        pivots = _choose(key, operator, noise, number)
+        made = _make(operator, noise, pivots.indices)
+        semidefinite = made.semidefinite & pivots.semidefinite
+        return eqx.tree_at(lambda x: x.semidefinite, made, semidefinite)
+    return _make(operator, noise, _check_pivots(preconditioner, n, where))
+
+
+class PreconditionedLinearOperator(lx.AbstractLinearOperator):
+    """`B = M (K + N) M^*` on flat vectors, at least 1: a product with it is one with K.
+
+    It is what M makes of K and N themselves, however well P approximates them, so that
+    `log det (K + N) = log det P + log det B` to rounding.
+    """
+
+    operator: lx.AbstractLinearOperator  # K
+    preconditioner: Whitening
+
+    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        # Of a `vmap` over vectors all of this makes products of blocks.
+        P = self.preconditioner
+        block = P.rotate_back(vector[:, None])
+        product = P.divide(apply_block(self.operator, P.divide(block)))
+        return P.rotate(product + block)[:, 0]
+
+    def as_matrix(self) -> Inexact[Array, "n n"]:
+        return as_function(self).as_matrix()
+
+    def transpose(self):
+        return self if not space_of(self).is_complex else as_function(self).transpose()
+
+    def in_structure(self) -> jax.ShapeDtypeStruct:
+        space = space_of(self.operator)
+        return jax.ShapeDtypeStruct((space.size,), space.compute_dtype)
+
+    def out_structure(self) -> jax.ShapeDtypeStruct:
+        return self.in_structure()
+
+
+register(
+    PreconditionedLinearOperator,
+    lambda check, x: (
+        check is lx.is_positive_semidefinite
+        or (check is lx.is_symmetric and not space_of(x).is_complex)
+    ),
+    lambda x: lx.conj(as_function(x)),
+)
+
+
+@eqx.filter_jit
+def _choose(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    noise: Float[Array, " n"],
+    number: int,
+) -> Pivots:
+    arrays, others = eqx.partition((operator, noise), eqx.is_array)
+    operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), others)
+    scale = jax.lax.rsqrt(noise)
+
+    def columns(indices):
+        block = columns_of(operator, indices)
+        return block * (scale[:, None] * scale[indices][None, :]).astype(block.dtype)
+
+    diagonal = jnp.real(diagonal_of(operator)) * scale**2
+    return choose(key, columns, diagonal, number)
+
+
+@eqx.filter_jit
+def _make(
+    operator: lx.AbstractLinearOperator,
+    noise: Float[Array, " n"],
+    pivots: Int[Array, " r"],
+) -> Whitening:
+    pivots = pivots.astype(jnp.int32)
+    columns = columns_of(operator, jnp.maximum(pivots, 0))
+    made = whiten(columns, jnp.real(diagonal_of(operator)), pivots, noise)
+    # Of pivots that are traced it can't be told before.
+    inside = jnp.all(pivots < noise.shape[0])
+    logdet = jnp.where(inside, made.logdet, jnp.nan)
+    return eqx.tree_at(lambda x: x.logdet, made, logdet)
+
+
+#
+# Arguments
+#
+
+
+def _check_number(given: Any, n: int, name: str, where: str) -> int:
+    given = without_numpy(given)
+    hint = "it is how many columns a preconditioner has at most"
+    is_int = isinstance(given, int) and not isinstance(given, bool)
+    require(is_int, where, f"{name} must be a Python int", given, hint, TypeError)
+    what = f"{name} must be from 1 to n = {n}, the size of the operator"
+    require(1 <= given <= n, where, what, str(given), hint)
+    return given
+
+
+def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
+    hint = "pass an int, or what traceax.choose_pivots returned for this operator"
+    what = "preconditioner must be an int or an array of indices"
+    is_array = isinstance(given, jax.Array | np.ndarray)
+    integers = is_array and jnp.issubdtype(given.dtype, jnp.integer)
+    require(integers, where, what, given, hint, TypeError)
+    what = f"pivots must be an array of shape (r,), r from 1 to n = {n}"
+    require(given.ndim == 1 and 1 <= given.size <= n, where, what, given, hint)
+    if not isinstance(given, jax.core.Tracer):
+        numbers = np.asarray(given)
+        least, largest = numbers.min(), numbers.max()
+        what = f"pivots must be below n = {n}, and -1 where there is none"
+        inside = least >= -1 and largest < n
+        require(inside, where, what, f"{least} to {largest}", hint)
+    return jnp.asarray(given)
+
+
+def noise_of(
+    operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str
+) -> Float[Array, " n"]:
+    """The noise of every unknown. Not positive only where it is traced."""
+    space = space_of(operator)
+    hint = "it is the noise, a positive number or one for each observation"
+    numbers = int | float | np.number | np.ndarray | jax.Array
+    number = isinstance(shift, numbers) and not isinstance(shift, bool)
+    require(
+        number, where, "shift must be a real number or array", shift, hint, TypeError
+    )
+    traced = isinstance(shift, jax.core.Tracer)
+    given = shift if traced else np.asarray(shift)
+    real = any(jnp.issubdtype(given.dtype, x) for x in (jnp.floating, jnp.integer))
+    what = f"shift must be real and of shape () or ({space.size},)"
+    require(real and given.shape in ((), (space.size,)), where, what, shift, hint)
+    if not traced:
+        least = float(np.min(given))
+        what = "shift must be positive with a preconditioner"
+        require(least > 0, where, what, f"{least:.3g}", hint)
+    shift = jnp.asarray(given)
+    return jnp.broadcast_to(shift.astype(space.real_dtype), (space.size,))

@@ -1,0 +1,223 @@
+"""Randomly pivoted Cholesky in blocks against one column at a time."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import PSD, as_operator, float_dtype, z_score
+from kernels import Matern
+
+import traceax as tx
+from traceax._preconditioner import _choose, choose_pivots
+
+
+def points(n, d=2, seed=0):
+    return np.random.default_rng(seed).random((n, d))
+
+
+def gaussian(x, length=0.3):
+    return np.exp(-np.sum((x[:, None] - x[None]) ** 2, axis=2) / (2 * length**2))
+
+
+def kernel_operator(x, length=0.3):
+    lengths = jnp.full(x.shape[1], length, float_dtype())
+    return tx.KernelLinearOperator(Matern(lengths), jnp.asarray(x, float_dtype()))
+
+
+def residual(K, pivots):
+    """The diagonal that the columns leave."""
+    S = np.asarray(pivots)
+    S = S[S >= 0]
+    values, vectors = np.linalg.eigh(K[np.ix_(S, S)])
+    F = K[:, S] @ (vectors / np.sqrt(np.maximum(values, 1e-14)))
+    return np.diagonal(K) - np.sum(F**2, axis=1)
+
+
+def one_by_one(K, number, rng):
+    """Algorithm 2.1 of arXiv:2207.06503."""
+    d, F, S = np.diagonal(K).copy(), np.zeros((len(K), number)), []
+    for i in range(number):
+        S.append(rng.choice(len(K), p=d / d.sum()))
+        column = K[:, S[i]] - F @ F[S[i]]
+        F[:, i] = column / np.sqrt(column[S[i]])
+        d = np.maximum(d - F[:, i] ** 2, 0)
+        d[S] = 0
+    return S
+
+
+def test_residuals_are_those_of_columns_one_by_one():
+    K = gaussian(points(150), 0.15)
+    operator = as_operator(K, psd=True)
+    keys = jr.split(jr.key(0), 200)
+    pivots = jax.jit(
+        jax.vmap(lambda key: choose_pivots(key, operator, 40, shift=1e-3, throw=False))
+    )(keys)
+    rng = np.random.default_rng(0)
+    ours = np.array([residual(K, S).sum() for S in np.asarray(pivots)])
+    naive = np.array([residual(K, one_by_one(K, 40, rng)).sum() for _ in range(200)])
+    assert abs(np.log(ours.mean() / naive.mean())) < 0.15
+    assert z_score(ours, naive.mean()) < 5 * np.sqrt(2)
+    assert all(len(set(S)) == 40 for S in np.asarray(pivots))
+
+
+def test_the_first_pivots_have_their_probabilities():
+    K = gaussian(points(6, 1, 3), 0.5) * np.linspace(1, 2, 6)[:, None]
+    K = K * np.linspace(1, 2, 6)[None]
+    operator, keys = as_operator(K, psd=True), jr.split(jr.key(1), 20_000)
+    # Rounds of two candidates.
+    pivots = jax.jit(
+        jax.vmap(lambda key: choose_pivots(key, operator, 6, shift=1e-2, throw=False))
+    )(keys)
+    counts = np.zeros((6, 6))
+    np.add.at(counts, tuple(np.asarray(pivots)[:, :2].T), 1)
+    d = np.diagonal(K)
+    after = d[None] - K**2 / d[:, None]
+    np.fill_diagonal(after, 0)
+    chances = (d / d.sum())[:, None] * after / after.sum(axis=1, keepdims=True)
+    error = np.sqrt(chances * (1 - chances) / len(keys)) + 1e-9
+    assert np.all(abs(counts / len(keys) - chances) < 5 * error)
+
+
+N = 200
+
+
+@eqx.filter_jit
+def _search(matrix, noise):
+    return _choose(jr.key(0), lx.MatrixLinearOperator(matrix, PSD), noise, 100)
+
+
+def search(matrix, noise):
+    """Pivots, at most 100 of 200, and the residual trace."""
+    matrix = jnp.asarray(matrix, float_dtype())
+    pivots = _search(matrix, jnp.full(N, noise, matrix.dtype))
+    assert pivots.semidefinite
+    assert pivots.finite
+    indices = np.asarray(pivots.indices)
+    number = np.sum(indices >= 0)
+    assert np.all(indices[number:] == -1)
+    return indices[:number], float(pivots.residual_trace)
+
+
+def test_stops_where_the_residual_is_small_beside_the_noise():
+    K = gaussian(points(N), 0.2)
+    noise = np.where(np.arange(N) < N // 2, 0.1, 10.0)
+    for shift in (np.full(N, 0.1), noise):
+        pivots, trace = search(K, shift)
+        assert 30 < len(pivots) < 100
+        after, before = (
+            np.mean(residual(K, S) / shift) for S in (pivots, pivots[:-25])
+        )
+        assert after < 1e-3 < before
+        assert trace / N == pytest.approx(after, rel=0.2)
+    # Where observations are noisy a column is worth less.
+    assert np.mean(pivots < N // 2) > 0.7
+
+
+def test_columns_that_buy_nothing_are_not_used():
+    def number_and_trace(matrix):
+        pivots, trace = search(matrix, 1e-3)
+        return len(pivots), pytest.approx(trace * 1e-3, rel=1e-4)
+
+    assert number_and_trace(np.eye(N)) == (0, N)
+    assert number_and_trace(np.zeros((N, N))) == (0, 0)
+    # A smooth kernel and an identity: columns until what they share is spent.
+    number, _ = number_and_trace(10 * gaussian(points(N, 1), 2.0) + np.eye(N))
+    assert 0 < number <= 50
+    # Entries that stand out are worth a column each.
+    entries = np.where(np.arange(N) < 10, 1e4, 1.0)
+    number, trace = number_and_trace(np.diag(entries))
+    assert 10 <= number <= 40
+    assert trace == N - number
+
+
+def test_repeated_points():
+    pivots, _ = search(gaussian(np.repeat(points(N // 4), 4, axis=0)), 1e-9)
+    assert 20 < len(pivots) <= N // 4
+    assert len(set(pivots // 4)) == len(pivots)
+
+
+def test_rounding_is_no_failure():
+    # The residuals of a smooth kernel are rounding long before the pivots end.
+    for length in (0.5, 2.0):
+        for noise in (1e-3, 1e-6, 1e-12):
+            assert 5 < len(search(gaussian(points(N), length), noise)[0]) < 100
+
+
+def test_other_operators():
+    n, key = 30, jr.key(0)
+    rng = np.random.default_rng(0)
+    U = rng.normal(size=(n, 6)) + 1j * rng.normal(size=(n, 6))
+    pivots = choose_pivots(key, as_operator(U @ U.conj().T, psd=True), 20, shift=1e-2)
+    assert np.sum(np.asarray(pivots) >= 0) == 6
+    # Columns are products.
+    matrix = as_operator(U.real @ U.real.T, psd=True)
+    function = lx.FunctionLinearOperator(matrix.mv, matrix.in_structure(), PSD)
+    kernel = kernel_operator(points(n))
+
+    def sums(scale):
+        found = [
+            choose_pivots(key, scale * operator, 20, shift=scale, throw=False)
+            for operator in (matrix, function, kernel)
+        ]
+        return jnp.sum(jnp.stack(found)).astype(float_dtype()), found
+
+    one = jnp.ones((), float_dtype())
+    derivative, (S1, S2, S3) = jax.jit(jax.grad(sums, has_aux=True))(one)
+    np.testing.assert_array_equal(S1, S2)
+    assert np.sum(np.asarray(S1) >= 0) == 6
+    np.testing.assert_array_equal(S3, choose_pivots(key, kernel, 20, shift=1.0))
+    assert derivative == 0
+
+
+def test_arguments():
+    key, operator = jr.key(0), as_operator(gaussian(points(20)), psd=True)
+    for columns, error in ((0, ValueError), (21, ValueError), (True, TypeError)):
+        with pytest.raises(error, match="columns must be"):
+            choose_pivots(key, operator, columns, shift=1.0)
+    with pytest.raises(TypeError, match="columns must be a Python int"):
+        jax.jit(lambda k: choose_pivots(key, operator, k, shift=1.0))(3)
+    for shift in (0, -1.0, np.nan, np.zeros(20), np.r_[np.ones(19), np.nan]):
+        with pytest.raises(ValueError, match="shift must be positive"):
+            choose_pivots(key, operator, 3, shift=shift)
+    for shift in (np.ones(3), 1j * np.ones(20)):
+        with pytest.raises(ValueError, match="shift must be real and of shape"):
+            choose_pivots(key, operator, 3, shift=shift)
+    with pytest.raises(TypeError, match="shift must be a real number"):
+        choose_pivots(key, operator, 3, shift="much")  # pyright: ignore
+    with pytest.raises(TypeError, match="key must be"):
+        choose_pivots(0, operator, 3, shift=1.0)  # pyright: ignore
+
+
+def test_failures_at_run_time():
+    K = gaussian(points(20))
+
+    @eqx.filter_jit
+    def run(matrix, shift):
+        operator = lx.MatrixLinearOperator(matrix, PSD)
+        return choose_pivots(jr.key(0), operator, 8, shift=shift)
+
+    def raises(matrix, shift, match):
+        arrays = jnp.asarray(matrix, float_dtype()), jnp.asarray(shift, float_dtype())
+        with pytest.raises(RuntimeError, match=match):
+            jax.block_until_ready(run(*arrays))
+
+    negative = np.eye(20)
+    negative[3, 3] = -1e-3
+    for matrix in (K - 0.2 * np.eye(20), K - 2 * np.eye(20), negative):
+        raises(matrix, 1e-2, "positive semidefinite")
+    bad = K.copy()
+    bad[3, 3] = np.nan
+    raises(bad, 1e-2, "NaN or infinity")
+    bad = K.copy()
+    np.fill_diagonal(bad, np.inf)
+    raises(bad, 1e-2, "NaN or infinity")
+    bad = np.full((20, 20), np.nan)
+    np.fill_diagonal(bad, 1)
+    raises(bad, 1e-2, "NaN or infinity")
+    for shift in (0.0, -1.0, np.nan):
+        raises(K, shift, "shift must be positive")
+    S = choose_pivots(jr.key(0), as_operator(bad, psd=True), 8, shift=1, throw=False)
+    assert S.shape == (8,)
