@@ -290,11 +290,14 @@ def test_inside_loops(key, kind, name):
 
     @jax.jit
     def both(theta):
-        if kind == "lax":  # has no reverse mode
-            found = jax.jvp(looped, (theta,), (jnp.ones_like(theta),))
-        else:
-            found = jax.value_and_grad(looped)(theta)
-        return found, jax.value_and_grad(unrolled)(theta)
+        def forward(fn, theta):  # lax has no reverse mode
+            return jax.jvp(fn, (theta,), (jnp.ones_like(theta),))
+
+        def reverse(fn, theta):
+            return jax.value_and_grad(fn)(theta)
+
+        differentiate = forward if kind == "lax" else reverse
+        return differentiate(looped, theta), reverse(unrolled, theta)
 
     jax.tree.map(lambda x, y: assert_close(x, y, rtol=1e-8), *both(1.3))
 
