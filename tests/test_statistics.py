@@ -153,14 +153,13 @@ def _rbf(length, points):
 
 @pytest.mark.x64
 @pytest.mark.parametrize(
-    ("estimator", "bounds"),
+    ("estimator", "k", "bound"),
     [
-        ("hutchinson", {40: 2.3e-1}),
-        ("xtrace", {20: 2.7e-3, 40: 9.9e-6}),
-        ("xnystrace", {20: 1.0e-5, 40: 3.5e-10}),
+        ("xtrace", 40, 9.9e-6),
+        ("xnystrace", 20, 1.0e-5),
     ],
 )
-def test_gradient_of_a_kernel_matrix_trace(estimator, bounds):
+def test_gradient_of_a_kernel_matrix_trace(estimator, k, bound):
     n = 300
     points = jnp.asarray(np.random.default_rng(0).uniform(size=(n, 2)))
 
@@ -169,20 +168,19 @@ def test_gradient_of_a_kernel_matrix_trace(estimator, bounds):
         return jnp.sum(kernel * kernel) / n
 
     exact = jax.grad(truth)(0.3)
-    for k, bound in bounds.items():
 
-        def value(length, key, k=k):
-            kernel = lx.MatrixLinearOperator(_rbf(length, points))
-            operator = lx.TaggedLinearOperator((kernel @ kernel) / n, PSD)
-            return tx.trace(key, operator, k, ESTIMATORS[estimator], throw=False).value
+    def value(length, key):
+        kernel = lx.MatrixLinearOperator(_rbf(length, points))
+        operator = lx.TaggedLinearOperator((kernel @ kernel) / n, PSD)
+        return tx.trace(key, operator, k, ESTIMATORS[estimator], throw=False).value
 
-        gradients = jax.jit(
-            lambda keys, value=value: jax.lax.map(
-                lambda key: jax.grad(value)(0.3, key), keys, batch_size=20
-            )
-        )(jr.split(jr.key(1), 100))
-        assert z_score(gradients, exact, 1e-12) < 4
-        assert np.std(gradients) / abs(exact) < 1.3 * bound
+    @jax.jit
+    def run(keys):
+        return jax.lax.map(lambda key: jax.grad(value)(0.3, key), keys, batch_size=20)
+
+    gradients = run(jr.split(jr.key(1), 100))
+    assert z_score(gradients, exact, 1e-12) < 4
+    assert np.std(gradients) / abs(exact) < 1.3 * bound
 
 
 @pytest.mark.x64
