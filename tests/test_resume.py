@@ -290,11 +290,11 @@ def test_programs_go_on_from_a_number_that_only_they_know(key):
     lanes = jax.jit(jax.vmap(to_tolerance))(keys, rtols)
     numbers = lanes.stats["num_matvecs"]
     assert len(set(numbers.tolist())) > 1
-    on = jax.vmap(lambda state: estimator.estimate(state, 8))(lanes.state)
-    for lane, number in enumerate(numbers.tolist()):
-        alone = estimator.estimate(estimator.init(keys[lane], operator), number + 8)
-        assert_close(on.value[lane], alone.value, rtol=RTOL)
-        assert on.stats["num_matvecs"][lane] == number + 8
+    on = jax.jit(jax.vmap(lambda state: estimator.estimate(state, 8)))(lanes.state)
+    assert np.array_equal(on.stats["num_matvecs"], numbers + 8)
+    alone = estimator.init(keys[2], operator)
+    alone = estimator.estimate(alone, int(numbers[2]) + 8)
+    assert_close(on.value[2], alone.value, rtol=RTOL)
     # One lane has one number.
     first = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, lanes.state)
     assert_close(estimator.estimate(first, 8).value, on.value[0], rtol=RTOL)

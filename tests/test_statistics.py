@@ -29,7 +29,7 @@ def _cases():
     for estimator in ESTIMATORS if is_x64() else FAMILIES:
         psd = estimator.startswith("xnys")
         names = ["poly", "flat" if psd else "nonsymmetric"]
-        for name in names:
+        for name in names if estimator in FAMILIES else names[1:]:
             yield estimator, name, False
         # Other samplers take no other path for complex operators.
         if estimator in FAMILIES and is_x64():
@@ -71,8 +71,6 @@ def test_negative_semidefinite(key):
 REFERENCE = {
     ("xtrace", "poly"): {80: 4.7e-4},
     ("xtrace", "exp"): {20: 1.4e-2, 80: 1.4e-7},
-    ("xtrace", "step"): {20: 4.9e-2, 80: 2.0e-2},
-    ("xnystrace", "flat"): {80: 1.2e-3},
     ("xnystrace", "poly"): {80: 3.4e-4},
     ("xnystrace", "exp"): {80: 5.0e-12},
     ("hutch++-normal", "poly"): {80: 7.6e-4},
@@ -123,7 +121,7 @@ def _spread(estimator, name, k):
         ("hutch++-normal", "flat", 10),
         ("xtrace", "step", 40),
         ("xtrace", "nonsymmetric", 40),
-        *[("xnystrace", *case) for case in (("flat", 10), ("exp", 10), ("step", 40))],
+        *[("xnystrace", *case) for case in (("flat", 10), ("step", 40))],
     ],
 )
 def test_the_standard_error_is_the_root_mean_square_error(estimator, name, k):
