@@ -92,6 +92,7 @@ each = pytest.mark.parametrize(("make", "dense"), MAKERS.values(), ids=MAKERS)
 #
 
 
+@pytest.mark.x64
 @each
 def test_products_and_gradients_of_traces(make, dense):
     parameters, data = _parameters(), _data()

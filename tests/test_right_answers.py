@@ -60,6 +60,7 @@ def _standard_promotion():
         yield
 
 
+@pytest.mark.x64
 @pytest.mark.usefixtures("_standard_promotion")
 def test_complex_multiples_of_real_operators(key):
     multiples = _complex_multiples()
