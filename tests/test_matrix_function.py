@@ -72,14 +72,14 @@ def test_products_are_exact_for_polynomials():
     a, vector = matrix("signed", 40), normal(40)
 
     @jax.jit
-    def products(a, vector):
+    def products(vector):
         def product(steps, degree):
             fn = functools.partial(_power, degree)
             return _function(a, fn, steps, lx.symmetric_tag).mv(vector)
 
         return {(s, d): product(s, d) for s in (1, 3) for d in (s - 1, s)}
 
-    for (steps, degree), got in products(a, vector).items():
+    for (steps, degree), got in products(vector).items():
         expected = np.linalg.matrix_power(a, degree) @ vector
         off = np.linalg.norm(wide(got) - expected) / np.linalg.norm(vector)
         assert off < 1e3 * eps() if degree < steps else off > 0.01
@@ -119,13 +119,14 @@ def test_products_over_pytrees():
 
 
 def test_products_with_nothing():
+    a = hermitian("flat", N)
+
     @jax.jit
-    def product_and_gradient(a, x):
+    def product_and_gradient(x):
         product, pullback = jax.vjp(_function(a, jnp.exp).mv, x)
         return product, *pullback(jnp.ones(N))
 
-    a = hermitian("flat", N)
-    product, gradient = product_and_gradient(a, np.zeros(N))
+    product, gradient = product_and_gradient(np.zeros(N))
     assert not np.any(product)
     # The transpose is applied to ones.
     assert_close(gradient, _dense(np.exp, a).sum(axis=0), rtol=1e4 * eps())

@@ -71,7 +71,7 @@ def _every_class():
         "sum": a + d,
         "difference": a - d,
         "negative": -a,
-        "quotient": a / 3.0,
+        "quotient": lower / 3.0,
         "product": a @ function,
         "product with diagonal": d @ tridiagonal,
         "product of triangular": lower @ lower,

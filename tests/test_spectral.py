@@ -16,7 +16,6 @@ from helpers import (
     as_operator,
     assert_close,
     float_dtype,
-    is_rounding,
     is_x64,
     matrix,
     spectrum,
@@ -38,6 +37,8 @@ BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
 # Of what depends on the estimator by its result alone.
 ONE = pytest.mark.parametrize("estimator", ["krylov-aware"])
 KRYLOV = tx.KrylovAwareEstimator()
+# Of small programs, for what no estimator has to do with.
+QUADRATURE = tx.LanczosQuadratureEstimator()
 
 
 @eqx.filter_jit
@@ -154,18 +155,15 @@ def test_enough_products_are_exact(estimator, complex, k):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize(
-    ("estimator", "complex"), [("krylov-aware", True), ("quadrature", False)]
-)
-def test_converged_spaces_reach_rounding_of_the_exact_trace(estimator, complex):
+def test_converged_spaces_reach_rounding_of_the_exact_trace():
     # Of three eigenvalues, so that three steps are a whole Krylov space.
     n = N
-    a = hermitian("repeated", n, complex) + 2 * np.eye(n)
+    a = hermitian("repeated", n, True) + 2 * np.eye(n)
     values = np.linalg.eigvalsh(a)
     operator = as_operator(a)
     k = 15  # three probes, five steps
     assert probes_and_steps(None, k) == (3, 5)
-    got, errors = _values(_positive, operator, k, estimator, 400)
+    got, errors = _values(_positive, operator, k, "krylov-aware", 400)
     truths = {"log": np.sum(np.log(values)), "sqrt": np.sum(np.sqrt(values))}
     for name, truth in truths.items():
         x, error = got[name], np.sqrt(np.mean(errors[name] ** 2))
@@ -286,7 +284,7 @@ def test_budgets_are_used():
 
 @pytest.mark.x64
 @pytest.mark.parametrize(
-    ("estimator", "ks"), [("krylov-aware", (1, 9)), ("quadrature", (2,))]
+    ("estimator", "ks"), [("krylov-aware", (1,)), ("quadrature", (2, 7))]
 )
 def test_every_budget(estimator, ks):
     a = matrix("flat", 70)
@@ -326,15 +324,10 @@ def test_a_shift_is_the_shift_of_the_function():
     )
     dtype = operator.matrix.dtype
     total = operator + identity * jnp.asarray(shift, dtype)
-    two, *_ = _call(tx.logdet, jr.key(0), total, k, estimator, {})
-    three, of_function, *_ = _estimate(
-        jr.key(0), lambda x: jnp.log(x + shift), operator, k, estimator
-    )
+    two, of_sum, *_ = _call(tx.logdet, jr.key(0), total, k, estimator, {})
     # The condition is 11.
-    scale = N * np.log(10)
-    assert_close(one, two, rtol=0, atol=100 * eps() * scale)
-    assert_close(one, three, rtol=0, atol=1000 * eps() * scale)
-    assert_close(error, of_function, rtol=1e-6 if is_x64() else 2e-2)
+    assert_close(one, two, rtol=0, atol=100 * eps() * N * np.log(10))
+    assert_close(error, of_sum, rtol=1e-6)
 
 
 @BOTH
@@ -548,7 +541,7 @@ def test_spectral_density_is_not_differentiable(key):
 
     def count(a):
         operator = lx.MatrixLinearOperator(a)
-        density = tx.spectral_density(key, operator, 4)
+        density = tx.spectral_density(key, operator, 4, QUADRATURE)
         return density.integrate(lambda x: x**2)
 
     assert not np.any(jax.grad(count)(a))
@@ -580,7 +573,7 @@ def test_functions_outside_of_their_domain(key, estimator, k):
     for operator in outside:
         _, _, result, _ = _call(tx.logdet, key, operator, k, estimator, {})
         assert result == tx.RESULTS.outside_domain
-    if k == N:
+    if estimator != "quadrature":
         return
     # A shift is the mend that the message gives.
     _, _, result, _ = _call(tx.logdet, key, low_rank, k, estimator, {"shift": 0.1})
@@ -594,6 +587,10 @@ def test_functions_outside_of_their_domain_raise(key):
     _raises(outside, lambda: tx.logdet(key, a, 12))
     nan = lx.MatrixLinearOperator(b.matrix.at[2, 5].set(jnp.nan))
     _raises("parameters hold NaN", lambda: tx.logdet(key, nan, 12))
+    # Results that others test.
+    R = tx.RESULTS
+    assert "not symmetric" in R[R.not_hermitian]
+    assert "Remove the tag" in R[R.not_semidefinite]
 
 
 @pytest.mark.x64
@@ -605,7 +602,7 @@ def test_tags(key, estimator, k):
         (matrix("exp", N), PSD, R.successful),
         (hermitian("small projector", N), PSD, R.successful),
         (hermitian("zero", N), PSD, R.successful),
-        *([(-matrix("flat", N), NSD, R.successful)] if k == 12 else []),
+        *([(-matrix("flat", N), NSD, R.successful)] if k == N else []),
     ):
         operator = lx.MatrixLinearOperator(as_array(a), tag)
         _, _, result, _ = _estimate(key, jnp.cos, operator, k, estimator)
@@ -613,7 +610,7 @@ def test_tags(key, estimator, k):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize(("k", "complex"), [(4, False), (12, True), (N, False)])
+@pytest.mark.parametrize(("k", "complex"), [(12, True), (N, False)])
 def test_operators_that_are_not_hermitian(key, k, complex):
     operators = [matrix("nonsymmetric", N, complex)]
     if complex:
@@ -621,14 +618,6 @@ def test_operators_that_are_not_hermitian(key, k, complex):
     for a in operators:
         _, _, result, _ = _estimate(key, jnp.exp, as_operator(a), k, "krylov-aware")
         assert result == tx.RESULTS.not_hermitian
-
-
-@pytest.mark.x64
-def test_wrong_operators_raise(key):
-    wrong = as_operator(matrix("nonsymmetric", N))
-    _raises("not symmetric", lambda: tx.trace_function(key, jnp.exp, wrong, 4))
-    tagged = as_operator(matrix("signed", N), psd=True)
-    _raises("Remove the tag", lambda: tx.trace_function(key, jnp.exp, tagged, 4))
 
 
 @pytest.mark.x64
@@ -801,7 +790,7 @@ def test_wrong_order_of_arguments(key):
 
 @pytest.mark.x64
 def test_wrong_widths(key):
-    density = tx.spectral_density(key, _operator(), 4)
+    density = tx.spectral_density(key, _operator(), N)
     for kind, width in ((ValueError, 0.0), (ValueError, -1), (TypeError, None)):
         with pytest.raises(kind, match="width must be"):
             density.density(jnp.ones(2), width)
@@ -866,46 +855,25 @@ def test_transforms_agree_with_single_calls():
     thetas = as_array([[0.1, 0.2], [0.3, 0.1], [0.0, 0.5]])
     keys = jr.split(jr.key(1), 3)
     single = jax.jit(jax.value_and_grad(_logdet))
-    grid = [[single(t, k) for k in keys] for t in thetas]
-    values = np.asarray([[value for value, _ in row] for row in grid])
-    gradients = np.asarray([gradient for _, gradient in grid[0]])
+    lanes = [np.stack(x) for x in zip(*map(single, thetas, keys), strict=True)]
 
-    @jax.jit
-    def batched(thetas, keys):
-        def scanned(theta):
-            def body(carry, key):
-                return carry + jax.checkpoint(jax.jit(_logdet))(theta, key), None
-
-            return jax.lax.scan(body, jnp.zeros_like(theta[0]), keys)[0]
-
-        return (
-            jax.vmap(_logdet, (0, None))(thetas, keys[0]),
-            jax.vmap(_logdet)(thetas, keys),
-            jax.vmap(jax.grad(_logdet), (None, 0))(thetas[0], keys),
-            jax.grad(scanned)(thetas[0]),
-        )
-
-    over_thetas, over_both, over_keys, scanned = batched(thetas, keys)
-    rtol = 1e4 * eps()
-    assert_close(over_thetas, values[:, 0], rtol=rtol)
-    assert_close(over_both, np.diagonal(values), rtol=rtol)
-    assert_close(over_keys, gradients, rtol=rtol)
-    assert_close(scanned, gradients.sum(axis=0), rtol=rtol)
-    assert len(np.unique(values)) == 9
+    batched = jax.jit(jax.vmap(jax.value_and_grad(_logdet)))
+    for got, expected in zip(batched(thetas, keys), lanes, strict=True):
+        assert_close(got, expected, rtol=1e4 * eps())
+    assert len(np.unique(lanes[0])) == 3
 
 
 @pytest.mark.x64
 def test_the_whole_estimate_passes_through_jit():
     @jax.jit
     def run(theta, key):
-        return tx.trace_function(key, jnp.log, _parametric(theta), 12, KRYLOV)
+        return tx.trace_function(key, jnp.log, _parametric(theta), 12, QUADRATURE)
 
     estimate = run(as_array([0.1, 0.2]), jr.key(0))
     low, high = estimate.confidence_interval()
     assert low < estimate.value < high
-    again = KRYLOV.estimate(estimate.state, 12)
+    again = QUADRATURE.estimate(estimate.state, 12)
     assert_close(again.value, estimate.value, rtol=100 * eps())
-    assert is_rounding(KRYLOV.estimate(estimate.state, N))
 
 
 @pytest.mark.x64
@@ -969,16 +937,11 @@ def _mutable(kind):
 @pytest.mark.parametrize("kind", ["object", "bound method", "array", "global"])
 def test_what_a_function_reads_may_change(key, kind):
     operator = as_operator(matrix("flat", 4), psd=True)
-    trace = np.trace(matrix("flat", 4))
     fn, set_factor = _mutable(kind)
-    x = as_array(np.ones(4))
     for c in (1.0, 3.0):
         set_factor(c)
-        assert_close(tx.trace_function(key, fn, operator, 4).value, c * trace)
-        if kind == "object":
-            product = tx.MatrixFunctionLinearOperator(operator, fn, 4).mv(x)
-            expected = c * (matrix("flat", 4) @ np.ones(4))
-            assert_close(product, expected, rtol=1e3 * eps())
+        estimate = tx.trace_function(key, fn, operator, 4)
+        assert_close(estimate.value, c * np.trace(matrix("flat", 4)))
 
 
 @pytest.mark.x64
@@ -1022,9 +985,9 @@ def test_functions_of_the_library_compile_once(key):
     )
     fn = jax.jit(jnp.cbrt)
     calls = (
-        lambda shift: tx.logdet(key, operator, 4, shift=shift),
-        lambda shift: tx.schatten_norm(key, operator, 4, p=shift),
-        lambda shift: tx.trace_function(key, fn, operator, 4),
+        lambda shift: tx.logdet(key, operator, 4, QUADRATURE, shift=shift),
+        lambda p: tx.schatten_norm(key, operator, 4, QUADRATURE, p=p),
+        lambda _: tx.trace_function(key, fn, operator, 4, QUADRATURE),
     )
     for call in calls:
         call(as_array(1.0))
@@ -1053,7 +1016,7 @@ def test_diagonals_are_summed(key):
     tagged = lx.MatrixLinearOperator(jnp.diag(diagonal), lx.diagonal_tag)
     assert_close(tx.logdet(key, tagged, 3).value, value(diagonal))
     # An estimator that is given is used.
-    given = tx.logdet(key, tagged, 4, tx.KrylovAwareEstimator())
+    given = tx.logdet(key, tagged, 4, QUADRATURE)
     assert given.stats["num_matvecs"] > 2
 
 
