@@ -208,9 +208,10 @@ def test_a_tolerance_after_a_number_of_products(key, name, first, complex):
     assert met or spent >= MOST - 6
 
 
-def test_no_product_is_taken_twice():
+@pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace"])
+def test_no_product_is_taken_twice(name):
     operator, taken = counting(matrix("poly", N))
-    estimator = ESTIMATORS["hutchinson-chunks"]
+    estimator = ESTIMATORS[name]
     state, spent = estimator.init(jr.key(0), operator), 0
     for arguments in (
         {"k": 60, "rtol": 0.5},
@@ -227,13 +228,9 @@ def test_no_product_is_taken_twice():
     assert spent >= 18
 
 
+@pytest.mark.parametrize("rank", [0, 6])
 @pytest.mark.parametrize("name", ["xtrace", "xnystrace-plain"])
-def test_low_rank_stays_exact(key, name):
-    for rank in (0, 6):
-        _check_low_rank(key, name, rank)
-
-
-def _check_low_rank(key, name, rank):
+def test_low_rank_stays_exact(key, name, rank):
     u = np.linalg.qr(np.random.default_rng(0).standard_normal((N, N)))[0][:, :rank]
     a = (u * np.arange(1.0, rank + 1)) @ u.T
     estimator = ESTIMATORS[name]
