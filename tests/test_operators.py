@@ -117,7 +117,7 @@ def test_unit_diagonal_needs_no_matrix():
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("estimator", FAMILIES)
+@pytest.mark.parametrize("estimator", ["hutch++", "xnystrace"])
 def test_pytree_and_flat_operators_agree(key, estimator):
     p = parameters(12)
     a = p["a"] @ p["a"].T
@@ -178,29 +178,21 @@ def test_leaves_of_different_real_dtypes(estimator):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize(
-    ("estimator", "dtype"),
-    [("hutch++", "float16"), ("xtrace", "bfloat16")],
-)
-def test_half_precision(key, estimator, dtype):
-    dtype = jnp.dtype(dtype)
-    a = jnp.asarray(matrix("flat", 40), dtype)
-    operator = lx.MatrixLinearOperator(a, PSD)
+def test_half_precision():
+    a = jnp.asarray(matrix("flat", 40), jnp.bfloat16)
 
     def value(a, key):
-        est = tx.trace(key, lx.MatrixLinearOperator(a, PSD), 12, ESTIMATORS[estimator])
-        return est.value
+        operator = lx.MatrixLinearOperator(a, PSD)
+        return tx.trace(key, operator, 12, tx.XTraceEstimator()).value
 
-    estimate = tx.trace(key, operator, 12, ESTIMATORS[estimator])
-    assert estimate.value.dtype == jnp.float32
-    assert estimate.standard_error.dtype == jnp.float32
-    truth = float(jnp.trace(a.astype(jnp.float32)))
-    values = jax.jit(jax.vmap(value, (None, 0)))(a, jr.split(key, 300))
-    mean = float(values.astype(jnp.float32).mean())
-    assert abs(mean / truth - 1) < 0.01
-    gradient = jax.grad(value)(a, key)
-    assert gradient.dtype == dtype
-    assert bool(jnp.all(jnp.isfinite(gradient)))
+    run = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0)))
+    values, gradients = run(a, jr.split(jr.key(20), 300))
+    assert values.dtype == jnp.float32
+    assert abs(np.mean(values) / np.trace(a.astype(jnp.float32)) - 1) < 0.01
+    assert gradients.dtype == a.dtype
+    # Unbiased, of entries whose variance is about 1 / k.
+    off = np.mean(np.asarray(gradients, np.float32), axis=0) - np.eye(40)
+    assert np.max(np.abs(off)) < 0.2
 
 
 @pytest.mark.x64
@@ -226,19 +218,26 @@ def test_complex_gradient_is_that_of_the_frozen_pairing(key):
     a = jnp.asarray(as_operator(matrix("nonsymmetric", 9, complex=True)).matrix)
     est = tx.XTraceEstimator()
     state = est.init(key, lx.MatrixLinearOperator(a))
-    V, Z = jax.jit(lambda: est.compute(state, 6)[3])()
+    direction = jnp.ones_like(a) * (1 + 2j)
 
     def value(a):
         return tx.trace(key, lx.MatrixLinearOperator(a), 6, est).value
 
-    def frozen(a):
-        return jnp.sum(Z.conj() * (a @ V))
+    @jax.jit
+    def both(a):
+        V, Z = est.compute(state, 6)[3]
 
-    got = jax.grad(lambda a: value(a).imag)(a)
-    assert_close(got, jax.grad(lambda a: frozen(a).imag)(a), rtol=1e-4, atol=1e-5)
-    direction = jnp.ones_like(a) * (1 + 2j)
-    _, tangent = jax.jvp(value, (a,), (direction,))
-    assert_close(tangent, jnp.sum(Z.conj() * (direction @ V)), rtol=1e-4)
+        def frozen(a):
+            return jnp.sum(Z.conj() * (a @ V))
+
+        def derivatives(fn):
+            gradient = jax.grad(lambda a: fn(a).imag)(a)
+            return gradient, jax.jvp(fn, (a,), (direction,))[1]
+
+        return derivatives(value), derivatives(frozen)
+
+    near = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
+    jax.tree.map(near, *both(a))
 
 
 class _Foreign(lx.AbstractLinearOperator):
