@@ -155,15 +155,18 @@ def test_enough_products_are_exact(estimator, complex, k):
 
 
 @pytest.mark.x64
-def test_converged_spaces_reach_rounding_of_the_exact_trace():
+@pytest.mark.parametrize(
+    ("estimator", "complex"), [("krylov-aware", True), ("quadrature", False)]
+)
+def test_converged_spaces_reach_rounding_of_the_exact_trace(estimator, complex):
     # Of three eigenvalues, so that three steps are a whole Krylov space.
     n = N
-    a = hermitian("repeated", n, True) + 2 * np.eye(n)
+    a = hermitian("repeated", n, complex) + 2 * np.eye(n)
     values = np.linalg.eigvalsh(a)
     operator = as_operator(a)
     k = 15  # three probes, five steps
     assert probes_and_steps(None, k) == (3, 5)
-    got, errors = _values(_positive, operator, k, "krylov-aware", 400)
+    got, errors = _values(_positive, operator, k, estimator, 400)
     truths = {"log": np.sum(np.log(values)), "sqrt": np.sum(np.sqrt(values))}
     for name, truth in truths.items():
         x, error = got[name], np.sqrt(np.mean(errors[name] ** 2))
