@@ -92,27 +92,37 @@ each = pytest.mark.parametrize(("make", "dense"), MAKERS.values(), ids=MAKERS)
 #
 
 
+@pytest.mark.x64
 @each
-def test_products(make, dense):
+def test_products_and_gradients_of_traces(make, dense):
     parameters, data = _parameters(), _data()
-    operator, exact = make(parameters, data), dense(parameters, data)
+    operator = make(parameters, data)
     assert operator.in_structure() == jax.eval_shape(lambda: parameters)
     assert operator.out_structure() == operator.in_structure()
+    assert operator.T is operator
+    assert lx.conj(operator) is operator
     flat, unravel = ravel_pytree(parameters)
+    vector = np.sin(flat)
 
     @eqx.filter_jit
-    def evaluate(operator, vector):
+    def found(operator):
         product = ravel_pytree(operator.mv(unravel(vector)))[0]
         linear = lx.linearise(operator)
         assert lx.is_symmetric(linear)
         matrices = [x.as_matrix() for x in (operator, lx.materialise(operator), linear)]
-        return product, lx.diagonal(operator), matrices, _trace(operator)
+        trace, gradient = eqx.filter_value_and_grad(_trace)(operator)
+        slopes = gradient.x, gradient.args
+        return product, lx.diagonal(operator), matrices, trace, slopes
 
-    vector = jnp.sin(flat)
-    expected = exact @ vector, jnp.diagonal(exact), [exact] * 3, jnp.trace(exact)
-    jax.tree.map(_near, evaluate(operator, vector), expected)
-    assert operator.T is operator
-    assert lx.conj(operator) is operator
+    @jax.jit
+    def expected(*arguments):
+        exact = dense(*arguments)
+        trace, slopes = jax.value_and_grad(
+            lambda *arguments: jnp.trace(dense(*arguments)), (0, 1)
+        )(*arguments)
+        return exact @ vector, jnp.diagonal(exact), [exact] * 3, trace, slopes
+
+    jax.tree.map(_near, found(operator), expected(parameters, data))
 
 
 @pytest.mark.x64
@@ -147,13 +157,11 @@ def test_solves():
         exact = dense(parameters, data) + 3 * jnp.eye(flat.size, dtype=flat.dtype)
         return jnp.linalg.solve(exact, jnp.sin(flat))
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(fn, parameters):
-        return jax.jvp(fn, (parameters,), (parameters,))
+    @jax.jit
+    def both(parameters):
+        return [jax.jvp(fn, (parameters,), (parameters,)) for fn in (solve, expected)]
 
-    for got, exact in zip(
-        both(solve, parameters), both(expected, parameters), strict=True
-    ):
+    for got, exact in zip(*both(parameters), strict=True):
         _near(got, exact, 1e-4)
 
 
@@ -199,10 +207,6 @@ def test_leaves_that_are_not_arrays():
     assert structure.bias.shape == (3,)
     rest = (structure.activation, structure.order, structure.scale, structure.name)
     assert rest == (None,) * 4
-    exact = _dense(_network_loss, network, data)
-    _near(eqx.filter_jit(lambda x: x.as_matrix())(operator), exact)
-    jitted = eqx.filter_jit(lambda n, d: tx.HessianLinearOperator(_network_loss, n, d))
-    _near(_trace(jitted(network, data)), jnp.trace(exact))
 
     def residuals(network, batch):
         return jax.vmap(network)(batch["x"]) - batch["y"]
@@ -212,11 +216,22 @@ def test_leaves_that_are_not_arrays():
 
     arrays, fixed = eqx.partition(network, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(arrays)
-    jacobian = jax.jit(
-        jax.jacobian(lambda flat: residuals(eqx.combine(unravel(flat), fixed), data))
-    )(flat)
-    matrix = tx.GaussNewtonLinearOperator(residuals, squares, network, data)
-    _near(_trace(matrix), 2 * jnp.sum(jacobian**2))
+
+    # What is fixed leaves a program with the operator.
+    made = eqx.filter_jit(lambda n, d: tx.HessianLinearOperator(_network_loss, n, d))
+    again = made(network, data)
+
+    @eqx.filter_jit
+    def both(operator, again, network, data):
+        matrix = tx.GaussNewtonLinearOperator(residuals, squares, network, data)
+        exact = _dense(_network_loss, network, data)
+        jacobian = jax.jacobian(
+            lambda flat: residuals(eqx.combine(unravel(flat), fixed), data)
+        )(flat)
+        found = operator.as_matrix(), _trace(again), _trace(matrix)
+        return found, (exact, jnp.trace(exact), 2 * jnp.sum(jacobian**2))
+
+    jax.tree.map(_near, *both(operator, again, network, data))
 
 
 def test_arguments_are_optional():
@@ -235,113 +250,32 @@ def test_arguments_are_optional():
 
 
 @pytest.mark.x64
-@each
-def test_minibatches(make, dense):
+def test_minibatches():
     parameters, batches = _parameters(), _data(3)
-    operator = tx.MeanLinearOperator(lambda batch: make(parameters, batch), batches)
-    exact = sum(
-        dense(parameters, jax.tree.map(lambda x, i=i: x[i], batches)) for i in range(3)
-    )
-    _near(_trace(operator), jnp.trace(exact) / 3)
-    expected = lx.is_positive_semidefinite(make(parameters, _data()))
-    assert lx.is_positive_semidefinite(operator) == expected
 
+    @eqx.filter_jit
+    def traces(parameters, batches):
+        def make(batch):
+            return tx.HessianLinearOperator(_loss, parameters, batch)
 
-#
-# Networks of other libraries
-#
+        each = eqx.filter_vmap(_trace)(eqx.filter_vmap(make)(batches))
+        exact = jax.vmap(lambda batch: jnp.trace(_dense(_loss, parameters, batch)))
+        return each, exact(batches), _trace(tx.MeanLinearOperator(make, batches))
 
-
-def _images():
-    return _normal(5, 3, seed=7), _normal(5, 2, seed=8)
-
-
-def _squares(outputs, y):
-    return jnp.mean((outputs - y) ** 2)
-
-
-def _check_network(loss, x, size):
-    data = _images()
-    operator = tx.HessianLinearOperator(loss, x, data)
-    exact = _dense(loss, x, data)
-    assert operator.in_size() == size
-    _near(_trace(operator), jnp.trace(exact))
-
-
-@pytest.mark.x64
-def test_networks_of_equinox():
-    network = eqx.nn.MLP(3, 2, 4, 2, jnp.tanh, key=jr.key(0), dtype=float_dtype())
-
-    def loss(network, data):
-        return _squares(jax.vmap(network)(data[0]), data[1])
-
-    _check_network(loss, network, 16 + 20 + 10)
-
-
-@pytest.mark.x64
-def test_networks_of_flax_linen():
-    nn = pytest.importorskip("flax.linen")
-    layers = [nn.Dense(4, param_dtype=float_dtype()), jnp.tanh]
-    network = nn.Sequential([*layers, nn.Dense(2, param_dtype=float_dtype())])
-    parameters = network.init(jr.key(0), _images()[0])
-
-    def loss(parameters, data):
-        return _squares(network.apply(parameters, data[0]), data[1])
-
-    _check_network(loss, parameters, 16 + 10)
-
-
-@pytest.mark.x64
-def test_networks_of_flax_nnx():
-    nnx = pytest.importorskip("flax.nnx")
-    rngs = nnx.Rngs(0)
-    network = nnx.Sequential(
-        nnx.Linear(3, 4, rngs=rngs, param_dtype=float_dtype()),
-        jnp.tanh,
-        nnx.Linear(4, 2, rngs=rngs, param_dtype=float_dtype()),
-    )
-    graph, parameters, rest = nnx.split(network, nnx.Param, ...)
-
-    def loss(parameters, data):
-        network = nnx.merge(graph, parameters, rest)
-        return _squares(network(data[0]), data[1])
-
-    _check_network(loss, parameters, 16 + 10)
-
-
-@pytest.mark.x64
-def test_networks_of_haiku():
-    hk = pytest.importorskip("haiku")
-    network = hk.without_apply_rng(
-        hk.transform(lambda x: hk.Linear(2)(jnp.tanh(hk.Linear(4)(x))))
-    )
-    parameters = network.init(jr.key(0), _images()[0])
-
-    def loss(parameters, data):
-        return _squares(network.apply(parameters, data[0]), data[1])
-
-    _check_network(loss, parameters, 16 + 10)
+    each, exact, of_mean = traces(parameters, batches)
+    _near(each, exact)
+    _near(of_mean, np.mean(exact))
+    for make, _ in MAKERS.values():
+        mean = tx.MeanLinearOperator(
+            lambda batch, m=make: m(parameters, batch), batches
+        )
+        known = lx.is_positive_semidefinite(make(parameters, _data()))
+        assert lx.is_positive_semidefinite(mean) == known
 
 
 #
 # Implicit functions
 #
-
-
-@pytest.mark.x64
-def test_implicit_hessians_of_linear_solves():
-    a = jnp.eye(3, dtype=float_dtype()) * 4 + _normal(3, 3)
-
-    def solution(x, solve):
-        return jnp.sum(jnp.sin(solve(a + jnp.diag(x**2), jnp.cos(x))))
-
-    def solve(a, b):
-        return lx.linear_solve(lx.MatrixLinearOperator(a), b).value
-
-    x = _normal(3, seed=5)
-    operator = tx.HessianLinearOperator(lambda x: solution(x, solve), x)
-    exact = _dense(lambda x: solution(x, jnp.linalg.solve), x)
-    _near(_trace(operator), jnp.trace(exact))
 
 
 @pytest.mark.x64
@@ -363,11 +297,12 @@ def test_implicit_hessians_of_nonlinear_solves():
             y = y - inner(y, x) / (1 + 0.3 * jnp.cos(y))
         return jnp.sum(jnp.cos(y) * x)
 
-    def value(x):
-        return _trace(tx.HessianLinearOperator(outer, x))
+    @jax.jit
+    def both(x):
+        value = _trace(tx.HessianLinearOperator(outer, x))
+        return value, jnp.trace(_dense(newton, x))
 
-    x = _normal(3)
-    _near(jax.jit(value)(x), jnp.trace(_dense(newton, x)))
+    _near(*both(_normal(3)))
 
 
 @pytest.mark.x64
@@ -388,36 +323,6 @@ def test_functions_with_rules_of_their_own():
 
 
 @pytest.mark.x64
-@each
-def test_gradients_of_traces(make, dense):
-    parameters, data = _parameters(), _data()
-
-    def value(parameters, data):
-        return _trace(make(parameters, data))
-
-    def exact(parameters, data):
-        return jnp.trace(dense(parameters, data))
-
-    got = jax.jit(jax.grad(value, (0, 1)))(parameters, data)
-    expected = jax.jit(jax.grad(exact, (0, 1)))(parameters, data)
-    jax.tree.map(_near, got, expected)
-    gradient = eqx.filter_grad(_trace)(make(parameters, data))
-    jax.tree.map(_near, (gradient.x, gradient.args), expected)
-
-
-@pytest.mark.x64
-def test_many_at_once():
-    make, dense = MAKERS["hessian"]
-    parameters, batches = _parameters(), _data(3)
-    exact = [
-        jnp.trace(dense(parameters, jax.tree.map(lambda x, i=i: x[i], batches)))
-        for i in range(3)
-    ]
-    operators = eqx.filter_vmap(lambda batch: make(parameters, batch))(batches)
-    _near(eqx.filter_jit(eqx.filter_vmap(_trace))(operators), exact)
-
-
-@pytest.mark.x64
 def test_closures_over_traced_values():
     x = _normal(3)
 
@@ -428,24 +333,31 @@ def test_closures_over_traced_values():
             return self.scale * jnp.sum(x**3)
 
     makers = (
-        lambda s: lambda x: s * jnp.sum(x**3),
-        lambda s: jax.jit(lambda x: s * jnp.sum(x**3)),
         Scaled,
         lambda s: Scaled(s).__call__,
         lambda s: functools.partial(lambda s, x: s * jnp.sum(x**3), s),
+        lambda s: jax.jit(lambda x: s * jnp.sum(x**3)),
+        lambda s: lambda x: s * jnp.sum(x**3),
     )
-    for make in makers:
 
-        def value(s, x, make=make):
-            return _trace(tx.HessianLinearOperator(make(s), x))
+    def value(s, x, make=makers[-1]):
+        return _trace(tx.HessianLinearOperator(make(s), x))
 
-        two = jnp.asarray(2.0, x.dtype)
-        got = jax.jit(jax.value_and_grad(value, (0, 1)))(two, x)
-        expected = 12 * jnp.sum(x), (6 * jnp.sum(x), jnp.full(3, 12.0))
-        jax.tree.map(_near, got, expected)
-    # The last, without a program around it.
+    two = jnp.asarray(2.0)
+    expected = 12 * np.sum(x), (6 * np.sum(x), np.full(3, 12.0))
+
+    @jax.jit
+    def transformed(s, x):
+        many = jax.vmap(value, (0, None))(jnp.stack([s, -s]), x)
+        each = [jax.value_and_grad(value, (0, 1))(s, x, make) for make in makers]
+        return each, many
+
+    each, many = transformed(two, x)
+    for found in each:
+        jax.tree.map(_near, found, expected)
+    _near(many, [expected[0], -expected[0]])
+    # Without a program around it.
     _near(jax.grad(value)(two, x), expected[1][0])
-    _near(jax.vmap(value, (0, None))(jnp.stack([two, -two]), x), [got[0], -got[0]])
 
 
 def test_low_precision():

@@ -71,13 +71,12 @@ def test_unbiased_entry_by_entry_with_its_derivative(name, kind):
     B = matrix(lambda i: i**-0.5, complex=is_complex, seed=1)
 
     def one(key):
-        def of(A):
-            return tx.diagonal(
-                key, lx.MatrixLinearOperator(A, PSD), K, estimator, throw=False
-            )
+        def of(t):
+            operator = lx.MatrixLinearOperator(A + t * B, PSD)
+            estimate = tx.diagonal(key, operator, K, estimator, throw=False)
+            return estimate.value, estimate
 
-        value, slope = jax.jvp(lambda t: of(A + t * B).value, (0.0,), (1.0,))
-        estimate = of(A)
+        value, slope, estimate = jax.jvp(of, (0.0,), (1.0,), has_aux=True)
         low, high = estimate.confidence_interval()
         inside = (low <= jnp.diag(A).real) & (jnp.diag(A).real <= high)
         return value, slope, estimate.standard_error, inside
@@ -108,14 +107,13 @@ def test_nonsymmetric():
 def test_sums_to_the_trace():
     A = matrix(lambda i: i**-2.0)
     operator = lx.MatrixLinearOperator(A, PSD)
-    for name in ("Hutch++", "XTrace, signs", "XNysTrace"):
+    for name in ("Hutch++", "XTrace, signs"):
         estimator = ESTIMATORS[name]
         entries = tx.diagonal(jr.key(1), operator, K, estimator)
         trace = tx.trace(jr.key(1), operator, K, estimator)
         assert int(entries.stats["num_matvecs"]) == int(trace.stats["num_matvecs"])
-        # XTrace's and Hutchinson's are the same sum; the others resphere otherwise.
-        if name.startswith(("XTrace", "Hutch")):
-            np.testing.assert_allclose(entries.value.sum(), trace.value, rtol=2e-5)
+        # The same sum, where nothing is resphered.
+        np.testing.assert_allclose(entries.value.sum(), trace.value, rtol=2e-5)
 
 
 def test_as_good_as_exact_where_the_range_is_found():
@@ -162,22 +160,20 @@ def test_exact_parts_and_structure():
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("norm", ["root mean square", "largest"])
-def test_tolerance(norm):
+@pytest.mark.parametrize(
+    ("norm", "estimator", "rtol"),
+    [("root mean square", tx.HutchinsonEstimator(), 2.0), ("largest", None, 0.1)],
+)
+def test_tolerance(norm, estimator, rtol):
     A = matrix(lambda i: i**-2.0)
     operator = lx.MatrixLinearOperator(A, PSD)
     of = (lambda x: np.sqrt(np.mean(x**2))) if norm.startswith("root") else np.max
-    for estimator in (None, tx.HutchinsonEstimator()):
-        rtol = 0.1 if estimator is None else 2.0
-        estimate = tx.diagonal(
-            jr.key(0), operator, N - 1, estimator, rtol=rtol, norm=norm
-        )
-        used = int(estimate.stats["num_matvecs"])
-        assert 8 <= used < N - 1
-        value = np.abs(np.asarray(estimate.value))
-        assert of(value - np.diag(A)) < 1.5 * rtol * of(value)
-        low, high = estimate.confidence_interval()
-        assert of(np.asarray(high - low) / 2) <= rtol * of(value)
+    estimate = tx.diagonal(jr.key(0), operator, N - 1, estimator, rtol=rtol, norm=norm)
+    assert 8 <= int(estimate.stats["num_matvecs"]) < N - 1
+    value = np.abs(np.asarray(estimate.value))
+    assert of(value - np.diag(A)) < 1.5 * rtol * of(value)
+    low, high = estimate.confidence_interval()
+    assert of(np.asarray(high - low) / 2) <= rtol * of(value)
 
 
 @pytest.mark.x64
@@ -191,11 +187,12 @@ def test_second_derivative_and_reverse_mode():
 
     def one(key):
         forward = jax.jacfwd(value)(0.1, key)
-        reverse = jax.jacrev(value)(0.1, key)
+        reverse = jax.grad(lambda t: weights @ value(t, key))(0.1)
         return forward, reverse, jax.hessian(lambda t: value(t, key)[0])(0.1)
 
+    weights = np.linspace(-1.0, 2.0, N)
     forward, reverse, second = over_keys(one, 1000)
-    np.testing.assert_allclose(forward, reverse, rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(forward @ weights, reverse, rtol=1e-9, atol=1e-9)
     assert z_score(forward, np.diag(B + 0.2 * A)) < 4.5
     assert z_score(second[:, None], 2 * np.diag(A)[:1]) < 4.5
 
@@ -337,10 +334,10 @@ def test_frobenius_norm(kind):
     def one(key):
         def of(scale):
             operator = lx.MatrixLinearOperator(scale * A)
-            return tx.frobenius_norm_squared(key, operator, 13, throw=False)
+            estimate = tx.frobenius_norm_squared(key, operator, 13, throw=False)
+            return estimate.value, estimate
 
-        estimate = of(jnp.asarray(1.0))
-        slope = jax.grad(lambda scale: of(scale).value)(jnp.asarray(1.0))
+        slope, estimate = jax.grad(of, has_aux=True)(1.0)
         used = estimate.stats["num_matvecs"]
         return estimate.value, slope, estimate.standard_error, used
 

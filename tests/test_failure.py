@@ -1,6 +1,5 @@
 """What goes wrong at run time: which result, which message, and in which lane."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -118,23 +117,18 @@ def test_an_exact_part_that_is_not_finite(bad):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("transform", ["grad", "jit grad", "jvp", "jit vmap grad"])
-def test_derivatives_raise_the_same_message(transform):
-    operator = _nan_parameters()
-
+def test_derivatives_raise_the_same_message():
     def value(a):
         operator = lx.MatrixLinearOperator(a, PSD)
         return tx.trace(jr.key(0), operator, 5, tx.XTraceEstimator()).value
 
-    a = operator.matrix
-    run = {
-        "grad": lambda: jax.grad(value)(a),
-        "jit grad": lambda: jax.jit(jax.grad(value))(a),
-        "jvp": lambda: jax.jvp(value, (a,), (a,))[1],
-        "jit vmap grad": lambda: jax.jit(jax.vmap(jax.grad(value)))(jnp.stack([a, a])),
-    }[transform]
-    with pytest.raises(Exception, match="is not finite"):
-        run().block_until_ready()
+    a = _nan_parameters().matrix
+    for run in (
+        lambda: jax.grad(value)(a),
+        lambda: jax.jit(jax.vmap(jax.grad(value)))(jnp.stack([a, a])),
+    ):
+        with pytest.raises(Exception, match="is not finite"):
+            run().block_until_ready()
 
 
 @pytest.mark.x64
@@ -191,15 +185,15 @@ def _matrices(n=9):
 def test_no_false_alarms(estimator, k):
     def run(a):
         operator = lx.MatrixLinearOperator(a, PSD)
-        return tx.trace(jr.key(0), operator, k, ESTIMATORS[estimator], throw=False)
+        e = tx.trace(jr.key(0), operator, k, ESTIMATORS[estimator], throw=False)
+        return e.value.real, jnp.isnan(e.standard_error)
 
-    checked = checkify.checkify(lambda a: run(a).value, errors=checkify.all_checks)
+    jitted = jax.jit(jax.value_and_grad(run, has_aux=True))
+    checked = jax.jit(checkify.checkify(run, errors=checkify.all_checks))
     for a in _matrices():
         with jax.debug_nans(True):
-            for estimate in (run(a), eqx.filter_jit(run)(a)):
-                estimate.value.block_until_ready()
-                assert np.isnan(estimate.standard_error) == (k == 1)
-            jax.grad(lambda a: run(a).value.real, holomorphic=False)(a)
+            (_, unknown), _ = jax.block_until_ready(jitted(a))
+            assert unknown == (k == 1)
         error, _ = checked(a)
         assert error.get() is None
 

@@ -1,5 +1,7 @@
 """Operator classes, PyTrees and dtypes."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,6 @@ from helpers import (
     PSD,
     as_operator,
     assert_close,
-    exact_trace,
     float_dtype,
     is_rounding,
     is_x64,
@@ -22,12 +23,13 @@ from helpers import (
     matrix,
     parameters,
 )
+from jax.flatten_util import ravel_pytree
 
 import traceax as tx
-from traceax._operators.block import apply_block, space_of
-from traceax._operators.known_diagonal import known_diagonal
+from traceax._operators.block import apply_block
 
 
+@functools.cache
 def _every_class():
     p = parameters(6)
     a = lx.MatrixLinearOperator(p["a"])
@@ -69,7 +71,7 @@ def _every_class():
         "sum": a + d,
         "difference": a - d,
         "negative": -a,
-        "quotient": a / 3.0,
+        "quotient": lower / 3.0,
         "product": a @ function,
         "product with diagonal": d @ tridiagonal,
         "product of triangular": lower @ lower,
@@ -86,41 +88,25 @@ CLASSES = list(_every_class())
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_is_exact_with_enough_products(key, name):
     operator = _every_class()[name]
-    truth = exact_trace(operator)
     n = operator.in_size()
-    estimate = tx.trace(key, operator, n + 3)
-    assert_close(estimate.value, truth, rtol=1e-5)
-    assert is_rounding(estimate)
-    assert int(estimate.stats["num_matvecs"]) <= n
-    low, high = estimate.confidence_interval()
-    assert low <= estimate.value <= high
-    if name not in ("jacobian over a PyTree", "tridiagonal", "sum", "inverse"):
-        return
-    given = tx.trace(key, operator, n, tx.XTraceEstimator())
-    assert_close(given.value, truth, rtol=1e-5)
-    assert is_rounding(given)
 
+    @eqx.filter_jit
+    def both(operator):
+        diagonal = tx.diagonal(key, operator, n + 3).value
+        # Structure is used by default, products by an estimator that is given.
+        default = tx.trace(key, operator, n + 3)
+        given = tx.diagonal(key, operator, n, tx.XTraceEstimator()).value
+        flat = [ravel_pytree(tree)[0] for tree in (diagonal, given)]
+        return flat, default, jnp.diagonal(operator.as_matrix())
 
-@pytest.mark.x64
-@pytest.mark.parametrize("name", CLASSES)
-def test_blocks_are_products(key, name):
-    operator = _every_class()[name]
-    space = space_of(operator)
-    block = jr.normal(key, (space.size, 3), space.compute_dtype)
-    expected = operator.as_matrix() @ block
-    assert_close(apply_block(operator, block), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.x64
-@pytest.mark.parametrize("name", CLASSES)
-def test_known_diagonals_are_right(name):
-    operator = _every_class()[name]
-    known = known_diagonal(operator)
-    if known is not None:
-        assert_close(
-            known.read(), jnp.diagonal(operator.as_matrix()), rtol=1e-5, atol=1e-6
-        )
-        assert known.num_matvecs <= 2
+    flat, default, truth = both(operator)
+    for diagonal in flat:
+        assert_close(diagonal, truth, rtol=1e-9, atol=1e-9)
+    assert_close(default.value, np.sum(truth), rtol=1e-9)
+    assert is_rounding(default)
+    assert int(default.stats["num_matvecs"]) <= n
+    low, high = default.confidence_interval()
+    assert low <= default.value <= high
 
 
 @pytest.mark.x64
@@ -131,7 +117,7 @@ def test_unit_diagonal_needs_no_matrix():
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("estimator", FAMILIES)
+@pytest.mark.parametrize("estimator", ["hutch++", "xnystrace"])
 def test_pytree_and_flat_operators_agree(key, estimator):
     p = parameters(12)
     a = p["a"] @ p["a"].T
@@ -192,29 +178,21 @@ def test_leaves_of_different_real_dtypes(estimator):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize(
-    ("estimator", "dtype"),
-    [("hutch++", "float16"), ("xtrace", "bfloat16")],
-)
-def test_half_precision(key, estimator, dtype):
-    dtype = jnp.dtype(dtype)
-    a = jnp.asarray(matrix("flat", 40), dtype)
-    operator = lx.MatrixLinearOperator(a, PSD)
+def test_half_precision():
+    a = jnp.asarray(matrix("flat", 40), jnp.bfloat16)
 
     def value(a, key):
-        est = tx.trace(key, lx.MatrixLinearOperator(a, PSD), 12, ESTIMATORS[estimator])
-        return est.value
+        operator = lx.MatrixLinearOperator(a, PSD)
+        return tx.trace(key, operator, 12, tx.XTraceEstimator()).value
 
-    estimate = tx.trace(key, operator, 12, ESTIMATORS[estimator])
-    assert estimate.value.dtype == jnp.float32
-    assert estimate.standard_error.dtype == jnp.float32
-    truth = float(jnp.trace(a.astype(jnp.float32)))
-    values = jax.jit(jax.vmap(value, (None, 0)))(a, jr.split(key, 300))
-    mean = float(values.astype(jnp.float32).mean())
-    assert abs(mean / truth - 1) < 0.01
-    gradient = jax.grad(value)(a, key)
-    assert gradient.dtype == dtype
-    assert bool(jnp.all(jnp.isfinite(gradient)))
+    run = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0)))
+    values, gradients = run(a, jr.split(jr.key(20), 300))
+    assert values.dtype == jnp.float32
+    assert abs(np.mean(values) / np.trace(a.astype(jnp.float32)) - 1) < 0.01
+    assert gradients.dtype == a.dtype
+    # Unbiased, of entries whose variance is about 1 / k.
+    off = np.mean(np.asarray(gradients, np.float32), axis=0) - np.eye(40)
+    assert np.max(np.abs(off)) < 0.2
 
 
 @pytest.mark.x64
@@ -240,19 +218,26 @@ def test_complex_gradient_is_that_of_the_frozen_pairing(key):
     a = jnp.asarray(as_operator(matrix("nonsymmetric", 9, complex=True)).matrix)
     est = tx.XTraceEstimator()
     state = est.init(key, lx.MatrixLinearOperator(a))
-    V, Z = jax.jit(lambda: est.compute(state, 6)[3])()
+    direction = jnp.ones_like(a) * (1 + 2j)
 
     def value(a):
         return tx.trace(key, lx.MatrixLinearOperator(a), 6, est).value
 
-    def frozen(a):
-        return jnp.sum(Z.conj() * (a @ V))
+    @jax.jit
+    def both(a):
+        V, Z = est.compute(state, 6)[3]
 
-    got = jax.grad(lambda a: value(a).imag)(a)
-    assert_close(got, jax.grad(lambda a: frozen(a).imag)(a), rtol=1e-4, atol=1e-5)
-    direction = jnp.ones_like(a) * (1 + 2j)
-    _, tangent = jax.jvp(value, (a,), (direction,))
-    assert_close(tangent, jnp.sum(Z.conj() * (direction @ V)), rtol=1e-4)
+        def frozen(a):
+            return jnp.sum(Z.conj() * (a @ V))
+
+        def derivatives(fn):
+            gradient = jax.grad(lambda a: fn(a).imag)(a)
+            return gradient, jax.jvp(fn, (a,), (direction,))[1]
+
+        return derivatives(value), derivatives(frozen)
+
+    near = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
+    jax.tree.map(near, *both(a))
 
 
 class _Foreign(lx.AbstractLinearOperator):

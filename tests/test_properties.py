@@ -39,7 +39,7 @@ def _pool(size):
         yield name, structure, DTYPES[(i // 2) % len(DTYPES)], n, k
 
 
-POOL = list(_pool(27 if is_x64() else 18))
+POOL = list(_pool(18))
 
 
 @functools.cache

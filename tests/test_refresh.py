@@ -139,11 +139,10 @@ def test_an_operator_that_jumps_is_not_estimated_from_its_past():
 def test_an_operator_that_is_not_finite_is_forgotten(key):
     estimator = ESTIMATORS["delta-shift"]
     a = jnp.asarray(path()[0], float_dtype())
-    *_, estimate = along(key, jnp.stack([a, jnp.nan * a, a]), estimator)
-    assert estimate.result == tx.RESULTS.successful
-    assert abs(estimate.value - jnp.trace(a)) < 6 * estimate.standard_error
-    *_, estimate = along(key, jnp.stack([a, a, jnp.inf * a, a, a]), estimator)
-    assert abs(estimate.value - jnp.trace(a)) < 6 * estimate.standard_error
+    for bad in (jnp.nan, jnp.inf):
+        *_, estimate = along(key, jnp.stack([a, bad * a, a]), estimator)
+        assert estimate.result == tx.RESULTS.successful
+        assert abs(estimate.value - jnp.trace(a)) < 6 * estimate.standard_error
 
 
 def test_a_path_of_large_jumps_stays_within_its_errors():
@@ -186,9 +185,9 @@ def test_a_state_that_was_taken_over_goes_on_and_is_saved(key, name):
         assert abs(more.value - np.trace(path()[1])) < 6 * more.standard_error
 
 
-def test_transforms_of_a_path(key):
+def test_a_path_in_a_scan(key):
     estimator = ESTIMATORS["delta-shift"]
-    matrices = jnp.asarray(path(), float_dtype())
+    matrices = jnp.asarray(path()[:4])
     estimates = along(key, matrices, estimator)
 
     @jax.jit
@@ -201,12 +200,9 @@ def test_transforms_of_a_path(key):
 
         return jax.lax.scan(step, state, (keys, matrices))[1]
 
-    keys = jr.split(key, STEPS)
+    keys = jr.split(key, len(matrices))
     values = scanned(estimates[1].state, keys[2:], matrices[2:])
     assert_close(values, jnp.stack([x.value for x in estimates[2:]]), rtol=rounding())
-    lanes = jax.vmap(lambda key: along(key, matrices[:2], estimator)[-1].value)(keys)
-    alone = along(keys[2], matrices[:2], estimator)[-1].value
-    assert_close(lanes[2], alone, rtol=rounding())
 
 
 @pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
@@ -232,14 +228,14 @@ def test_derivatives_are_those_of_the_operator_as_it_is(name):
 
 
 @pytest.mark.parametrize("name", ["xtrace", "delta-shift"])
-@pytest.mark.parametrize("scale", [1e-20, 0.0])
-def test_scales(key, name, scale):
-    matrices = jnp.asarray(path(), float_dtype())
-    *_, last = along(key, matrices, ESTIMATORS[name])
-    *_, scaled = along(key, scale * matrices, ESTIMATORS[name])
-    assert_close(scaled.value, scale * last.value, rtol=1e-3)
-    assert_close(scaled.standard_error, scale * last.standard_error, rtol=1e-2)
-    assert scaled.result == tx.RESULTS.successful
+def test_scales(key, name):
+    matrices = path()[:3]
+    *_, last = along(key, jnp.asarray(matrices), ESTIMATORS[name])
+    for scale in (1e-20, 0.0):
+        *_, scaled = along(key, jnp.asarray(scale * matrices), ESTIMATORS[name])
+        assert_close(scaled.value, scale * last.value, rtol=1e-3)
+        assert_close(scaled.standard_error, scale * last.standard_error, rtol=1e-2)
+        assert scaled.result == tx.RESULTS.successful
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,6 @@ def _complex_multiples():
     }
 
 
-MULTIPLES = (
-    *("matrix", "quotient", "function", "shifted", "sum", "diagonal", "product"),
-    *("array scalar", "mean"),
-)
-
-
 @pytest.fixture
 def _standard_promotion():
     # A real array by a complex number, which strict promotion refuses.
@@ -66,21 +60,30 @@ def _standard_promotion():
         yield
 
 
+@pytest.mark.x64
 @pytest.mark.usefixtures("_standard_promotion")
-@pytest.mark.parametrize("name", MULTIPLES)
-def test_complex_multiples_of_real_operators(key, name):
-    operator, dense = _complex_multiples()[name]
-    exact = tx.trace(key, operator, N)
-    assert jnp.iscomplexobj(exact.value)
-    assert_close(exact.value, np.trace(dense), rtol=1e-5)
-    assert_close(tx.diagonal(key, operator, N).value, np.diag(dense), 1e-5, 1e-6)
-    for k in (4, 9):
-        estimate = tx.trace(key, operator, k)
-        assert abs(estimate.value - np.trace(dense)) <= 6 * estimate.standard_error
-        norm = tx.frobenius_norm_squared(key, operator, k + 1)
-        assert jnp.isrealobj(norm.value)
-        off = abs(norm.value - np.sum(np.abs(dense) ** 2))
-        assert off <= 6 * norm.standard_error + 1e-4 * norm.value
+def test_complex_multiples_of_real_operators(key):
+    multiples = _complex_multiples()
+
+    @eqx.filter_jit
+    def estimates(operator):
+        signs = tx.trace(key, operator, 9, tx.HutchinsonEstimator())
+        exact = tx.trace(key, operator, N).value, tx.diagonal(key, operator, N).value
+        return exact, (signs.value, signs.standard_error)
+
+    for operator, dense in multiples.values():
+        (trace, diagonal), (value, error) = estimates(operator)
+        assert jnp.iscomplexobj(trace)
+        assert_close(trace, np.trace(dense), rtol=1e-5)
+        assert_close(diagonal, np.diag(dense), 1e-5, 1e-6)
+        assert abs(value - np.trace(dense)) <= 6 * error + 1e-6
+    operator, dense = multiples["shifted"]
+    estimate = tx.trace(key, operator, 9)
+    assert abs(estimate.value - np.trace(dense)) <= 6 * estimate.standard_error
+    norm = tx.frobenius_norm_squared(key, operator, 10)
+    assert jnp.isrealobj(norm.value)
+    off = abs(norm.value - np.sum(np.abs(dense) ** 2))
+    assert off <= 6 * norm.standard_error + 1e-4 * norm.value
     for k in (N, 12):
         logdet = tx.logdet(key, operator, k, throw=False)
         assert logdet.result == tx.RESULTS.not_hermitian
@@ -110,23 +113,26 @@ def test_a_multiple_that_is_hermitian_again(key):
     assert_close(estimate.value, np.linalg.slogdet(a)[1])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_operators_below_32_bits_answer_in_32(key, dtype):
-    def identity(n):
+def test_operators_below_32_bits_answer_in_32(key):
+    def identity(n, dtype=jnp.bfloat16):
         structure = jax.ShapeDtypeStruct((n,), dtype)
         return lx.FunctionLinearOperator(lambda v: v, structure)
 
-    estimate = tx.trace(key, identity(80_000), 4)
-    assert estimate.value.dtype == estimate.standard_error.dtype == jnp.float32
-    assert_close(estimate.value, 80_000, rtol=1e-5)
+    for dtype in (jnp.float16, jnp.bfloat16):
+        estimate = tx.trace(key, identity(80_000, dtype), 4)
+        assert estimate.value.dtype == estimate.standard_error.dtype == jnp.float32
+        assert_close(estimate.value, 80_000, rtol=1e-5)
     assert tx.diagonal(key, identity(8), 4).value.dtype == jnp.float32
     assert tx.logdet(key, identity(8) * 2, 8).value.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize(
-    "estimator",
-    [tx.HutchPlusPlusEstimator(), tx.XTraceEstimator(), tx.XNysTraceEstimator()],
+    ("dtype", "estimator"),
+    [
+        (jnp.bfloat16, tx.HutchPlusPlusEstimator()),
+        (jnp.float16, tx.XTraceEstimator()),
+        (jnp.bfloat16, tx.XNysTraceEstimator()),
+    ],
 )
 def test_error_bars_below_32_bits(dtype, estimator):
     a = jnp.asarray(matrix("poly", 100), dtype)
@@ -151,10 +157,10 @@ def test_error_bars_below_32_bits(dtype, estimator):
 #
 
 
-@pytest.mark.parametrize("k", [180, 190, 199])
 @pytest.mark.x64
-def test_second_derivatives_in_large_krylov_spaces(k):
-    # XLA on CPUs gets a product with `p p^*` wrong at these sizes.
+def test_second_derivatives_in_large_krylov_spaces():
+    # XLA on CPUs gets a product with `p p^*` wrong at sizes of about 180 to 256.
+    k = 190
     x = jr.uniform(jr.key(1), (200, 2))
     squared = jnp.sum((x[:, None] - x[None]) ** 2, axis=-1)
 
@@ -204,23 +210,29 @@ def test_exact_answers_have_the_error_bar_of_rounding(key):
         assert abs(trace.value - np.trace(wide)) <= trace.standard_error < 1e-3
 
 
-@pytest.mark.parametrize("n", [9, 40, 150])
+@pytest.mark.parametrize("n", [9, 150])
 def test_logarithms_and_inverses_of_singular_matrices_fail(key, n):
-    rng = np.random.default_rng(n)
-    for weighted in (False, True):
-        w = np.triu(rng.random((n, n)) < 6 / n, 1) * (rng.random((n, n)) ** weighted)
-        w = w + w.T + np.diag(np.ones(n - 1), 1) + np.diag(np.ones(n - 1), -1)
-        laplacian = as_operator(np.diag(w.sum(1)) - w)
-        for estimate in (
+    @eqx.filter_jit
+    def estimates(laplacian):
+        failed = [
             tx.logdet(key, laplacian, n, throw=False),
             tx.trace_inverse(key, laplacian, n, throw=False),
             tx.trace_function(
                 key, lambda x: jnp.abs(x) ** -0.5, laplacian, n, throw=False
             ),
-        ):
-            assert estimate.result == tx.RESULTS.outside_domain
+        ]
+        root = tx.trace_function(key, jnp.sqrt, laplacian, n, throw=False)
+        return [x.result for x in failed], root
+
+    rng = np.random.default_rng(n)
+    for weighted in (False, True):
+        w = np.triu(rng.random((n, n)) < 6 / n, 1) * (rng.random((n, n)) ** weighted)
+        w = w + w.T + np.diag(np.ones(n - 1), 1) + np.diag(np.ones(n - 1), -1)
+        laplacian = as_operator(np.diag(w.sum(1)) - w)
+        results, root = estimates(laplacian)
+        assert all(result == tx.RESULTS.outside_domain for result in results)
         # Finite there, and right.
-        root = tx.trace_function(key, jnp.sqrt, laplacian, n)
+        assert root.result == tx.RESULTS.successful
         values = np.linalg.eigvalsh(np.asarray(laplacian.matrix, np.float64))
         truth = np.sum(np.sqrt(np.maximum(values, 0)))
         assert abs(root.value - truth) < 2 * root.standard_error
@@ -273,12 +285,12 @@ def test_asymmetry_is_refused_or_in_the_error_bar(key):
     squared = np.sum((x[:, None] - x[None]) ** 2, axis=-1)
     uneven = np.exp(-squared / lengths[:, None] ** 2) + 0.1 * np.eye(150)
     even = np.exp(-squared / 0.04) + 0.1 * np.eye(150)
-    for k in (40, 150):
-        refused = tx.logdet(key, as_operator(uneven), k, throw=False)
-        assert refused.result == tx.RESULTS.not_hermitian
-        assert tx.logdet(key, as_operator(even), k).result == tx.RESULTS.successful
+    refused = tx.logdet(key, as_operator(uneven), 40, throw=False)
+    assert refused.result == tx.RESULTS.not_hermitian
+    assert tx.logdet(key, as_operator(even), 40).result == tx.RESULTS.successful
 
 
+@pytest.mark.skipif(is_x64(), reason="of the range of 32 bits")
 def test_scales_come_from_products(key):
     scores = jnp.asarray(np.random.default_rng(1).normal(size=(5, 7)), float_dtype())
     mask = jnp.asarray([0.0, -1e30, 0, 0, 0], float_dtype())
@@ -296,11 +308,10 @@ def test_scales_come_from_products(key):
     assert abs(norm.value - exact.value) < 6 * norm.standard_error
     for scale in (1e-25, 1e25):
         a = as_operator(scale * np.diag(np.linspace(1, 2, 40)))
-        for k in (20, 40):
-            estimate = tx.schatten_norm(key, a, k, p=3.0)
-            truth = scale * np.sum(np.linspace(1, 2, 40) ** 3) ** (1 / 3)
-            assert abs(estimate.value - truth) < 8 * estimate.standard_error
-            assert k - 2 <= estimate.stats["num_matvecs"] <= k
+        estimate = tx.schatten_norm(key, a, 20, p=3.0)
+        truth = scale * np.sum(np.linspace(1, 2, 40) ** 3) ** (1 / 3)
+        assert abs(estimate.value - truth) < 8 * estimate.standard_error
+        assert 18 <= estimate.stats["num_matvecs"] <= 20
 
 
 @pytest.mark.skipif(is_x64(), reason="of the range of 32 bits")
@@ -329,9 +340,8 @@ def test_norms_at_the_ends_of_the_range(key):
 def test_the_norm_of_a_map_from_real_to_complex_vectors(key):
     structure = jax.ShapeDtypeStruct((12,), float_dtype())
     transform = lx.FunctionLinearOperator(jnp.fft.rfft, structure)
-    for k in (6, 12):
-        norm = tx.frobenius_norm_squared(key, transform, k)
-        assert abs(norm.value - 12 * 7) <= 6 * norm.standard_error + 1e-3
+    norm = tx.frobenius_norm_squared(key, transform, 6)
+    assert abs(norm.value - 12 * 7) <= 6 * norm.standard_error + 1e-3
     turned = lx.FunctionLinearOperator(lambda v: 2j * v, structure)
     assert_close(tx.frobenius_norm_squared(key, turned, 12).value, 48.0)
 
@@ -352,23 +362,31 @@ def test_a_leaf_of_size_0(key):
         )
         return tx.leaf_traces(key, hessian, 12, probes="blocks", throw=False)
 
-    by_leaf, whole = total(1.0)
-    assert_close(jnp.stack(jax.tree.leaves(by_leaf.value)), [60, 0, 24], 1e-5)
-    assert_close(whole.value, 84, 1e-5)
-    slopes = jax.jacrev(lambda scale: total(scale)[0].value)(1.0)
-    assert_close(jnp.stack(jax.tree.leaves(slopes)), [60, 0, 0], 1e-5)
+    @jax.jit
+    def values_and_slopes(scale):
+        def values(scale):
+            by_leaf, whole = total(scale)
+            return by_leaf.value, whole.value
+
+        return values(scale), jax.jacrev(lambda scale: values(scale)[0])(scale)
+
+    (by_leaf, whole), slopes = values_and_slopes(1.0)
+    assert_close(jax.tree.leaves(by_leaf), [60, 0, 24], 1e-5)
+    assert_close(whole, 84, 1e-5)
+    assert_close(jax.tree.leaves(slopes), [60, 0, 0], 1e-5)
 
 
 @pytest.mark.x64
 def test_estimates_and_states_are_pickled_and_copied(key):
     operator = as_operator(matrix("flat", N), psd=True)
+    # Programs of these are small. What is pickled is of the same types.
+    diagonal = lx.DiagonalLinearOperator(jnp.linspace(1.0, 2.0, N))
     for estimate in (
         tx.logdet(key, operator, 8, shift=0.1),
-        tx.trace_inverse(key, operator, 8),
-        tx.estrada_index(key, operator, 8),
-        tx.von_neumann_entropy(key, operator, 8),
-        tx.schatten_norm(key, operator, 8),
-        tx.trace(key, operator, 8),
+        tx.trace_inverse(key, diagonal, 8),
+        tx.estrada_index(key, diagonal, 8),
+        tx.von_neumann_entropy(key, diagonal, 8),
+        tx.schatten_norm(key, diagonal, 8),
         tx.trace(key, operator, 8, tx.XTraceEstimator()),
     ):
         for other in (pickle.loads(pickle.dumps(estimate)), copy.deepcopy(estimate)):
@@ -461,7 +479,7 @@ def test_64_bits_within_a_program(key):
 
 @pytest.mark.x64
 def test_what_people_try_with_an_estimate(key):
-    estimate = tx.trace(key, as_operator(matrix("flat", N)), 8)
+    estimate = tx.trace(key, as_operator(matrix("flat", N)), N)
     value = float(estimate.value)
     assert float(estimate) == value
     assert f"{estimate:.3f} {estimate:>9.2e}" == f"{value:.3f} {value:>9.2e}"

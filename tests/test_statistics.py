@@ -29,7 +29,7 @@ def _cases():
     for estimator in ESTIMATORS if is_x64() else FAMILIES:
         psd = estimator.startswith("xnys")
         names = ["poly", "flat" if psd else "nonsymmetric"]
-        for name in names:
+        for name in names if estimator in FAMILIES else names[1:]:
             yield estimator, name, False
         # Other samplers take no other path for complex operators.
         if estimator in FAMILIES and is_x64():
@@ -71,8 +71,6 @@ def test_negative_semidefinite(key):
 REFERENCE = {
     ("xtrace", "poly"): {80: 4.7e-4},
     ("xtrace", "exp"): {20: 1.4e-2, 80: 1.4e-7},
-    ("xtrace", "step"): {20: 4.9e-2, 80: 2.0e-2},
-    ("xnystrace", "flat"): {80: 1.2e-3},
     ("xnystrace", "poly"): {80: 3.4e-4},
     ("xnystrace", "exp"): {80: 5.0e-12},
     ("hutch++-normal", "poly"): {80: 7.6e-4},
@@ -123,7 +121,7 @@ def _spread(estimator, name, k):
         ("hutch++-normal", "flat", 10),
         ("xtrace", "step", 40),
         ("xtrace", "nonsymmetric", 40),
-        *[("xnystrace", *case) for case in (("flat", 10), ("exp", 10), ("step", 40))],
+        *[("xnystrace", *case) for case in (("flat", 10), ("step", 40))],
     ],
 )
 def test_the_standard_error_is_the_root_mean_square_error(estimator, name, k):
@@ -153,14 +151,13 @@ def _rbf(length, points):
 
 @pytest.mark.x64
 @pytest.mark.parametrize(
-    ("estimator", "bounds"),
+    ("estimator", "k", "bound"),
     [
-        ("hutchinson", {40: 2.3e-1}),
-        ("xtrace", {20: 2.7e-3, 40: 9.9e-6}),
-        ("xnystrace", {20: 1.0e-5, 40: 3.5e-10}),
+        ("xtrace", 40, 9.9e-6),
+        ("xnystrace", 20, 1.0e-5),
     ],
 )
-def test_gradient_of_a_kernel_matrix_trace(estimator, bounds):
+def test_gradient_of_a_kernel_matrix_trace(estimator, k, bound):
     n = 300
     points = jnp.asarray(np.random.default_rng(0).uniform(size=(n, 2)))
 
@@ -169,20 +166,19 @@ def test_gradient_of_a_kernel_matrix_trace(estimator, bounds):
         return jnp.sum(kernel * kernel) / n
 
     exact = jax.grad(truth)(0.3)
-    for k, bound in bounds.items():
 
-        def value(length, key, k=k):
-            kernel = lx.MatrixLinearOperator(_rbf(length, points))
-            operator = lx.TaggedLinearOperator((kernel @ kernel) / n, PSD)
-            return tx.trace(key, operator, k, ESTIMATORS[estimator], throw=False).value
+    def value(length, key):
+        kernel = lx.MatrixLinearOperator(_rbf(length, points))
+        operator = lx.TaggedLinearOperator((kernel @ kernel) / n, PSD)
+        return tx.trace(key, operator, k, ESTIMATORS[estimator], throw=False).value
 
-        gradients = jax.jit(
-            lambda keys, value=value: jax.lax.map(
-                lambda key: jax.grad(value)(0.3, key), keys, batch_size=20
-            )
-        )(jr.split(jr.key(1), 100))
-        assert z_score(gradients, exact, 1e-12) < 4
-        assert np.std(gradients) / abs(exact) < 1.3 * bound
+    @jax.jit
+    def run(keys):
+        return jax.lax.map(lambda key: jax.grad(value)(0.3, key), keys, batch_size=20)
+
+    gradients = run(jr.split(jr.key(1), 100))
+    assert z_score(gradients, exact, 1e-12) < 4
+    assert np.std(gradients) / abs(exact) < 1.3 * bound
 
 
 @pytest.mark.x64

@@ -37,9 +37,6 @@ FEW = pytest.mark.parametrize(
     ("estimator", "operator"),
     [("hutchinson", PYTREE), ("xtrace", "function"), ("xnystrace", "matrix")],
 )
-TWO = pytest.mark.parametrize(
-    ("estimator", "operator"), [("hutch++", "matrix"), ("xtrace", PYTREE)]
-)
 
 
 def _value(estimator, operator, k=K):
@@ -70,36 +67,34 @@ def _assert_trees_close(x, y, rtol=None):
 
 
 @CROSS_SECTION
-def test_jit_and_vmap_agree_with_single_calls(key, estimator, operator):
+def test_vmap_agrees_with_single_calls(key, estimator, operator):
     value = _value(estimator, operator)
-    p = parameters()
     keys = jr.split(key, 3)
-    batch = jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), p)
-    single = jax.jit(value)
-    grid = jnp.stack(
-        [
-            jnp.stack(
-                [single(jax.tree.map(lambda x, i=i: x[i], batch), k) for k in keys]
-            )
-            for i in range(2)
-        ]
-    )
-    assert_close(value(p, keys[0]), grid[0, 0])
+    batch = jax.tree.map(lambda x: np.stack([x, 1.1 * x]), parameters())
+    first = jax.tree.map(lambda x: x[0], batch)
+
+    single = jax.jit(jax.value_and_grad(value))
+    grid = [
+        [single(jax.tree.map(lambda x, i=i: x[i], batch), k) for k in keys]
+        for i in range(2)
+    ]
+    values = np.asarray([[value for value, _ in row] for row in grid])
+    stacked = jax.tree.map(lambda *x: np.stack(x), *(g for _, g in grid[0]))
 
     @jax.jit
-    def batched(p, batch, keys):
-        return (
-            jax.vmap(value, (None, 0))(p, keys),
-            jax.vmap(value, (0, None))(batch, keys[1]),
-            jax.vmap(value)(batch, keys[:2]),
-            jax.vmap(jax.vmap(value, (None, 0)), (0, None))(batch, keys),
-        )
+    def batched(batch, keys):
+        over_keys = jax.vmap(value, (None, 0))
+        nested = jax.vmap(over_keys, (0, None))(batch, keys)
+        both = jax.vmap(value)(batch, keys[:2])
+        total = jax.grad(lambda p: jnp.sum(over_keys(p, keys)))(first)
+        gradients = jax.vmap(jax.grad(value), (None, 0))(first, keys)
+        return nested, both, gradients, total
 
-    over_keys, over_operators, over_both, nested = batched(p, batch, keys)
-    assert_close(over_keys, grid[0])
-    assert_close(over_operators, grid[:, 1])
-    assert_close(over_both, jnp.diagonal(grid[:, :2]))
-    assert_close(nested, grid)
+    nested, both, gradients, total = batched(batch, keys)
+    assert_close(nested, values)
+    assert_close(both, np.diagonal(values))
+    _assert_trees_close(gradients, stacked)
+    _assert_trees_close(total, jax.tree.map(lambda x: x.sum(0), stacked))
 
 
 @CROSS_SECTION
@@ -108,41 +103,36 @@ def test_the_derivative_pairs_the_frozen_blocks(key, estimator, operator):
     value, p = _value(estimator, operator), parameters()
     est = ESTIMATORS[estimator]
     direction = _direction(p)
-    t = jnp.zeros((), p["a"].dtype)
-
-    def along(f):
-        return lambda t: f(jax.tree.map(lambda x, d: x + t * d, p, direction))
 
     @jax.jit
-    def expectations(p, t):
+    def both(p, t):
         _, _, _, (V, Z) = est.compute(est.init(key, OPERATORS[operator](p)), K)
+
+        def along(f):
+            return lambda t: f(jax.tree.map(lambda x, d: x + t * d, p, direction))
 
         def frozen(p):
             return jnp.sum(Z * apply_block(OPERATORS[operator](p), V))
 
-        return jax.grad(frozen)(p), jax.grad(jax.grad(along(frozen)))(t)
-
-    @jax.jit
-    def derivatives(p, t):
+        expected = jax.grad(frozen)(p), jax.grad(jax.grad(along(frozen)))(t)
         line = along(lambda p: value(p, key))
-        first = [d(value)(p, key) for d in (jax.grad, jax.jacfwd)]
-        second = [jax.hessian(line)(t)]
+        gradient = jax.grad(value)(p, key)
+        primal, tangent = jax.jvp(lambda p: value(p, key), (p,), (direction,))
+        seconds = [jax.hessian(line)(t)]
         if estimator == "xnystrace":
-            first.append(jax.jacrev(value)(p, key))
-            second += [d(d(line))(t) for d in (jax.jacfwd, jax.jacrev)]
-        return first, jax.jvp(lambda p: value(p, key), (p,), (direction,)), second
+            seconds += [d(d(line))(t) for d in (jax.jacfwd, jax.jacrev)]
+        return expected, gradient, primal, tangent, seconds
 
-    expected, second_expected = expectations(p, t)
-    first, (primal, tangent), second = derivatives(p, t)
-    for got in first:
-        _assert_trees_close(got, expected)
+    (expected, second), gradient, primal, tangent, seconds = both(p, 0.0)
+    _assert_trees_close(gradient, expected)
     rtol = 1e-7
     assert_close(tangent, _dot(expected, direction), rtol=rtol)
-    for got in second:
-        assert_close(got, second_expected, rtol=rtol)
+    for got in seconds:
+        assert_close(got, second, rtol=rtol)
     # Eager calls go through the same rules.
-    assert_close(primal, value(p, key))
-    _assert_trees_close(jax.grad(value)(p, key), expected)
+    if operator == PYTREE:
+        assert_close(primal, value(p, key))
+        _assert_trees_close(jax.grad(value)(p, key), expected)
 
 
 @pytest.mark.parametrize(
@@ -165,97 +155,77 @@ def test_gradients_match_those_of_the_exact_trace(estimator, operator):
             assert z_score(samples, np.asarray(truth), 10 * rounding()) < 5
 
 
-@TWO
-def test_gradients_under_vmap_and_vmapped_gradients(key, estimator, operator):
-    value, p = _value(estimator, operator), parameters()
-    keys = jr.split(key, 3)
-    single = [jax.grad(value)(p, k) for k in keys]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *single)
-    _assert_trees_close(jax.vmap(jax.grad(value), (None, 0))(p, keys), stacked)
-    total = jax.grad(lambda p: jnp.sum(jax.vmap(value, (None, 0))(p, keys)))
-    expected = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
-    _assert_trees_close(jax.jit(total)(p), expected)
-
-
 @FEW
 def test_control_flow_and_checkpoint(key, estimator, operator):
     value, p = _value(estimator, operator), parameters()
-    expected_value, expected = jax.value_and_grad(value)(p, key)
 
-    checkpointed = jax.checkpoint(value)
-    _assert_trees_close(jax.grad(checkpointed)(p, key), expected)
+    def branched(p, key):
+        return jax.lax.cond(p["d"][0] > 0, value, lambda p, _: jnp.sum(p["d"]), p, key)
 
     def scanned(p):
-        def body(carry, k):
-            return carry + value(p, k), None
+        def body(carry, key):
+            return carry + jax.checkpoint(branched)(p, key), None
 
-        return jax.lax.scan(body, jnp.zeros_like(expected_value), jnp.stack([key]))[0]
-
-    _assert_trees_close(jax.jit(jax.grad(scanned))(p), expected)
+        return jax.lax.scan(body, 0.0, key[None])[0]
 
     def looped(p):
-        def body(carry):
-            i, _ = carry
-            return i + 1, value(p, key)
+        start = (0, 0.0)
+        return jax.lax.while_loop(
+            lambda c: c[0] < 2, lambda c: (c[0] + 1, value(p, key)), start
+        )[1]
 
-        start = (0, jnp.zeros_like(expected_value))
-        return jax.lax.while_loop(lambda c: c[0] < 2, body, start)[1]
+    @jax.jit
+    def both(p):
+        expected = jax.value_and_grad(value)(p, key)
+        return jax.value_and_grad(scanned)(p), looped(p), expected
 
-    assert_close(jax.jit(looped)(p), expected_value)
-
-    def branched(p):
-        return jax.lax.cond(
-            p["d"][0] > 0, lambda p: value(p, key), lambda p: jnp.sum(p["d"]), p
-        )
-
-    _assert_trees_close(jax.jit(jax.grad(branched))(p), expected)
+    found, of_loop, expected = both(p)
+    _assert_trees_close(found, expected)
+    assert_close(of_loop, expected[0])
 
 
-@pytest.mark.parametrize(
-    ("estimator", "operator"), [("xnystrace", "matrix"), ("xtrace", "pytree")]
-)
-def test_equinox_transforms(key, estimator, operator):
-    op = OPERATORS[operator](parameters())
-    est = ESTIMATORS[estimator]
+def test_equinox_transforms(key):
+    op = OPERATORS["pytree"](parameters())
+    keys = jr.split(key, 2)
 
     def value(op, key):
-        return tx.trace(key, op, K, est).value
+        return tx.trace(key, op, K, tx.XTraceEstimator()).value
 
-    plain = value(op, key)
-    assert plain.shape == ()
-    jitted = eqx.filter_jit(value)(op, key)
-    assert jitted.shape == ()
-    assert_close(jitted, plain)
-    gradient = eqx.filter_jit(eqx.filter_grad(value))(op, key)
+    @eqx.filter_jit
+    def transformed(op, keys):
+        both = eqx.filter_value_and_grad(value)(op, keys[0])
+        return both, eqx.filter_vmap(value, in_axes=(None, 0))(op, keys)
+
+    (jitted, gradient), batched = transformed(op, keys)
+    plain = [value(op, key) for key in keys]
+    assert_close(jitted, plain[0])
+    assert_close(batched, plain)
     inexact = eqx.filter(op, eqx.is_inexact_array)
     assert jax.tree.structure(gradient) == jax.tree.structure(inexact)
     for g, x in zip(jax.tree.leaves(gradient), jax.tree.leaves(inexact), strict=True):
-        assert g.shape == x.shape
-        assert g.dtype == x.dtype
-    keys = jr.split(key, 2)
-    batched = eqx.filter_vmap(value, in_axes=(None, 0))(op, keys)
-    assert_close(batched, jnp.stack([value(op, k) for k in keys]))
+        assert (g.shape, g.dtype) == (x.shape, x.dtype)
     struct = eqx.filter_eval_shape(value, op, key)
-    assert (struct.shape, struct.dtype) == (plain.shape, plain.dtype)
+    assert (struct.shape, struct.dtype) == ((), plain[0].dtype)
 
 
-@TWO
-def test_export(estimator, operator):
-    value, p = _value(estimator, operator), parameters()
-    key = jr.PRNGKey(0)
-    for fn in (value, jax.grad(value)):
-        exported = jax.export.export(jax.jit(fn))(p, key)
-        again = jax.export.deserialize(exported.serialize())
-        _assert_trees_close(again.call(p, key), jax.jit(fn)(p, key))
+def test_export():
+    p, key = parameters(), jr.PRNGKey(0)
+
+    def total(p, key):
+        names = ("hutch++", "matrix"), ("xtrace", PYTREE), ("xnystrace", "matrix")
+        return sum(_value(*pair)(p, key) for pair in names)
+
+    fn = jax.jit(jax.value_and_grad(total))
+    again = jax.export.deserialize(jax.export.export(fn)(p, key).serialize())
+    _assert_trees_close(again.call(p, key), fn(p, key))
 
 
-@pytest.mark.parametrize("estimator", ["hutchinson", "xnystrace"])
-def test_the_whole_estimate_passes_through_jit(key, estimator):
-    est = ESTIMATORS[estimator]
+def test_the_whole_estimate_passes_through_jit(key):
+    est = ESTIMATORS["xnystrace"]
 
     @jax.jit
     def run(p, key):
-        return tx.trace(key, OPERATORS["jacobian over a PyTree"](p), K, est)
+        return tx.trace(key, OPERATORS[PYTREE](p), K, est)
 
     estimate = run(parameters(), key)
     assert estimate.result == tx.RESULTS.successful
@@ -266,22 +236,10 @@ def test_the_whole_estimate_passes_through_jit(key, estimator):
     assert_close(again.value, estimate.value)
 
 
-def test_gradient_with_respect_to_a_scalar_factor(key):
-    p = parameters()
-    operator = OPERATORS["matrix"](p)
-
-    def value(scale):
-        scaled = lx.TaggedLinearOperator(operator * scale, PSD)
-        return tx.trace(key, scaled, K, tx.XTraceEstimator()).value
-
-    scale = jnp.asarray(2.0, p["a"].dtype)
-    assert_close(jax.grad(value)(scale), value(scale) / 2, rtol=1e-4)
-
-
-def test_standard_error_and_statistics_are_not_differentiated(key):
+def test_standard_errors_are_not_differentiated(key):
     def error(a):
         operator = lx.MatrixLinearOperator(a, PSD)
         return tx.trace(key, operator, K, tx.XTraceEstimator()).standard_error
 
     a = parameters()["a"]
-    assert_close(jax.grad(error)(a @ a.T), jnp.zeros_like(a))
+    assert not np.any(jax.jit(jax.grad(error))(a @ a.T))
