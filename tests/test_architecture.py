@@ -48,6 +48,7 @@ LAYERS = [
     "_diagonal",
     "_divergence",
     "_trace_function",
+    "_likelihood",
     "_spectral_sums",
     "testing",
     "__init__",

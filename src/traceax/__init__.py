@@ -22,6 +22,9 @@ from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
 from ._growing import GrowingEstimator as GrowingEstimator
+from ._likelihood import InvQuadLogdet as InvQuadLogdet
+from ._likelihood import gaussian_log_likelihood as gaussian_log_likelihood
+from ._likelihood import inv_quad_logdet as inv_quad_logdet
 from ._operators.convert import as_operator as as_operator
 from ._operators.curvature import (
     GaussNewtonLinearOperator as GaussNewtonLinearOperator,
@@ -30,6 +33,7 @@ from ._operators.curvature import HessianLinearOperator as HessianLinearOperator
 from ._operators.inverse import InverseLinearOperator as InverseLinearOperator
 from ._operators.kernel import KernelLinearOperator as KernelLinearOperator
 from ._operators.mean import MeanLinearOperator as MeanLinearOperator
+from ._preconditioner import choose_pivots as choose_pivots
 from ._progress import NoProgressMeter as NoProgressMeter
 from ._progress import ProgressMeter as ProgressMeter
 from ._progress import TextProgressMeter as TextProgressMeter

@@ -43,6 +43,20 @@ class Estimator(eqx.Module):
         """
         return state
 
+    def bar_of(self, outcome: Outcome) -> ErrorBar:
+        """The error bar that a tolerance is for; one of several leaves holds their moduli.
+
+        Optional.
+        """
+        freedom = outcome.stats["degrees_of_freedom"]
+        parts = outcome.value, outcome.standard_error, freedom
+        values, errors, freedoms = map(jtu.tree_leaves, parts)
+        errors = [jnp.where(x < 0, jnp.inf, x) for x in errors]
+        if len(values) == 1:
+            return ErrorBar(values[0], errors[0], freedoms[0].astype(errors[0].dtype))
+        sizes = [jnp.abs(x) for x in values]
+        return ErrorBar(*map(jnp.stack, (sizes, errors, freedoms)))
+
     @abc.abstractmethod
     def _exact(self, state: Any) -> Any:
         """The exact answer from n products, as `compute` would return it."""
@@ -147,17 +161,6 @@ class _Run(Algorithm):
             return self.estimator._finish(state, computed)
         computed = self.estimator.compute_until(state, self.k, self.stop)
         outcome, stand_in = self.estimator._finish(state, computed)
-        result = met_or_failed(self.stop, _bar(outcome), outcome.result)
+        bar = self.estimator.bar_of(outcome)
+        result = met_or_failed(self.stop, bar, outcome.result)
         return outcome._replace(result=result), stand_in
-
-
-def _bar(outcome: Outcome) -> ErrorBar:
-    """The error bar of an outcome; one of several leaves holds their moduli."""
-    freedom = outcome.stats["degrees_of_freedom"]
-    parts = outcome.value, outcome.standard_error, freedom
-    values, errors, freedoms = map(jtu.tree_leaves, parts)
-    errors = [jnp.where(x < 0, jnp.inf, x) for x in errors]
-    if len(values) == 1:
-        return ErrorBar(values[0], errors[0], freedoms[0].astype(errors[0].dtype))
-    sizes = [jnp.abs(x) for x in values]
-    return ErrorBar(*map(jnp.stack, (sizes, errors, freedoms)))

@@ -52,6 +52,10 @@ class RESULTS(eqx.Enumeration):
         "more than rounding: `lower`, or the shift of an operator that is tagged positive "
         "semidefinite. Give a number below the spectrum, or none; or remove the tag."
     )
+    noise_not_positive = (
+        "The noise is not positive: `shift` of a likelihood, or of a preconditioner. Keep it "
+        "positive, by its logarithm as a parameter for example."
+    )
     tolerance_not_met = (
         "The tolerance was not met with the products that were allowed, n - 1 at most. "
         "The value and its error bar are those of the products that were taken; "

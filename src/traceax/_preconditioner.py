@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 
 from ._arguments import check_key, require, without_numpy
 from ._linalg.pivoted_cholesky import Pivots, choose
-from ._linalg.whitening import Whitening, whiten
+from ._linalg.whitening import Whitening, scale_only, whiten
 from ._operators.block import apply_block, as_data, as_function, register, space_of
 from ._operators.check import checked_operator
 from ._operators.columns import columns_of, diagonal_of
@@ -93,17 +93,20 @@ def choose_pivots(
 def make_preconditioner(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    preconditioner: int | Int[Array, " r"],
+    preconditioner: int | Int[Array, " r"] | None,
     noise: Float[Array, " n"],
     where: str,
 ) -> Whitening:
     """The preconditioner of `operator + noise`, differentiable in both.
 
     - `operator`: as `checked_operator` returns it.
-    - `preconditioner`: how many columns at most, or pivots chosen before.
+    - `preconditioner`: how many columns at most, or pivots chosen before; `None` for none.
     - `noise`: as `noise_of` returns it.
     """
-    n = space_of(operator).size
+    space = space_of(operator)
+    n = space.size
+    if preconditioner is None:
+        return scale_only(noise, space.compute_dtype)
     operator = as_data(operator)
     preconditioner = without_numpy(preconditioner)
     if isinstance(preconditioner, int):

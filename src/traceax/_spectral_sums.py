@@ -9,24 +9,22 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._accuracy.tolerance import check_tolerance
 from ._arguments import check_real_scalar, known_number
 from ._estimate import Estimate, finite_or_failed, raise_failure
+from ._likelihood import Preconditioner, preconditioned_logdet
 from ._operators.block import is_positive_semidefinite, space_of
 from ._operators.shifted import ShiftedLinearOperator
 from ._spectral.base import SpectralEstimator
-from ._spectral.function import Power, SpectralFunction
+from ._spectral.function import LOG, Power, SpectralFunction
 from ._state import init_state
 from ._trace_function import Options, estimate_function
 
 
 # Functions of this module, which can be pickled as JAX's can't.
-def _log(x):
-    return jnp.log(x)
-
-
 def _exp(x):
     return jnp.exp(x)
 
@@ -44,7 +42,6 @@ def _identity(x):
 
 
 # Made once: programs for these are kept.
-_LOG = SpectralFunction(_log, monotone=True)
 _EXP = SpectralFunction(_exp)
 _RECIPROCAL = SpectralFunction(_reciprocal, monotone=True)
 _ENTROPY = SpectralFunction(_entropy)
@@ -58,6 +55,7 @@ def logdet(
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
+    preconditioner: Preconditioner = None,
     **options: Unpack[Options],
 ) -> Estimate:
     r"""Estimates `log det(A + shift I)` from at most `k` products with A.
@@ -74,15 +72,22 @@ def logdet(
     **Arguments:** those of [`traceax.trace_function`][], and
 
     - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite.
-    - `shift`: a real scalar, may be traced and differentiated.
+    - `shift`: a real scalar, may be traced and differentiated; or a positive number for
+        each of the n unknowns, of a positive semidefinite A.
+    - `preconditioner`: of a positive semidefinite A and a positive shift, as for
+        [`traceax.inv_quad_logdet`][], which estimates both terms of a likelihood at once.
 
     **Returns:** a [`traceax.Estimate`][]. `stats["bracket"]` holds the ends between which
     the value would be but for the error of probes, of operators that are tagged positive
     semidefinite: see [`traceax.KrylovAwareEstimator`][].
     """
     where = "traceax.logdet"
+    if preconditioner is not None or np.ndim(shift) > 0:
+        return preconditioned_logdet(
+            where, key, operator, k, estimator, shift, preconditioner, **options
+        )
     operator, lower = _shifted(operator, shift, where)
-    return estimate_function(where, key, _LOG, operator, k, estimator, lower, **options)
+    return estimate_function(where, key, LOG, operator, k, estimator, lower, **options)
 
 
 def trace_inverse(

@@ -1,12 +1,14 @@
 r"""The preconditioner of a Nystrom approximation and noise: `M^* M = (F F^* + N)^-1`."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .pivoted_cholesky import rounding_of
-from .small import cholesky, inverse_conjugate_transpose, matmul, squares
+from .small import cholesky, frobenius, inverse_conjugate_transpose, matmul, squares
 from .tall import combine, inner
 
 # Added to the diagonal of K'[S, S], in units of the noise.
@@ -24,6 +26,8 @@ class Whitening(eqx.Module):
     - `core`: `root X root^*`.
     - `scale`: `N^-1/2`.
     - `logdet`: `log det P`.
+    - `size`: `|F F^*|_F / sqrt(n)` beside the noise. Rounding errors of products with
+        `M (K + N) M^*` are eps times as large: what is of size 1 is made of what cancels.
     - `trace_inside`: `tr Q Q^*`, at most the number of columns.
     - `num_columns`: how many pivots are active.
     - `trace`, `residual_trace`: the traces of `N^-1 K` and of `N^-1 (K - F F^*)`: what
@@ -37,6 +41,7 @@ class Whitening(eqx.Module):
     core: Inexact[Array, "r r"]
     scale: Float[Array, " n"]
     logdet: Float[Array, ""]
+    size: Float[Array, ""]
     trace_inside: Float[Array, ""]
     num_columns: Int[Array, ""]
     trace: Float[Array, ""]
@@ -140,11 +145,31 @@ def whiten(
         core,
         scale,
         2 * (_sum_of_logs(lower1) + _sum_of_logs(lower2)) + jnp.sum(jnp.log(noise)),
+        frobenius(gram) / len(F) ** 0.5,
         jax.lax.stop_gradient(r - jnp.sum(squares(Q2))),
         num_columns,
         jnp.sum(diagonal),
         jnp.sum(jnp.maximum(residual, 0)),
         definite | ~finite,
+    )
+
+
+def scale_only(noise: Float[Array, " n"], dtype: Any) -> Whitening:
+    """The preconditioner of no columns, `N` itself."""
+    nothing = jnp.zeros((), noise.dtype)
+    none, empty = jnp.zeros((0, len(noise)), dtype).T, jnp.zeros((0, 0), dtype)
+    return Whitening(
+        none,
+        empty,
+        empty,
+        jax.lax.rsqrt(noise),
+        jnp.sum(jnp.log(noise)),
+        jnp.ones_like(nothing),
+        nothing,
+        jnp.zeros((), jnp.int32),
+        nothing,
+        nothing,
+        jnp.array(True),
     )
 
 

@@ -26,6 +26,8 @@ _WHERE = "traceax.KernelLinearOperator"
 # which derivatives take up to four times as much. An accelerator takes more at once, lest
 # it wait for the next tile.
 _NUMBERS_ON_CPU, _NUMBERS = 2**22, 2**26
+# Entries of a matrix that is stored: 256 MiB in 32-bit precision.
+_MOST_STORED = 2**26
 
 
 class KernelLinearOperator(OnePass):
@@ -183,6 +185,23 @@ class KernelLinearOperator(OnePass):
 
     def out_structure(self) -> jax.ShapeDtypeStruct:
         return self.in_structure()
+
+
+def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator with the matrices of kernels in memory, where they fit.
+
+    For many products, one after the other, in what isn't differentiated.
+    """
+
+    def is_kernel(x):
+        return isinstance(x, KernelLinearOperator)
+
+    def store(x):
+        if not is_kernel(x) or space_of(x).size ** 2 > _MOST_STORED:
+            return x
+        return lx.MatrixLinearOperator(x.as_matrix(), lx.positive_semidefinite_tag)
+
+    return jtu.tree_map(store, operator, is_leaf=is_kernel)
 
 
 def _rows_of_tile(x: PyTree[Array], n: int) -> int:

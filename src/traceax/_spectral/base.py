@@ -5,6 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
@@ -13,14 +14,15 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 from .._accuracy.error_bar import ErrorBar
 from .._arguments import StoredKey, check_real_scalar
 from .._drive import Estimator
-from .._estimate import RESULTS
+from .._estimate import RESULTS, finite_or_failed
 from .._linalg.krylov import RitzPairs
-from .._linalg.small import divisor, eigh, frobenius
-from .._linalg.tall import power_of_two_scale
+from .._linalg.small import divisor, eigh, frobenius, squares
+from .._linalg.tall import combine, inner, power_of_two_scale
+from .._linalg.whitening import Whitening
 from .._operators.block import Space, apply_block, complex_dtype, space_of
 from .._primitive import Outcome, make_outcome
 from .._state import State, init_state
-from .blocks import SpectralBlocks
+from .blocks import SpectralBlocks, Terms
 from .function import SpectralFunction, rounding_errors, spectral_function
 from .ritz import ritz_values
 
@@ -34,6 +36,8 @@ class SpectralState(State):
     - `operator`: a symmetric or Hermitian operator.
     - `function`: of its eigenvalues.
     - `lower`: a number that no eigenvalue is below, or `None`.
+    - `right`: right-hand sides b, of which `b^* A^-1 b` is wanted as well; or `None`.
+    - `preconditioner`: what makes the operator of another one; or `None`.
     - `space`: the space that the operator maps to itself.
     """
 
@@ -41,6 +45,8 @@ class SpectralState(State):
     operator: lx.AbstractLinearOperator
     function: SpectralFunction
     lower: Float[Array, ""] | None
+    right: Inexact[Array, "n q"] | None
+    preconditioner: Whitening | None
     space: Space = eqx.field(static=True)
 
     def __init__(
@@ -49,12 +55,21 @@ class SpectralState(State):
         operator: lx.AbstractLinearOperator,
         function: SpectralFunction,
         lower: Float[Array, ""] | None = None,
+        right: Inexact[Array, "n q"] | None = None,
+        preconditioner: Whitening | None = None,
     ):
         self._key = StoredKey(key)
         self.operator = operator
         self.function = function
         self.lower = lower
+        self.right = right
+        self.preconditioner = jax.lax.stop_gradient(preconditioner)
         self.space = space_of(operator)
+
+    @property
+    def size(self) -> Float[Array, ""] | None:
+        """That of the numbers that products are made of, where these cancel."""
+        return None if self.preconditioner is None else self.preconditioner.size
 
 
 class SpectralOutcome(NamedTuple):
@@ -63,6 +78,7 @@ class SpectralOutcome(NamedTuple):
     - `values`, `standard_errors`, `degrees_of_freedom`: scalars.
     - `stats`: a dictionary with at least `"num_matvecs"`.
     - `blocks`: what the derivative is made of.
+    - `forms`: of the state's right-hand sides.
     """
 
     values: list[Inexact[Array, ""]]
@@ -70,6 +86,20 @@ class SpectralOutcome(NamedTuple):
     degrees_of_freedom: list[Float[Array, ""]]
     stats: dict[str, PyTree]
     blocks: SpectralBlocks
+    forms: "Forms | None" = None
+
+
+class Forms(NamedTuple):
+    """`b^* A^-1 b` of q right-hand sides.
+
+    - `values`, `standard_errors`: in the middle of a bracket, whose ends are `bracket`.
+    - `coordinates`: of `A^-1 b` in the Ritz vectors.
+    """
+
+    values: Float[Array, " q"]
+    standard_errors: Float[Array, " q"]
+    bracket: tuple[Float[Array, " q"], Float[Array, " q"]]
+    coordinates: Inexact[Array, "p q"]
 
 
 class SpectralEstimator(Estimator):
@@ -131,7 +161,23 @@ class SpectralEstimator(Estimator):
             points,
             weights,
         )
+        forms = computed.forms
+        if forms is not None:
+            solution = combine(blocks.pairs.ritz_vectors, forms.coordinates)
+            stats = {"inv_quad_bracket": forms.bracket, "solution": solution}
+            outcome = outcome._replace(
+                value=Terms(outcome.value, forms.values),
+                standard_error=Terms(outcome.standard_error, forms.standard_errors),
+                result=finite_or_failed(forms.values, outcome.result),
+                stats={**outcome.stats, **stats},
+            )
         return outcome, blocks
+
+    def bar_of(self, outcome):
+        if isinstance(outcome.value, Terms):
+            freedom = outcome.stats["degrees_of_freedom"]
+            return likelihood_bar(outcome.value, outcome.standard_error, freedom)
+        return super().bar_of(outcome)
 
 
 def init_spectral_state(
@@ -216,7 +262,9 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     size = divisor(frobenius(hermitian / unit))
     asymmetry = frobenius((A - hermitian) / unit) / size
     values, vectors = eigh(hermitian)
-    values, noise, result = ritz_values(values, asymmetry, operator, state.lower)
+    values, noise, result = ritz_values(
+        values, asymmetry, operator, state.lower, state.size
+    )
     function = state.function.in_range(values)
     leaves = [jnp.sum(f) for f in function(values)]
     errors, decided = rounding_errors(
@@ -226,13 +274,61 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     result = outside_if(decided, result)
     stats = {"num_matvecs": space.size, "result": result, **function.unit}
     pairs = RitzPairs(identity, values, vectors, identity, space.size)
-    blocks = SpectralBlocks(pairs, identity)
-    return SpectralOutcome(leaves, errors, infinite, stats, blocks)
+    forms, coordinates = None, None
+    if state.right is not None:
+        inside = inner(vectors, state.right)
+        forms = forms_between(inside, values, None, form_rounding(state, values))
+        coordinates = forms.coordinates
+    blocks = SpectralBlocks(pairs, identity, solutions=coordinates)
+    return SpectralOutcome(leaves, errors, infinite, stats, blocks, forms)
 
 
 #
 # What estimators share
 #
+
+
+def forms_between(
+    inside: Inexact[Array, "p q"],
+    values: Float[Array, " p"],
+    extended: tuple[Inexact[Array, "r q"], Float[Array, " r"]] | None,
+    rounding: Float[Array, ""],
+) -> Forms:
+    """`Forms` from coordinates in Ritz vectors, with their values; and in those of E.
+
+    That of T is below the truth, and that of E above. `rounding` is the relative error
+    that rounding makes.
+    """
+    coordinates = inside / values[:, None].astype(inside.dtype)
+    low = jnp.sum(squares(inside) / values[:, None], axis=0)
+    high = low
+    if extended is not None:
+        others, nodes = extended
+        high = jnp.sum(squares(others) / nodes[:, None], axis=0)
+    low, high = jnp.minimum(low, high), jnp.maximum(low, high)
+    error = jnp.hypot((high - low) / 12**0.5, rounding * high)
+    return Forms((low + high) / 2, error, (low, high), coordinates)
+
+
+def form_rounding(state: SpectralState, values: Float[Array, " p"]) -> Float[Array, ""]:
+    """The relative error that rounding makes of `b^* A^-1 b`, no eigenvalue below 1.
+
+    A quarter of eps times the size of products. Measured were up to 0.11 of it: four kernels
+    in 2 to 8 dimensions, noise 1e-1 to 1e-4, n = 1,000, 0 and 300 columns, 32 bits.
+    """
+    size = jnp.sqrt(jnp.sum(values**2) / state.space.size)
+    if state.size is not None:
+        size = jnp.maximum(size, state.size)
+    return jnp.finfo(values.dtype).eps * jnp.maximum(size, 1) / 4
+
+
+def likelihood_bar(value: Terms, error: Terms, freedom: Float[Array, ""]) -> ErrorBar:
+    """The error bar of a Gaussian log likelihood, up to what is known exactly."""
+    number = value.inv_quad.shape[0]
+    error = jtu.tree_map(lambda x: jnp.where(x < 0, jnp.inf, x), error)
+    mean = -(number * value.logdet + jnp.sum(value.inv_quad)) / 2
+    errors = number * error.logdet / 2, jnp.sum(error.inv_quad) / 2
+    return ErrorBar(mean, jnp.hypot(*errors), freedom)
 
 
 def bar_of_leaves(
@@ -245,14 +341,20 @@ def bar_of_leaves(
     return ErrorBar(*map(jnp.stack, (sizes, errors, freedoms)))
 
 
-def probes_and_steps(num_probes: int | None, k: int, target: float) -> tuple[int, int]:
+def probes_and_steps(
+    num_probes: int | None, k: int, target: float, beside: int = 0
+) -> tuple[int, int]:
     """How many probes, and how many steps from each, with k less at most 2 products.
 
-    About `target` probes, where their number is not given.
+    About `target` probes, where their number is not given. So many vectors `beside` take
+    the steps, too: then more products may be left.
     """
     if num_probes is not None:
-        m = min(num_probes, k)
-        return m, k // m
+        m = max(min(num_probes, k - beside), 1)
+        return m, k // (m + beside)
+    if beside:
+        m = max(min(round(target), k - beside), 1)
+        return m, k // (m + beside)
     candidates = [
         (m, used // m)
         for used in range(k, max(k - 3, 0), -1)

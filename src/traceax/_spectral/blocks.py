@@ -29,7 +29,7 @@ SIAM J. Matrix Anal. Appl. 17 (1996), doi:10.1137/S0895479895283409).
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -59,17 +59,21 @@ class SpectralBlocks(StandIn):
         Values beyond are copies of one of them, everything else is 0 there.
     - `sizes`: numbers of pairs, ascending up to p, that derivatives may cut the blocks
         to.
+    - `solutions`: coordinates in the Ritz vectors of `U = A^-1 B`, B the right-hand sides
+        of the state; `None` without such.
     """
 
     pairs: RitzPairs
     coupling: Inexact[Array, "p p"]
     count: Int[Array, ""] | None = None
     sizes: tuple[int, ...] = eqx.field(static=True, default=())
+    solutions: Inexact[Array, "p q"] | None = None
 
     def derivative(self, state, tangent):
-        """The derivative of `tr f(A)`, in the structure of the function's results."""
-        primal = state.operator, state.function
-        tangent = tangent.operator, tangent.function
+        """The derivative of `tr f(A)`, in the structure of the function's results; and of
+        `b^* A^-1 b` for right-hand sides b."""
+        primal = state.operator, state.function, state.right
+        tangent = tangent.operator, tangent.function, tangent.right
         if not jtu.tree_leaves(tangent):
             return None
         if self.count is None:
@@ -82,15 +86,25 @@ class SpectralBlocks(StandIn):
                 for size in self.sizes
             ]
             leaves = jax.lax.switch(which, branches)
-        return primal[1].tree(leaves, self.pairs.values.dtype)
+        leaves, forms = leaves
+        tree = primal[1].tree(leaves, self.pairs.values.dtype)
+        return tree if self.solutions is None else Terms(tree, forms)
 
-    def _of_first(self, size, primal, tangent) -> list[Inexact[Array, ""] | None]:
+    def _of_first(self, size, primal, tangent):
         pairs, C = self.pairs.first(size), self.coupling[:size, :size]
-        (operator, function), (t_operator, t_function) = primal, tangent
+        operator, function, right = primal
+        t_operator, t_function, t_right = tangent
         function = function.in_range(pairs.values)
-        of_operator = _of_operator(pairs, C, operator, function, t_operator)
+        W = None
+        if jtu.tree_leaves(t_operator):
+            W = product_tangent(operator, t_operator, pairs.ritz_vectors)
+        of_operator = _of_operator(pairs, C, operator, function, W)
         of_function = _of_function(pairs, C, operator, function, t_function)
-        return [_add(*of) for of in zip(of_operator, of_function, strict=True)]
+        leaves = [_add(*of) for of in zip(of_operator, of_function, strict=True)]
+        if self.solutions is None:
+            return leaves, None
+        coordinates = self.solutions[:size]
+        return leaves, _of_forms(pairs, coordinates, operator, right, W, t_right)
 
 
 def smallest_of(sizes: tuple[int, ...], count: Int[Array, ""]) -> Int[Array, ""]:
@@ -98,14 +112,17 @@ def smallest_of(sizes: tuple[int, ...], count: Int[Array, ""]) -> Int[Array, ""]
     return jnp.sum(eqxi.unvmap_max(count) > jnp.asarray(sizes[:-1], jnp.int32))
 
 
-def _of_operator(pairs, C, operator, function, t_operator):
-    nothing = [None for _ in function(pairs.values)]
-    if not jtu.tree_leaves(t_operator):
-        return nothing
-    V = pairs.ritz_vectors
-    W = product_tangent(operator, t_operator, V)
+class Terms(NamedTuple):
+    """What a Gaussian likelihood is made of: `tr f(A)`, and `b^* A^-1 b` for each b."""
+
+    logdet: Any
+    inv_quad: Any
+
+
+def _of_operator(pairs, C, operator, function, W):
     if W is None:
-        return nothing
+        return [None for _ in function(pairs.values)]
+    V = pairs.ritz_vectors
     differences = divided_differences(function, pairs.values, pairs.values)
     corrections = second_order(operator, function, pairs)
 
@@ -127,6 +144,23 @@ def _of_function(pairs, C, operator, function, t_function):
     weights = jnp.real(jnp.diagonal(C))
     # A leaf may not depend on what others close over.
     return [None if x is None else jnp.sum(weights.astype(x.dtype) * x) for x in slopes]
+
+
+def _of_forms(pairs, coordinates, operator, right, W, t_right):
+    """`2 u^* db - u^* dA u`, with `u = A^-1 b` of the Krylov space."""
+    u = combine(pairs.ritz_vectors, coordinates)
+    n, p = pairs.basis.shape
+    steps = n if p == n else p // pairs.width
+    # The same, but for its derivative.
+    solution = solution_of(operator, right, u, steps)
+    parts = []
+    if W is not None:
+        # `dA u` has two factors u, of which W holds one fixed.
+        both = 2 * solution - u
+        parts.append(-jnp.real(column_dots(both, combine(W, coordinates))))
+    if t_right is not None:
+        parts.append(2 * jnp.real(column_dots(solution, t_right)))
+    return sum(parts) if parts else None
 
 
 def _add(x, y):
@@ -170,6 +204,37 @@ def _second_order_jvp(primals, tangents):
         return derivative(function, points)
 
     return zeros, frechet(operator, slopes, pairs, W)
+
+
+@eqx.filter_custom_jvp
+def solution_of(
+    operator: lx.AbstractLinearOperator,
+    right: Inexact[Array, "n q"],
+    u: Inexact[Array, "n q"],
+    steps: int,
+) -> Inexact[Array, "n q"]:
+    """`u = A^-1 B`, whose derivative is `A^-1 (dB - dA u)`, by Lanczos."""
+    del operator, right, steps
+    return u
+
+
+@solution_of.def_jvp
+def _solution_jvp(primals, tangents):
+    operator, right, u, steps = primals
+    t_operator, t_right, *_ = tangents
+    solution = solution_of(operator, right, u, steps)
+    parts = [] if t_right is None else [t_right]
+    if jtu.tree_leaves(t_operator):
+        W = product_tangent(operator, t_operator, u)
+        parts += [] if W is None else [-W]
+    if not parts:
+        return solution, None
+    operator, inverse = final(operator), SpectralFunction(jnp.reciprocal)
+
+    def solve(x):
+        return function_product(operator, inverse, x, steps)
+
+    return solution, jax.vmap(solve, 1, 1)(sum(parts))
 
 
 @eqx.filter_custom_jvp

@@ -63,6 +63,15 @@ class SpectralFunction(eqx.Module):
         return {}
 
 
+def _log(x):
+    # A function that can be pickled, as JAX's can't.
+    return jnp.log(x)
+
+
+# Made once: programs for it are kept.
+LOG = SpectralFunction(_log, monotone=True)
+
+
 class Power(eqx.Module):
     """`|x / unit|^p`."""
 

@@ -10,16 +10,18 @@ import jax.numpy as jnp
 from .._accuracy.tolerance import FEWEST, Check, run_until
 from .._arguments import check_optional_integer, without_numpy
 from .._linalg.krylov import arnoldi, arnoldi_factor, arnoldi_start, arnoldi_step
+from .._linalg.small import divisor
+from .._linalg.tall import column_norms, side_by_side
 from .._operators.block import apply_block
+from .._operators.kernel import stored
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .base import (
     SpectralEstimator,
     SpectralOutcome,
     SpectralState,
-    bar_of_leaves,
     probes_and_steps,
 )
-from .blocks import SpectralBlocks, smallest_of
+from .blocks import smallest_of
 from .krylov_sums import krylov_sums
 
 
@@ -93,39 +95,42 @@ class KrylovAwareEstimator(SpectralEstimator):
         check_sampler(self.sampler, name, resphere=True, independent=True)
 
     def compute(self, state, k):
-        m, steps = probes_and_steps(self.num_probes, k, best_probes(k))
-        product, Omega = self._begin(state, m)
-        basis, factor, R = arnoldi(product, Omega, steps)
-        sums = krylov_sums(state, factor, R, steps)
-        blocks = SpectralBlocks(sums.pairs(basis, factor[:, :m]), sums.coupling)
-        stats = {"num_matvecs": m * steps, **sums.stats}
-        return SpectralOutcome(*sums[:3], stats, blocks)
+        m, steps = probes_and_steps(self.num_probes, k, best_probes(k), _kept(state))
+        product, start = self._begin(state, m)
+        width = start.shape[1]
+        basis, factor, R = arnoldi(product, start, steps)
+        sums = krylov_sums(state, factor, R, steps, basis)
+        stats = {"num_matvecs": width * steps, **sums.stats}
+        blocks = sums.blocks(basis, factor[:, :width])
+        return SpectralOutcome(*sums[:3], stats, blocks, sums.forms)
 
     def compute_until(self, state, k, stop):
         if k < FEWEST:
             outcome = self.compute(state, k)
             stats = {**outcome.stats, "products_needed": jnp.inf}
             return outcome._replace(stats=stats)
-        m, most = probes_until(self.num_probes, k)
-        product, Omega = self._begin(state, m)
-        sizes = _sizes(most)
+        m, most = probes_until(self.num_probes, k, _kept(state))
+        product, start = self._begin(state, m)
+        width, sizes = start.shape[1], _sizes(most)
 
         def judge(run, count):
             factor, R = arnoldi_factor(run, count)
 
             def sums_of_size(size):
-                leading = factor[: m * size, : m * (size + 1)]
-                return krylov_sums(state, leading, R, count).padded(m * (most - size))
+                leading = factor[: width * size, : width * (size + 1)]
+                basis = run.basis.T[: width * size].T
+                sums = krylov_sums(state, leading, R, count, basis)
+                return sums.padded(width * (most - size))
 
             branches = [lambda size=size: sums_of_size(size) for size in sizes]
             sums = jax.lax.switch(smallest_of(sizes, count), branches)
-            return Check(bar_of_leaves(*sums[:3]), sums)
+            return Check(sums.bar(), sums)
 
         loop = run_until(
             stop,
             lambda run, count: arnoldi_step(product, run, count),
             judge,
-            arnoldi_start(Omega, most),
+            arnoldi_start(start, most),
             start=0,
             width=1,
             most=most,
@@ -134,17 +139,30 @@ class KrylovAwareEstimator(SpectralEstimator):
         )
         bar, sums = loop.check
         basis, factor, _ = loop.buffers
-        used, pairs = m * loop.count, sums.pairs(basis, factor[:, :m])
-        of_sizes = tuple(m * size for size in sizes)
-        blocks = SpectralBlocks(pairs, sums.coupling, used, of_sizes)
-        errors, stats = list(bar.standard_error), {"num_matvecs": used, **sums.stats}
-        stats["products_needed"] = m * loop.forecast.needed
-        return SpectralOutcome(sums.means, errors, sums.freedoms, stats, blocks)
+        used, of_sizes = width * loop.count, tuple(width * size for size in sizes)
+        blocks = sums.blocks(basis, factor[:, :width], used, of_sizes)
+        errors, stats = sums.errors, {"num_matvecs": used, **sums.stats}
+        if sums.forms is None:
+            errors = list(bar.standard_error)
+        stats["products_needed"] = width * loop.forecast.needed
+        return SpectralOutcome(
+            sums.means, errors, sums.freedoms, stats, blocks, sums.forms
+        )
 
     def _begin(self, state: SpectralState, m: int):
+        """Products, and what the space starts from: right-hand sides, and m probes."""
         space = state.space
-        Omega = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
-        return ft.partial(apply_block, state.operator), Omega
+        start = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
+        if state.right is not None:
+            # As long as probes: what is rounding is told by the size of them all.
+            lengths = divisor(column_norms(state.right)) / math.sqrt(space.size)
+            unit = lengths[None, :].astype(start.dtype)
+            start = side_by_side(state.right / unit, start)
+        return ft.partial(apply_block, stored(state.operator)), start
+
+
+def _kept(state: SpectralState) -> int:
+    return 0 if state.right is None else state.right.shape[1]
 
 
 def best_probes(k: int) -> float:
@@ -155,7 +173,7 @@ def best_probes(k: int) -> float:
     return max(0.5 * math.sqrt(k), min(3.0, max(k / 2, 2.0)))
 
 
-def probes_until(num_probes: int | None, k: int) -> tuple[int, int]:
+def probes_until(num_probes: int | None, k: int, beside: int = 0) -> tuple[int, int]:
     """How many probes, and how many steps at most, of which not all may be taken.
 
     As many as if half of them were, but at least 5, whose error bar is reliable, and
@@ -163,8 +181,8 @@ def probes_until(num_probes: int | None, k: int) -> tuple[int, int]:
     """
     if num_probes is None:
         num_probes = max(round(best_probes(k // 2)), min(5, k // 3))
-    m = min(num_probes, k)
-    return m, k // m
+    m = max(min(num_probes, k - beside), 1)
+    return m, k // (m + beside)
 
 
 def _sizes(most: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from .._accuracy.error_bar import leave_one_out_bar
+from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._linalg.krylov import (
     Projected,
     RitzPairs,
@@ -25,9 +25,19 @@ from .._linalg.left_out_krylov import (
     sample_weights,
     shortened,
 )
-from .._linalg.tall import inner
+from .._linalg.tall import column_norms, inner
+from .._linalg.whitening import Whitening
 from .._operators.block import is_positive_semidefinite
-from .base import SpectralState, outside_if
+from .base import (
+    Forms,
+    SpectralState,
+    bar_of_leaves,
+    form_rounding,
+    forms_between,
+    likelihood_bar,
+    outside_if,
+)
+from .blocks import SpectralBlocks, Terms
 from .function import SpectralFunction, remaining, rounding_errors, weighted_sums
 from .ritz import ritz_values
 
@@ -44,23 +54,48 @@ class KrylovSums(NamedTuple):
     vectors: Inexact[Array, "k k"]
     coupling: Inexact[Array, "k k"]
     stats: dict[str, Any]
+    forms: Forms | None
 
     def padded(self, missing: int) -> "KrylovSums":
         """With so many Ritz pairs more, of zeros at the last Ritz value."""
+        forms = self.forms
+        if forms is not None:
+            coordinates = jnp.pad(forms.coordinates, ((0, missing), (0, 0)))
+            forms = forms._replace(coordinates=coordinates)
         return self._replace(
             values=jnp.pad(self.values, (0, missing), mode="edge"),
             vectors=jnp.pad(self.vectors, (0, missing)),
             coupling=jnp.pad(self.coupling, (0, missing)),
+            forms=forms,
         )
 
-    def pairs(
-        self, basis: Inexact[Array, "n k"], omega: Inexact[Array, "k m"]
-    ) -> RitzPairs:
-        """The Ritz pairs, and probes of length `sqrt(n / m)`."""
-        m = omega.shape[1]
-        scales = math.sqrt(basis.shape[0] / m) / jnp.linalg.norm(omega, axis=0)
-        probes = inner(self.vectors, omega * scales[None, :].astype(omega.dtype))
-        return RitzPairs(basis, self.values, self.vectors, probes, m)
+    def bar(self) -> ErrorBar:
+        """The error bar that a tolerance is for."""
+        leaves = self.means, self.errors, self.freedoms
+        if self.forms is None:
+            return bar_of_leaves(*leaves)
+        (mean,), (error,), (freedom,) = leaves
+        values = Terms(mean, self.forms.values)
+        return likelihood_bar(values, Terms(error, self.forms.standard_errors), freedom)
+
+    def blocks(
+        self,
+        basis: Inexact[Array, "n k"],
+        omega: Inexact[Array, "k w"],
+        count: Int[Array, ""] | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> SpectralBlocks:
+        """The Ritz pairs, with probes of length `sqrt(n / m)`, for derivatives."""
+        width = omega.shape[1]
+        forms = self.forms
+        kept = 0 if forms is None else forms.values.shape[0]
+        probes = omega.T[kept:].T
+        lengths = jnp.linalg.norm(probes, axis=0)
+        scales = math.sqrt(basis.shape[0] / (width - kept)) / lengths
+        probes = inner(self.vectors, probes * scales[None, :].astype(omega.dtype))
+        pairs = RitzPairs(basis, self.values, self.vectors, probes, width)
+        solutions = None if forms is None else forms.coordinates
+        return SpectralBlocks(pairs, self.coupling, count, sizes, solutions)
 
 
 def krylov_sums(
@@ -68,29 +103,45 @@ def krylov_sums(
     factor: Inexact[Array, "k km"],
     R: Inexact[Array, "m m"],
     steps: int | Int[Array, ""],
+    basis: Inexact[Array, "n k"],
 ) -> KrylovSums:
     """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
 
-    Every sample is the middle of its bracket, where there is one.
+    The right-hand sides of the state are the first starting vectors. Every sample is the
+    middle of its bracket, where there is one.
     """
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
-    n, m = state.space.size, omega.shape[1]
-    theta, S = ritz_pairs(T, m * steps)
-    theta, noise, result = ritz_values(theta, asymmetry, state.operator, state.lower)
+    n, width = state.space.size, omega.shape[1]
+    kept = 0 if state.right is None else state.right.shape[1]
+    m = width - kept
+    theta, S = ritz_pairs(T, width * steps)
+    theta, noise, result = ritz_values(
+        theta, asymmetry, state.operator, state.lower, state.size
+    )
     function = state.function.in_range(theta)
-    left_out = leave_probes_out(T, omega, n, steps)
+    left_out = leave_probes_out(T, omega, n, steps, kept)
     C = coupling_of(left_out, S, m)
     diagonal = jnp.real(jnp.diagonal(C))
     rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
     stats = {"result": outside_if(decided, result), **function.unit}
     weights, leaves = sample_weights(left_out, S), function(theta)
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
-    samples = _samples(weights, leaves)
+    samples, forms = _samples(weights, leaves), None
+    excess = _excess(state.preconditioner, left_out, basis)
     if _has_bracket(state):
         lower, is_known = _lower_end(function, theta, state.lower)
         E = smallest_extension(T, R, (theta, S), lower, steps)
-        others = _extended_samples(function, E, left_out, lower, m * steps)
+        nodes, vectors = ritz_pairs(E, width * steps, beside=width)
+        nodes, vectors = jnp.maximum(nodes, lower), vectors[: len(T)]
+        others = _samples(sample_weights(left_out, vectors), function(nodes))
+        if state.right is not None:
+            lengths = column_norms(state.right)[None, :] / math.sqrt(n)
+            right = omega[:, :kept] * lengths.astype(omega.dtype)
+            ends = inner(vectors, right), nodes
+            noise = form_rounding(state, theta)
+            forms = forms_between(inner(S, right), theta, ends, noise)
+        samples, others = (_controlled(x, excess) for x in (samples, others))
         samples, ends = _middles(samples, others, jnp.min(theta) >= 0)
         # The standard deviation, if the truth is anywhere between the ends; half of their
         # distance where nothing is proven.
@@ -110,7 +161,7 @@ def krylov_sums(
         means.append(bar.mean)
         errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
         freedoms.append(bar.degrees_of_freedom)
-    return KrylovSums(means, errors, freedoms, theta, S, C, stats)
+    return KrylovSums(means, errors, freedoms, theta, S, C, stats, forms)
 
 
 def _samples(
@@ -118,6 +169,51 @@ def _samples(
 ) -> list[SampleWeights]:
     """The samples of every leaf, and those of pairs."""
     return [jtu.tree_map(lambda w, f=f: weighted_sums(w, f), weights) for f in leaves]
+
+
+#
+# What is known of the space of a preconditioner
+#
+
+
+class _Excess(NamedTuple):
+    """How much more of that space samples weigh than there is, of `outside` dimensions."""
+
+    weights: SampleWeights
+    outside: Float[Array, ""]
+
+
+def _excess(
+    preconditioner: Whitening | None, left_out: LeftOut, basis: Inexact[Array, "n k"]
+) -> _Excess | None:
+    if preconditioner is None or preconditioner.basis.shape[1] == 0:
+        return None
+    inside = preconditioner.inside(basis).conj().T
+    weights = jtu.tree_map(
+        lambda x: jnp.sum(x, axis=1) - preconditioner.trace_inside,
+        sample_weights(left_out, inside),
+    )
+    return _Excess(weights, basis.shape[0] - preconditioner.trace_inside)
+
+
+def _controlled(
+    samples: list[SampleWeights], excess: _Excess | None
+) -> list[SampleWeights]:
+    """Samples without what is chance in how much of that space they weigh.
+
+    There f is about 0, as `log(B)` is where a preconditioner makes B the identity, and
+    elsewhere the mean of what is left: the total is `t = mean(t_i + t e_i / outside)`.
+    """
+    if excess is None:
+        return samples
+
+    def of_leaf(sample):
+        share = jnp.mean(excess.weights.samples) / excess.outside
+        total = jnp.mean(sample.samples) / (1 - jnp.minimum(share, 0.5))
+        mean = total / excess.outside
+        return jtu.tree_map(lambda t, e: t + mean * e, sample, excess.weights)
+
+    return [of_leaf(x) for x in samples]
 
 
 #
@@ -146,20 +242,6 @@ def _lower_end(
     smallest = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
     finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
     return jnp.where(finite, known, smallest / 4), finite
-
-
-def _extended_samples(
-    function: SpectralFunction,
-    E: Inexact[Array, "km km"],
-    left_out: LeftOut,
-    lower: Float[Array, ""],
-    count: int | Int[Array, ""],
-) -> list[SampleWeights]:
-    """The samples of f(E) in place of f(T), of T of order `count`."""
-    k = left_out.spaces.shape[-1]
-    nodes, vectors = ritz_pairs(E, count, beside=E.shape[0] - k)
-    weights = sample_weights(left_out, vectors[:k])
-    return _samples(weights, function(jnp.maximum(nodes, lower)))
 
 
 def _middles(

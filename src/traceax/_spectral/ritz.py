@@ -8,6 +8,7 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from .._estimate import RESULTS
+from .._linalg.small import divisor
 from .._operators.block import is_positive_semidefinite, space_of
 
 # Asymmetry, relative to the operator. Rounding makes at most 50 eps of it: kernels, normal
@@ -36,9 +37,15 @@ def ritz_values(
     asymmetry: Float[Array, ""],
     operator: lx.AbstractLinearOperator,
     lower: Float[Array, ""] | None = None,
+    size: Float[Array, ""] | None = None,
 ) -> RitzValues:
-    """`RitzValues`, given how far from symmetric the projected operator is."""
+    """`RitzValues`, given how far from symmetric the projected operator is.
+
+    `size` is that of the numbers that products are made of, where these cancel.
+    """
     largest = jnp.max(jnp.abs(values), initial=0)
+    cancelled = 1 if size is None else jnp.maximum(size / divisor(largest), 1)
+    asymmetry = asymmetry / cancelled
     eps = jnp.finfo(values.dtype).eps
     rounding = 8 * math.sqrt(values.shape[0]) * largest
     values = jnp.where((values < 0) & (values > -rounding * eps), 0, values)
@@ -51,7 +58,7 @@ def ritz_values(
         _ASYMMETRY * eps, _SOLVERS, 4 * float(jnp.finfo(space_of(operator).dtype).eps)
     )
     result = RESULTS.where(asymmetry > limit, RESULTS.not_hermitian, result)
-    noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry)
+    noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
     if lower is not None:
         below = values < lower - rounding * noise
         wrong = jnp.any(below) & (result == RESULTS.successful)

@@ -1,0 +1,333 @@
+"""The likelihood of a Gaussian process: a log-determinant, a solve and a quadratic form."""
+
+import math
+from typing import Any, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
+
+from ._accuracy.tolerance import Stop, make_stop
+from ._arguments import budget_of, check_key, require
+from ._drive import run_estimator
+from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
+from ._linalg.whitening import Whitening
+from ._operators.block import as_data, space_of
+from ._operators.check import checked_operator
+from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
+from ._progress import NO_PROGRESS_METER
+from ._spectral.base import SpectralState, likelihood_bar
+from ._spectral.blocks import Terms
+from ._spectral.function import LOG
+from ._spectral.krylov_aware import KrylovAwareEstimator
+from ._trace_function import Options
+
+Preconditioner = int | Int[Array, " r"] | None
+
+
+class InvQuadLogdet(eqx.Module):
+    """What the likelihood of a Gaussian process is made of.
+
+    **Attributes:**
+
+    - `logdet`: a [`traceax.Estimate`][] of `log det (K + N)`.
+    - `inv_quad`: a [`traceax.Estimate`][] of `y^T (K + N)^-1 y`, in the middle of the
+        bracket `stats["bracket"]`; of shape `(q,)` for q right-hand sides.
+    - `solution`: `(K + N)^-1 y`, of the shape of y. Not differentiable.
+    """
+
+    logdet: Estimate
+    inv_quad: Estimate
+    solution: Inexact[Array, "n ..."]
+
+
+def inv_quad_logdet(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    y: Inexact[Array, "n ..."],
+    k: int | None = None,
+    estimator: KrylovAwareEstimator | None = None,
+    *,
+    shift: ArrayLike,
+    preconditioner: Preconditioner = None,
+    **options: Unpack[Options],
+) -> InvQuadLogdet:
+    r"""Estimates `log det (K + N)`, and `y^T (K + N)^-1 y` with the solution.
+
+    ```python
+    pivots = traceax.choose_pivots(key, kernel, 600, shift=noise)
+    terms = traceax.inv_quad_logdet(key, kernel, y, 32, shift=noise, preconditioner=pivots)
+    ```
+
+    All from one block Krylov space, which starts from y and from random probes, of the
+    matrix with its noise N scaled to 1 and preconditioned. Each of the two has first
+    derivatives of any kind with respect to the operator, the noise and y, and second ones.
+
+    | | |
+    |---|---|
+    | products | k, less those that don't fill a step of all probes and y; and r/n of one for r columns |
+    | beyond the products | O(n k^2 + n r^2) time, O(n k + n r) memory |
+    | bias | of the solution, that of conjugate gradients; half of each bracket at most |
+    | standard errors | as for [`traceax.logdet`][]; of `inv_quad` from its bracket alone, as nothing about it is random |
+
+    **Arguments:** those of [`traceax.trace_function`][], and
+
+    - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such
+        as a [`traceax.KernelLinearOperator`][]. It need not be tagged.
+    - `y`: an array of shape `(n,)`, or `(n, q)` for q right-hand sides. Each takes as many
+        products as a probe.
+    - `estimator`: a [`traceax.KrylovAwareEstimator`][].
+    - `shift`: N, the noise: a positive number, or an array of one for each of the n
+        observations.
+    - `preconditioner`: how many columns of K a preconditioner is made of, at most; or
+        which, from [`traceax.choose_pivots`][], as along a fit; none by default.
+    - `rtol`, `atol`: of the Gaussian log likelihood that both terms make.
+
+    **Returns:** a [`traceax.InvQuadLogdet`][]. `stats["num_columns"]` says how many columns
+    there are, `stats["residual"]` the mean diagonal of what they leave of K, beside the
+    noise: above 1 more columns would save products.
+
+    **Raises:** as [`traceax.trace_function`][]; `ValueError` for a y of another length, or
+    a noise that isn't positive.
+
+    **Reference:** Gardner, Pleiss, Bindel, Weinberger and Wilson, "GPyTorch", NeurIPS
+    (2018), arXiv:1809.11165, for both terms from the same products; Chen, Epperly, Tropp and
+    Webber, arXiv:2207.06503, for the columns; Zimmerling, Druskin and Simoncini,
+    doi:10.1007/s10915-025-02799-z, for the brackets.
+    """
+    where = "traceax.inv_quad_logdet"
+    problem = _Problem(where, key, operator, shift, preconditioner, y)
+    estimate = problem.estimate(k, estimator, **options)
+    logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
+    solution = problem.solution(estimate)
+    if options.get("throw", True):
+        logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad)
+    return InvQuadLogdet(logdet, inv_quad, solution)
+
+
+def gaussian_log_likelihood(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    y: Inexact[Array, "n ..."],
+    k: int | None = None,
+    estimator: KrylovAwareEstimator | None = None,
+    *,
+    shift: ArrayLike,
+    preconditioner: Preconditioner = None,
+    **options: Unpack[Options],
+) -> Estimate:
+    r"""Estimates the log density of y under a normal distribution of covariance `K + N`.
+
+        -1/2 y^T (K + N)^-1 y - 1/2 log det (K + N) - n/2 log(2 pi)
+
+    ```python
+    def loss(parameters):
+        kernel = traceax.KernelLinearOperator(Kernel(parameters), x)
+        return -traceax.gaussian_log_likelihood(
+            key, kernel, y, 32, shift=parameters.noise, preconditioner=pivots
+        ).value
+    ```
+
+    The marginal likelihood of a Gaussian process of mean 0, differentiable in the
+    parameters of the kernel, the noise, x and y.
+
+    **Arguments:** those of [`traceax.inv_quad_logdet`][]. The log densities of the columns
+    of y are summed.
+
+    **Returns:** a [`traceax.Estimate`][]. `stats["solution"]` is `(K + N)^-1 y`, from which
+    predictions are made; `stats["bracket"]` the pair of ends between which the value would
+    be but for the error of probes.
+
+    **Raises:** as [`traceax.inv_quad_logdet`][].
+    """
+    where = "traceax.gaussian_log_likelihood"
+    problem = _Problem(where, key, operator, shift, preconditioner, y)
+    estimate = problem.estimate(k, estimator, **options)
+    estimate = problem.likelihood(estimate)
+    return raise_failure(estimate) if options.get("throw", True) else estimate
+
+
+def preconditioned_logdet(
+    where: str,
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int | None,
+    estimator: Any,
+    shift: ArrayLike,
+    preconditioner: Preconditioner,
+    **options: Unpack[Options],
+) -> Estimate:
+    """`traceax.logdet` with columns, or with a noise for every observation."""
+    problem = _Problem(where, key, operator, shift, preconditioner, None)
+    estimate = problem.logdet(problem.estimate(k, estimator, **options))
+    return raise_failure(estimate) if options.get("throw", True) else estimate
+
+
+class _Problem:
+    """The operator `B = M (K + N) M^*`, at least 1, of checked arguments."""
+
+    state: SpectralState
+    preconditioner: Whitening
+    noise: Float[Array, " n"]
+    shape: tuple[int, ...] = ()
+    number: int = 0
+
+    def __init__(self, where, key, operator, shift, preconditioner, y):
+        key, operator = check_key(key, where), checked_operator(operator, where)
+        self.where, space = where, space_of(operator)
+        self.noise = noise_of(operator, shift, where)
+        P = make_preconditioner(key, operator, preconditioner, self.noise, where)
+        right = None
+        if y is not None:
+            y = _check_right(y, space.size, where).astype(space.compute_dtype)
+            self.shape = y.shape
+            right = P.apply(y.reshape(space.size, -1))
+            self.number = right.shape[1]
+        one = jnp.ones((), space.real_dtype)
+        B = PreconditionedLinearOperator(as_data(operator), P)
+        self.preconditioner = P
+        self.state = SpectralState(key, B, LOG, one, right, P)
+
+    def estimate(
+        self,
+        k: int | None,
+        estimator: Any,
+        *,
+        rtol: ArrayLike | None = None,
+        atol: ArrayLike | None = None,
+        level: float = 0.95,
+        progress_meter: Any = NO_PROGRESS_METER,
+        throw: bool = True,
+    ) -> Estimate:
+        """`tr log B`, and the quadratic forms."""
+        del throw
+        state, where = self.state, self.where
+        space = state.space
+        stop = make_stop(rtol, atol, level, progress_meter, space.compute_dtype, where)
+        k = budget_of(k, stop, space.size, where)
+        estimator = KrylovAwareEstimator() if estimator is None else estimator
+        require(
+            isinstance(estimator, KrylovAwareEstimator),
+            where,
+            "estimator must be a traceax.KrylovAwareEstimator",
+            estimator,
+            "pass an instance, or None",
+            TypeError,
+        )
+        least = 1 + self.number
+        require(
+            k >= min(least, space.size),
+            where,
+            f"k must be at least {least}, a product for a probe and for each column of y",
+            str(k),
+            "more steps make it accurate",
+        )
+        if stop is not None:
+            stop = self._stop(stop)
+        return run_estimator(estimator, state, k, stop, throw=False)
+
+    def _stop(self, stop: Stop) -> Stop:
+        known = self.preconditioner.logdet if self.number == 0 else self._constant()
+        offset = jax.lax.stop_gradient(known)
+        return stop.for_part(None, offset.astype(self.state.space.compute_dtype))
+
+    def _constant(self) -> Float[Array, ""]:
+        """The log likelihood but for the terms of B."""
+        of_two_pi = self.state.space.size * math.log(2 * math.pi)
+        return -self.number * (self.preconditioner.logdet + of_two_pi) / 2
+
+    def logdet(self, estimate: Estimate) -> Estimate:
+        """`log det P + tr log B`."""
+        known = self.preconditioner.logdet
+        value, error = _of_terms(estimate, "logdet")
+        stats = dict(estimate.stats)
+        stats["bracket"] = tuple(
+            x + jax.lax.stop_gradient(known) for x in self._bracket(estimate)
+        )
+        for name in ("inv_quad_bracket", "solution"):
+            stats.pop(name, None)
+        error = _with_rounding(error, value, known)
+        return self._made(estimate, value + known, error, stats)
+
+    def inv_quad(self, estimate: Estimate) -> Estimate:
+        """`b^* B^-1 b` of each right-hand side."""
+        value, error = _of_terms(estimate, "inv_quad")
+        stats = {
+            "num_matvecs": estimate.stats["num_matvecs"],
+            "bracket": tuple(map(self._like_y, estimate.stats["inv_quad_bracket"])),
+            "degrees_of_freedom": jnp.full(self.shape[1:], jnp.inf, error.dtype),
+        }
+        value, error = self._like_y(value), self._like_y(error)
+        return self._made(estimate, value, error, stats)
+
+    def _like_y(self, x: Array) -> Array:
+        return x.reshape(self.shape[1:])
+
+    def solution(self, estimate: Estimate) -> Inexact[Array, "n ..."]:
+        """`A^-1 y = M^* B^-1 M y`."""
+        P = jax.lax.stop_gradient(self.preconditioner)
+        return P.apply_adjoint(estimate.stats["solution"]).reshape(self.shape)
+
+    def likelihood(self, estimate: Estimate) -> Estimate:
+        error = Terms(*(_of_terms(estimate, name)[1] for name in Terms._fields))
+        stats = dict(estimate.stats)
+        bar = likelihood_bar(estimate.value, error, stats["degrees_of_freedom"])
+        constant = self._constant()
+        ends = zip(self._bracket(estimate), stats.pop("inv_quad_bracket"), strict=True)
+        totals = [-(self.number * x + jnp.sum(y)) / 2 for x, y in ends]
+        known = jax.lax.stop_gradient(constant)
+        stats["bracket"] = tuple(known + x for x in reversed(totals))
+        stats["solution"] = self.solution(estimate)
+        error = _with_rounding(bar.standard_error, bar.mean, constant)
+        return self._made(estimate, bar.mean + constant, error, stats)
+
+    def _bracket(self, estimate: Estimate) -> tuple[Array, Array]:
+        """Of an exact answer its value, twice."""
+        value, _ = _of_terms(jax.lax.stop_gradient(estimate), "logdet")
+        return estimate.stats.get("bracket", (value, value))
+
+    def _made(self, estimate: Estimate, value, error, stats) -> Estimate:
+        P = self.preconditioner
+        n = self.state.space.size
+        stats = {
+            **stats,
+            "num_columns": P.num_columns,
+            "residual": jax.lax.stop_gradient(P.residual_trace) / n,
+        }
+        result = estimate.result
+        for bad, reason in (
+            (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
+            (~P.semidefinite, RESULTS.not_semidefinite),
+        ):
+            result = RESULTS.where(bad, reason, result)
+        result = finite_or_failed(value, result)
+        return Estimate(value, error, result, stats, self.state, estimate._by)
+
+
+def _of_terms(estimate: Estimate, name: str) -> tuple[Array, Array]:
+    value, error = estimate.value, estimate._standard_error
+    if not isinstance(value, Terms):
+        return value, error
+    return getattr(value, name), getattr(error, name)
+
+
+def _with_rounding(error, *parts) -> Float[Array, ""]:
+    """The standard error of a sum, which is rounded; unknown where it is."""
+    size = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
+    rounding = 4 * jnp.finfo(error.dtype).eps * size
+    return jnp.where(error < 0, error, jnp.hypot(error, rounding))
+
+
+def _check_right(y: Any, n: int, where: str) -> Inexact[Array, "n ..."]:
+    hint = f"pass the n = {n} observations, or a column of them for each output"
+    is_array = isinstance(y, jax.Array | np.ndarray)
+    require(is_array, where, "y must be an array", y, hint, TypeError)
+    numbers = jnp.issubdtype(y.dtype, jnp.number)
+    require(numbers, where, "y must hold numbers", y, hint, TypeError)
+    shaped = y.ndim in (1, 2) and y.shape[0] == n and y.size > 0
+    what = f"y must be of shape ({n},) or ({n}, q)"
+    require(shaped, where, what, y, hint)
+    return jnp.asarray(y)

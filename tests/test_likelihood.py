@@ -1,0 +1,360 @@
+"""Gaussian likelihoods against Cholesky factorisations."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import assert_close, float_dtype, is_x64
+from kernels import Matern
+
+import traceax as tx
+
+N = 120
+NOISE = 1e-2
+
+
+class Problem(eqx.Module):
+    """Parameters of a Gaussian process in the plane."""
+
+    length: jax.Array
+    scale: jax.Array
+    noise: jax.Array
+
+    def kernel(self, x):
+        matern = Matern(self.length)
+        return tx.KernelLinearOperator(lambda a, b: self.scale * matern(a, b), x)
+
+    def dense(self, x):
+        # Outside of `jit`: see the tests of kernel operators for what XLA makes of it.
+        x = x @ jnp.diag(1 / self.length)
+        squared = jnp.sum((x[:, None] - x[None]) ** 2, -1)
+        r = jnp.sqrt(3 * jnp.where(squared == 0, 1, squared))
+        K = self.scale * jnp.where(squared == 0, 1, (1 + r) * jnp.exp(-r))
+        return K + jnp.diag(jnp.broadcast_to(self.noise, (len(x),)))
+
+
+def problem(noise=NOISE):
+    array = [jnp.asarray(v, float_dtype()) for v in ([0.4, 0.6], 1.5, noise)]
+    return Problem(*array)
+
+
+def data(n=N, columns=()):
+    rng = np.random.default_rng(1)
+    x = rng.random((n, 2))
+    y = np.sin(5 * x[:, 0]) + 0.1 * rng.normal(size=(*columns, n))
+    return jnp.asarray(x, float_dtype()), jnp.asarray(y.T, float_dtype())
+
+
+def terms_by_cholesky(problem, x, y):
+    A = problem.dense(x)
+    lower = jnp.linalg.cholesky(A)
+    solution = jax.scipy.linalg.cho_solve((lower, True), y)
+    return 2 * jnp.sum(jnp.log(jnp.diag(lower))), jnp.sum(y * solution, 0), solution
+
+
+def by_cholesky(problem, x, y):
+    logdet, inv_quad, _ = terms_by_cholesky(problem, x, y)
+    number = inv_quad.size
+    constant = number * (logdet + len(x) * math.log(2 * math.pi))
+    return -(constant + jnp.sum(inv_quad)) / 2
+
+
+def likelihood(problem, x, y, k, key=None, **options):
+    key = jr.key(3) if key is None else key
+    return tx.gaussian_log_likelihood(
+        key, problem.kernel(x), y, k, shift=problem.noise, **options
+    )
+
+
+def test_likelihood_with_derivatives():
+    # Where the Krylov space has converged all is as by Cholesky, but for the probes.
+    x, y = data(columns=(2,))
+    p = problem()
+
+    @jax.jit
+    def run(p, x, y):
+        pivots = tx.choose_pivots(jr.key(0), p.kernel(x), 60, shift=p.noise)
+
+        def value(p, x, y):
+            return likelihood(p, x, y, 72, preconditioner=pivots).value
+
+        terms = tx.inv_quad_logdet(
+            jr.key(3), p.kernel(x), y, 72, shift=p.noise, preconditioner=pivots
+        )
+        return terms, jax.value_and_grad(value, (0, 1, 2))(p, x, y)
+
+    terms, (value, slopes) = run(p, x, y)
+    logdet, inv_quad, solution = terms_by_cholesky(p, x, y)
+    tolerance = 1e-8 if is_x64() else 2e-3
+    assert_close(terms.inv_quad.value, inv_quad, tolerance)
+    assert_close(
+        terms.solution, solution, tolerance, tolerance * jnp.abs(solution).max()
+    )
+    assert abs(terms.logdet.value - logdet) < 4 * terms.logdet.standard_error
+    assert abs(value - by_cholesky(p, x, y)) < 4 * terms.logdet.standard_error
+    assert terms.logdet.standard_error < 1e-2 * abs(logdet)
+    expected = jax.grad(by_cholesky, (0, 1, 2))(p, x, y)
+    for a, b in zip(*map(jax.tree.leaves, (slopes, expected)), strict=True):
+        assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
+    assert_close(slopes[2], expected[2], tolerance, tolerance * jnp.abs(solution).max())
+
+
+@pytest.mark.x64
+def test_exact_answers_and_second_derivatives():
+    x, y = data(30)
+    p = problem()
+
+    def value(p, y, k, columns):
+        return likelihood(p, x, y, k, preconditioner=columns).value
+
+    @eqx.filter_jit
+    def run(p, y, k, columns):
+        return jax.value_and_grad(value, (0, 1))(p, y, k, columns), jax.hessian(
+            value, (0, 1)
+        )(p, y, k, columns)
+
+    f = by_cholesky(p, x, y)
+    gradient = jax.grad(by_cholesky, (0, 2))(p, x, y)
+    hessian = jax.hessian(by_cholesky, (0, 2))(p, x, y)
+    for columns in (None, 10):
+        (found, slopes), curvature = run(p, y, 30, columns)
+        assert_close(found, f)
+        for a, b in zip(*map(jax.tree.leaves, (slopes, gradient)), strict=True):
+            assert_close(a, b, 1e-8, 1e-8)
+        for a, b in zip(*map(jax.tree.leaves, (curvature, hessian)), strict=True):
+            assert_close(a, b, 1e-6, 1e-6 * jnp.abs(b).max())
+
+
+@pytest.mark.x64
+def test_second_derivatives_of_the_quadratic_term():
+    # Nothing about it is random, once the space has converged.
+    x, y = data(60)
+    p = problem(0.1)
+
+    def quadratic(p, y):
+        terms = tx.inv_quad_logdet(
+            jr.key(0), p.kernel(x), y, 40, shift=p.noise, preconditioner=30
+        )
+        return terms.inv_quad.value
+
+    def exact(p, y):
+        return terms_by_cholesky(p, x, y)[1]
+
+    found = jax.jit(jax.hessian(quadratic, (0, 1)))(p, y)
+    expected = jax.hessian(exact, (0, 1))(p, y)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert_close(a, b, 1e-5, 1e-5 * jnp.abs(b).max())
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("columns", [None, 25])
+def test_intervals_and_derivatives_over_keys(columns):
+    # Far from converged: brackets must hold what the space doesn't know.
+    x, y = data(200)
+    p = problem(1e-3)
+    pivots = None
+    if columns is not None:
+        pivots = tx.choose_pivots(jr.key(9), p.kernel(x), columns, shift=p.noise)
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        terms = tx.inv_quad_logdet(
+            key, p.kernel(x), y, 24, shift=p.noise, preconditioner=pivots
+        )
+
+        def logdet(p):
+            return likelihood(p, x, 0 * y, 72, key, preconditioner=pivots).value
+
+        estimate, form = terms.logdet, terms.inv_quad
+        inside = [e.confidence_interval() for e in (estimate, form)]
+        low, high = form.stats["bracket"]
+        return estimate.value, inside, (low, high), jax.grad(logdet)(p)
+
+    values, inside, (low, high), slopes = run(jr.split(jr.key(0), 100))
+    logdet, inv_quad, _ = terms_by_cholesky(p, x, y)
+    for (lower, upper), truth in zip(inside, (logdet, inv_quad), strict=True):
+        assert np.mean((lower <= truth) & (truth <= upper)) >= 0.9
+    assert jnp.all(low <= inv_quad * (1 + 1e-9))
+    assert jnp.all(high >= inv_quad * (1 - 1e-9))
+    assert np.std(values) > 0
+    if columns is not None:
+        # The space of 72 products has converged: what is left is unbiased.
+        expected = jax.grad(by_cholesky)(p, x, 0 * y)
+        for a, b in zip(*map(jax.tree.leaves, (slopes, expected)), strict=True):
+            z = (a.mean(0) - b) / (a.std(0) / 10)
+            assert jnp.max(jnp.abs(z)) < 4.5
+
+
+def test_noise_of_every_observation():
+    x, y = data()
+    noise = jnp.asarray(np.linspace(0.01, 0.1, N), float_dtype())
+    p = eqx.tree_at(lambda p: p.noise, problem(), noise)
+
+    @eqx.filter_jit
+    def run(p, y, columns):
+        kernel = p.kernel(x)
+        logdet = tx.logdet(
+            jr.key(1), kernel, 100, shift=p.noise, preconditioner=columns
+        )
+        terms = tx.inv_quad_logdet(
+            jr.key(1), kernel, y, 100, shift=p.noise, preconditioner=columns
+        )
+        return logdet, terms
+
+    exact, inv_quad, solution = terms_by_cholesky(p, x, y)
+    for columns in (None, 40):
+        logdet, terms = run(p, y, columns)
+        for e in (logdet, terms.logdet):
+            assert abs(e.value - exact) < 4 * e.standard_error
+            low, high = e.stats["bracket"]
+            assert low <= high
+        assert_close(terms.inv_quad.value, inv_quad, 1e-8 if is_x64() else 1e-3)
+        assert jnp.linalg.norm(terms.solution - solution) < 1e-3 * jnp.linalg.norm(
+            solution
+        )
+
+
+def test_one_program_for_keys_and_parameters():
+    x, y = data(60)
+    keys = jr.split(jr.key(0), 3)
+    lengths = jnp.asarray([[0.3, 0.5], [0.4, 0.4], [0.8, 0.6]], float_dtype())
+
+    def value(key, length):
+        p = eqx.tree_at(lambda p: p.length, problem(), length)
+        return likelihood(p, x, y, 24, key, preconditioner=20).value
+
+    together = jax.jit(jax.vmap(jax.value_and_grad(value, 1)))(keys, lengths)
+    one = jax.jit(jax.value_and_grad(value, 1))
+    for i in range(3):
+        for a, b in zip(together, one(keys[i], lengths[i]), strict=True):
+            assert_close(a[i], b, 1e-7 if is_x64() else 2e-2)
+
+
+def test_a_tolerance_is_of_the_likelihood():
+    x, y = data(400)
+    p = problem()
+
+    @jax.jit
+    def run(rtol):
+        return likelihood(p, x, y, 200, preconditioner=60, rtol=rtol, throw=False)
+
+    exact = by_cholesky(p, x, y)
+    used = []
+    for rtol in (0.3, 0.01):
+        estimate = run(rtol)
+        assert estimate.result == tx.RESULTS.successful
+        assert abs(estimate.value - exact) < 2 * rtol * abs(exact)
+        low, high = estimate.confidence_interval()
+        assert (high - low) / 2 <= 1.01 * rtol * abs(estimate.value)
+        used.append(int(estimate.stats["num_matvecs"]))
+    assert used[0] < used[1]
+
+
+def test_columns_that_buy_nothing_are_not_used():
+    n = 200
+    identity = lx.MatrixLinearOperator(
+        jnp.eye(n, dtype=float_dtype()), lx.positive_semidefinite_tag
+    )
+    estimate = tx.logdet(jr.key(0), identity, 12, shift=0.5, preconditioner=50)
+    assert estimate.stats["num_columns"] == 0
+    assert_close(estimate.value, n * math.log(1.5), 1e-5)
+    x, _ = data()
+    estimate = tx.logdet(
+        jr.key(0), problem().kernel(x), 24, shift=NOISE, preconditioner=50
+    )
+    assert 0 < estimate.stats["num_columns"] <= 50
+    assert estimate.stats["residual"] > 0
+
+
+BAD = {
+    "length of y": (lambda x, y: (x, y[:-1], NOISE, None), ValueError, "shape"),
+    "axes of y": (lambda x, y: (x, y[:, None, None], NOISE, None), ValueError, "shape"),
+    "list": (lambda x, y: (x, [1.0], NOISE, None), TypeError, "array"),
+    "no noise": (lambda x, y: (x, y, 0.0, None), ValueError, "positive"),
+    "negative noise": (lambda x, y: (x, y, -NOISE, 20), ValueError, "positive"),
+    "noise of wrong length": (
+        lambda x, y: (x, y, jnp.ones(3), None),
+        ValueError,
+        "shape",
+    ),
+    "too many columns": (lambda x, y: (x, y, NOISE, N + 1), ValueError, "from 1 to n"),
+    "pivots beyond n": (
+        lambda x, y: (x, y, NOISE, jnp.array([0, N])),
+        ValueError,
+        "below n",
+    ),
+    "columns in words": (lambda x, y: (x, y, NOISE, "many"), TypeError, "int"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    arguments, error, words = BAD[name]
+    x, y, shift, preconditioner = arguments(*data())
+    kernel = problem().kernel(x)
+    for fn in (tx.gaussian_log_likelihood, tx.inv_quad_logdet):
+        with pytest.raises(error, match=words):
+            fn(jr.key(0), kernel, y, 20, shift=shift, preconditioner=preconditioner)
+
+
+def test_other_bad_arguments():
+    x, y = data()
+    kernel = problem().kernel(x)
+    with pytest.raises(TypeError, match="KrylovAwareEstimator"):
+        tx.gaussian_log_likelihood(
+            jr.key(0), kernel, y, 20, tx.LanczosQuadratureEstimator(), shift=1.0
+        )
+    with pytest.raises(ValueError, match="k must be at least 2"):
+        tx.gaussian_log_likelihood(jr.key(0), kernel, y, 1, shift=1.0)
+
+
+def test_failures_are_reported():
+    x, y = data()
+    p = problem()
+
+    def indefinite(a, b):
+        return jnp.cos(3 * jnp.sum(a * b)) - 0.5
+
+    bad = tx.KernelLinearOperator(indefinite, x)
+
+    @eqx.filter_jit
+    def run(kernel, y, noise, columns):
+        return tx.gaussian_log_likelihood(
+            jr.key(0), kernel, y, 40, shift=noise, preconditioner=columns, throw=False
+        ).result
+
+    noise = jnp.asarray(NOISE, float_dtype())
+    for columns in (None, 30):
+        found = run(p.kernel(x.at[3, 0].set(jnp.nan)), y, noise, columns)
+        assert found == tx.RESULTS.nonfinite
+        found = run(p.kernel(x), y.at[0].set(jnp.nan), noise, columns)
+        assert found == tx.RESULTS.nonfinite
+        found = run(p.kernel(x), y, -noise, columns)
+        assert found == tx.RESULTS.noise_not_positive
+        found = run(bad, y, noise, columns)
+        assert found in (tx.RESULTS.not_semidefinite, tx.RESULTS.below_lower)
+
+
+def test_nothing_to_see_and_equal_points():
+    x, y = data()
+    x = x.at[7].set(x[8])
+    p = problem(1e-3)
+
+    @jax.jit
+    def run(y):
+        e = likelihood(p, x, y, 100, preconditioner=60, throw=False)
+        return e.value, e.standard_error, e.result
+
+    for factor in (1, 0, 1e3):
+        value, error, result = run(factor * y)
+        assert result == tx.RESULTS.successful
+        exact = by_cholesky(p, x, factor * y)
+        assert abs(value - exact) < 4 * error + (1e-9 if is_x64() else 1e-3) * abs(
+            exact
+        )
