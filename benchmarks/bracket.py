@@ -63,7 +63,7 @@ def runner(k, entry, inside):
                 operator = lx.MatrixLinearOperator(K, lx.positive_semidefinite_tag)
                 e = entry(key, operator, k, shift=noise, throw=False)
             failed = e.result != tx.RESULTS.successful
-            ends = e.stats["bracket"] if "bracket" in e.stats else (e.value, e.value)
+            ends = e.stats.get("bracket", (e.value, e.value))
             return e.value, e.standard_error, e.confidence_interval(), ends, failed
 
         return jax.lax.map(one, keys)
