@@ -526,9 +526,21 @@ def test_wrong_batches(batches, message):
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
-        (np.ones(3), ValueError, r"must have shape \(4,\), got \(3,\)"),
-        (np.ones(()), ValueError, r"must have shape \(4,\), got \(\)"),
-        (np.ones((4, 1)), ValueError, r"must have shape \(4,\), got \(4, 1\)"),
+        (
+            np.ones(3),
+            ValueError,
+            r"must be an array of shape \(4,\), got an array of shape \(3,\)",
+        ),
+        (
+            np.ones(()),
+            ValueError,
+            r"must be an array of shape \(4,\), got an array of shape \(\)",
+        ),
+        (
+            np.ones((4, 1)),
+            ValueError,
+            r"must be an array of shape \(4,\), got an array of shape \(4, 1\)",
+        ),
         (np.ones(4, np.complex64), TypeError, "must be real, got dtype complex64"),
         (np.ones(4, bool), TypeError, "must be real, got dtype bool"),
         (

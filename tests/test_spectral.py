@@ -757,7 +757,9 @@ def test_wrong_estimators_budgets_and_keys(key, entry):
 def test_wrong_shifts(key):
     for entry in (tx.logdet, tx.trace_inverse):
         for shift in (jnp.ones(2), 1j, np.ones((1, 1))):
-            with pytest.raises(ValueError, match="shift must be a real scalar"):
+            with pytest.raises(
+                ValueError, match=r"shift must be (a real scalar|real and)"
+            ):
                 entry(key, _operator(), 4, shift=shift)
         for shift in (None, "1", True):
             with pytest.raises(TypeError, match="shift must be a real scalar, got"):

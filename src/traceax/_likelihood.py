@@ -1,7 +1,7 @@
 """The likelihood of a Gaussian process: a log-determinant, a solve and a quadratic form."""
 
 import math
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 from ._accuracy.tolerance import Stop, make_stop
 from ._arguments import budget_of, check_key, require
 from ._drive import run_estimator
-from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
+from ._estimate import RESULTS, UNKNOWN, Estimate, finite_or_failed, raise_failure
 from ._linalg.whitening import Whitening
 from ._operators.block import as_data, space_of
 from ._operators.check import checked_operator
@@ -26,6 +26,7 @@ from ._spectral.krylov_aware import KrylovAwareEstimator
 from ._trace_function import Options
 
 Preconditioner = int | Int[Array, " r"] | None
+_OF_B = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
 
 
 class InvQuadLogdet(eqx.Module):
@@ -99,7 +100,7 @@ def inv_quad_logdet(
     doi:10.1007/s10915-025-02799-z, for the brackets.
     """
     where = "traceax.inv_quad_logdet"
-    problem = _Problem(where, key, operator, shift, preconditioner, y)
+    problem = _pose(where, key, operator, shift, preconditioner, y)
     estimate = problem.estimate(k, estimator, **options)
     logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
     solution = problem.solution(estimate)
@@ -144,9 +145,8 @@ def gaussian_log_likelihood(
     **Raises:** as [`traceax.inv_quad_logdet`][].
     """
     where = "traceax.gaussian_log_likelihood"
-    problem = _Problem(where, key, operator, shift, preconditioner, y)
-    estimate = problem.estimate(k, estimator, **options)
-    estimate = problem.likelihood(estimate)
+    problem = _pose(where, key, operator, shift, preconditioner, y)
+    estimate = problem.likelihood(problem.estimate(k, estimator, **options))
     return raise_failure(estimate) if options.get("throw", True) else estimate
 
 
@@ -161,35 +161,53 @@ def preconditioned_logdet(
     **options: Unpack[Options],
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
-    problem = _Problem(where, key, operator, shift, preconditioner, None)
+    problem = _pose(where, key, operator, shift, preconditioner, None)
     estimate = problem.logdet(problem.estimate(k, estimator, **options))
     return raise_failure(estimate) if options.get("throw", True) else estimate
 
 
-class _Problem:
-    """The operator `B = M (K + N) M^*`, at least 1, of checked arguments."""
+def _pose(
+    where: str,
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    shift: ArrayLike,
+    preconditioner: Preconditioner,
+    y: Any,
+) -> "_Problem":
+    """The problem of these arguments, once checked."""
+    key, operator = check_key(key, where), checked_operator(operator, where)
+    space = space_of(operator)
+    noise = noise_of(operator, shift, where)
+    P = make_preconditioner(key, operator, preconditioner, noise, where)
+    shape, right = (space.size, 0), None
+    if y is not None:
+        y = _check_right(y, space.size, where).astype(space.compute_dtype)
+        shape, right = y.shape, P.apply(y.reshape(space.size, -1))
+    one = jnp.ones((), space.real_dtype)
+    B = PreconditionedLinearOperator(as_data(operator), P)
+    return _Problem(where, SpectralState(key, B, LOG, one, right, P), P, noise, shape)
 
+
+class _Problem(NamedTuple):
+    """The operator `B = M (K + N) M^*`, at least 1, and right-hand sides `M y`.
+
+    - `where`: the name that error messages start with.
+    - `state`: of B.
+    - `preconditioner`: M, differentiable.
+    - `noise`: N.
+    - `shape`: that of y; `(n, 0)` without it.
+    """
+
+    where: str
     state: SpectralState
     preconditioner: Whitening
     noise: Float[Array, " n"]
-    shape: tuple[int, ...] = ()
-    number: int = 0
+    shape: tuple[int, ...]
 
-    def __init__(self, where, key, operator, shift, preconditioner, y):
-        key, operator = check_key(key, where), checked_operator(operator, where)
-        self.where, space = where, space_of(operator)
-        self.noise = noise_of(operator, shift, where)
-        P = make_preconditioner(key, operator, preconditioner, self.noise, where)
-        right = None
-        if y is not None:
-            y = _check_right(y, space.size, where).astype(space.compute_dtype)
-            self.shape = y.shape
-            right = P.apply(y.reshape(space.size, -1))
-            self.number = right.shape[1]
-        one = jnp.ones((), space.real_dtype)
-        B = PreconditionedLinearOperator(as_data(operator), P)
-        self.preconditioner = P
-        self.state = SpectralState(key, B, LOG, one, right, P)
+    @property
+    def number(self) -> int:
+        """How many right-hand sides there are."""
+        return math.prod(self.shape[1:])
 
     def estimate(
         self,
@@ -247,8 +265,6 @@ class _Problem:
         stats["bracket"] = tuple(
             x + jax.lax.stop_gradient(known) for x in self._bracket(estimate)
         )
-        for name in ("inv_quad_bracket", "solution"):
-            stats.pop(name, None)
         error = _with_rounding(error, value, known)
         return self._made(estimate, value + known, error, stats)
 
@@ -272,6 +288,7 @@ class _Problem:
         return P.apply_adjoint(estimate.stats["solution"]).reshape(self.shape)
 
     def likelihood(self, estimate: Estimate) -> Estimate:
+        """The log density of y."""
         error = Terms(*(_of_terms(estimate, name)[1] for name in Terms._fields))
         stats = dict(estimate.stats)
         bar = likelihood_bar(estimate.value, error, stats["degrees_of_freedom"])
@@ -280,9 +297,10 @@ class _Problem:
         totals = [-(self.number * x + jnp.sum(y)) / 2 for x, y in ends]
         known = jax.lax.stop_gradient(constant)
         stats["bracket"] = tuple(known + x for x in reversed(totals))
-        stats["solution"] = self.solution(estimate)
         error = _with_rounding(bar.standard_error, bar.mean, constant)
-        return self._made(estimate, bar.mean + constant, error, stats)
+        likelihood = self._made(estimate, bar.mean + constant, error, stats)
+        stats = {**likelihood.stats, "solution": self.solution(estimate)}
+        return eqx.tree_at(lambda e: e.stats, likelihood, stats)
 
     def _bracket(self, estimate: Estimate) -> tuple[Array, Array]:
         """Of an exact answer its value, twice."""
@@ -291,12 +309,10 @@ class _Problem:
 
     def _made(self, estimate: Estimate, value, error, stats) -> Estimate:
         P = self.preconditioner
-        n = self.state.space.size
-        stats = {
-            **stats,
-            "num_columns": P.num_columns,
-            "residual": jax.lax.stop_gradient(P.residual_trace) / n,
-        }
+        # Those of B say little of A.
+        kept = {name: x for name, x in stats.items() if name not in _OF_B}
+        residual = jax.lax.stop_gradient(P.residual_trace) / self.state.space.size
+        stats = {**kept, "num_columns": P.num_columns, "residual": residual}
         result = estimate.result
         for bad, reason in (
             (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
@@ -318,7 +334,8 @@ def _with_rounding(error, *parts) -> Float[Array, ""]:
     """The standard error of a sum, which is rounded; unknown where it is."""
     size = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
     rounding = 4 * jnp.finfo(error.dtype).eps * size
-    return jnp.where(error < 0, error, jnp.hypot(error, rounding))
+    known = jnp.isfinite(error) & (error >= 0)
+    return jnp.where(known, jnp.hypot(error, rounding), UNKNOWN)
 
 
 def _check_right(y: Any, n: int, where: str) -> Inexact[Array, "n ..."]:

@@ -82,7 +82,7 @@ def logdet(
     semidefinite: see [`traceax.KrylovAwareEstimator`][].
     """
     where = "traceax.logdet"
-    if preconditioner is not None or np.ndim(shift) > 0:
+    if preconditioner is not None or np.ndim(shift) == 1:
         return preconditioned_logdet(
             where, key, operator, k, estimator, shift, preconditioner, **options
         )
