@@ -74,7 +74,8 @@ class GrowingEstimator(TraceEstimator):
     def stand_in(
         self, state: Any, buffers: Any, count: int | Int[Array, ""]
     ) -> list[tuple[Array, Array]] | Columns:
-        """Pairs of blocks V and Z, side by side; columns beyond count are 0."""
+        """Pairs of blocks V and Z, columns beyond count being 0, of which the derivative
+        `<Z, dA V>` of the value is made: the blocks of all pairs are put side by side."""
 
     def fallback(self, state: Any, k: int) -> Any:
         """For budgets too small for this algorithm: the result of another one, as `compute`
@@ -99,12 +100,13 @@ class GrowingEstimator(TraceEstimator):
     def compute_until(self, state, k, stop):
         fewest = FEWEST // self.products_per_unit
         kept = kept_of(state)
-        if kept is not None and not _is_enough(kept.parts, fewest):
+        if kept is not None and not _can_go_on(kept.parts, fewest):
+            # Too few to go on from: forgotten, though their products are spent.
             state, k = replace_parts(state, kept=None), k - kept.budget
         state = replace_parts(state, basis=None)  # a loop finds one of its own
         if k < FEWEST:
             value, error, stats, blocks = self.compute(state, k)
-            # A rate takes more products than these.
+            # Too few products for a forecast: it is not known.
             return value, error, {**stats, "products_needed": jnp.inf}, blocks
         start = self._start(state, k)
         step = step_width(start.to_add, fewest)
@@ -166,6 +168,7 @@ class GrowingEstimator(TraceEstimator):
         return bar.mean, bar.standard_error, stats, blocks
 
     def trim(self, state):
+        # Not where buffers are full, nor a count that is traced, or one of many lanes.
         kept = kept_of(state)
         if kept is None or not isinstance(kept.parts, Grown):
             return state
@@ -183,8 +186,8 @@ def put_units(buffers: PyTree, new: PyTree, count: int | Int[Array, ""]) -> Any:
     return jtu.tree_map(lambda buffer, x: put(buffer, x, count), buffers, new)
 
 
-def _is_enough(parts: Any, fewest: int) -> bool:
-    """Whether a loop can go on from these."""
+def _can_go_on(parts: Any, fewest: int) -> bool:
+    """Whether a loop can go on from these. Traced counts are of loops, which took enough."""
     if not isinstance(parts, Grown):
         return False
     return not isinstance(parts.count, int) or parts.count >= fewest

@@ -53,8 +53,8 @@ def independent_samples(
     have, `2 |A|_F^2`, times that probability; `|A|_F^2` is the mean of `|A w_j|^2`.
     Without it few probes would report an error of 0 for a wrong answer. Signs don't see a
     multiple of the identity: given the `dimension` n, it is that of the traceless part,
-    the mean of `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased where no entry is
-    on the diagonal of that.
+    the mean of `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased if the traceless
+    part has a diagonal of 0.
 
     *Degrees of freedom* nu, of the Student t interval: one less than m for normal
     samples, and fewer the more skewed they are, `1/nu = 1/(m-1) + c gamma^2 / m` (see

@@ -86,7 +86,7 @@ class Stop(eqx.Module):
     def for_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
     ) -> "Stop":
-        """The same, for a loop that finds a part of the value."""
+        """The same, with the factor and offset of a loop that finds a part of the value."""
         factor = self.factor if factor is None else factor
         offset = self.offset if offset is None else offset
         return dataclasses.replace(self, factor=factor, offset=offset)
