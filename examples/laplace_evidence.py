@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 import traceax as tx
 
-BUDGET = 150  # products with the Gauss-Newton matrix, for every log-determinant
+BUDGET = 200  # products with the Gauss-Newton matrix, for every log-determinant
 ROUNDS, STEPS, EVIDENCE_STEPS = 14, 100, 5  # of the network and of the precision
 CHECKED = (0, 4, ROUNDS)
 
@@ -127,7 +127,7 @@ def main(path):
                     f"{step:>5} {precision:>9.3f} {-value:>9.1f} ± {error:>7.1f} "
                     f"{-truth:>8.1f} {slope:>8.1f} {exact:>8.1f} {loss:>10.3f}"
                 )
-                assert abs(value - truth) < 0.02 * abs(truth)
+                assert abs(value - truth) < 3 * error
                 assert abs(slope - exact) < 3 + 0.1 * abs(exact)
             updates, state = optimiser.update(slope, state)
             log_precision = optax.apply_updates(log_precision, updates)
