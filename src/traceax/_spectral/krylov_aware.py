@@ -46,10 +46,9 @@ class KrylovAwareEstimator(SpectralEstimator):
     a root, and no eigenvalue below a known number, f(A) lies between f(T) and f(E), E
     the smallest matrix that A can be on the space and the next block of it. So does
     each `tr_i`. The value is the mean of their middles, `stats["bracket"]` holds the
-    means of both ends, and the standard error half of the distance, over `sqrt(3)`.
+    means of both ends, and the standard error half of their distance.
     Of operators tagged positive semidefinite the number is 0, or, where f is infinite
-    there, a quarter of the smallest Ritz value: no theorem then, and the standard error
-    holds all of that half. Without a bracket the
+    there, a quarter of the smallest Ritz value: no theorem then. Without a bracket the
     value is that of f(T), and what more steps would change is extrapolated.
 
     | | |
