@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
 from ._accuracy.error_bar import ErrorBar
-from ._accuracy.tolerance import FEWEST, Check, run_until, step_width
+from ._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until, step_width
 from ._base import TraceEstimator
 from ._estimate import RESULTS
 from ._linalg.tall import put, side_by_side
@@ -98,18 +98,18 @@ class GrowingEstimator(TraceEstimator):
         return self._results(state, grown, self._check(state, buffers, grown.count))
 
     def compute_until(self, state, k, stop):
-        fewest = FEWEST // self.products_per_unit
+        minimum = LEAST_PRODUCTS // self.products_per_unit
         kept = kept_of(state)
-        if kept is not None and not _can_go_on(kept.parts, fewest):
+        if kept is not None and not _can_go_on(kept.parts, minimum):
             # Too few to go on from: forgotten, though their products are spent.
             state, k = replace_parts(state, kept=None), k - kept.budget
         state = replace_parts(state, basis=None)  # a loop finds one of its own
-        if k < FEWEST:
+        if k < LEAST_PRODUCTS:
             value, error, stats, blocks = self.compute(state, k)
             # Too few products for a forecast: it is not known.
             return value, error, {**stats, "products_needed": jnp.inf}, blocks
         start = self._start(state, k)
-        step = step_width(start.to_add, fewest)
+        step = step_width(start.to_add, minimum)
         loop = run_until(
             stop,
             lambda buffers, count: self.grow(state, buffers, count, step),
@@ -117,8 +117,8 @@ class GrowingEstimator(TraceEstimator):
             start.buffers,
             start=start.count,
             width=step,
-            most=start.count + start.to_add,
-            fewest=min(fewest, max(start.to_add, 1)),
+            limit=start.count + start.to_add,
+            minimum=min(minimum, max(start.to_add, 1)),
         )
         grown = Grown(loop.buffers, loop.count, start.room)
         value, error, stats, blocks = self._results(state, grown, loop.check)
@@ -186,8 +186,8 @@ def put_units(buffers: PyTree, new: PyTree, count: int | Int[Array, ""]) -> Any:
     return jtu.tree_map(lambda buffer, x: put(buffer, x, count), buffers, new)
 
 
-def _can_go_on(parts: Any, fewest: int) -> bool:
+def _can_go_on(parts: Any, minimum: int) -> bool:
     """Whether a loop can go on from these. Traced counts are of loops, which took enough."""
     if not isinstance(parts, Grown):
         return False
-    return not isinstance(parts.count, int) or parts.count >= fewest
+    return not isinstance(parts.count, int) or parts.count >= minimum
