@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 from .._accuracy.error_bar import (
     GRAM_PROBES,
     gram_of,
-    independent_bar,
     independent_samples,
+    moments_bar,
 )
 from .._accuracy.moments import Moments, add_samples, empty_moments
 from .._arguments import check_optional_integer, without_numpy
@@ -142,7 +142,7 @@ class HutchinsonEstimator(GrowingEstimator):
     def judge(self, state, buffers, count):
         n = state.space.size
         if isinstance(buffers, SampleMoments):
-            bar = independent_bar(buffers.moments, count)
+            bar = moments_bar(buffers.moments, count)
         else:
             samples, norms, (Omega, Y) = buffers
             active = active_units(len(samples), count)

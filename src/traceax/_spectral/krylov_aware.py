@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._accuracy.tolerance import FEWEST, Check, run_until
+from .._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until
 from .._arguments import check_optional_integer, without_numpy
 from .._linalg.krylov import arnoldi, arnoldi_factor, arnoldi_start, arnoldi_step
 from .._linalg.small import divisor
@@ -104,7 +104,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         return SpectralOutcome(*sums[:3], stats, blocks, sums.forms)
 
     def compute_until(self, state, k, stop):
-        if k < FEWEST:
+        if k < LEAST_PRODUCTS:
             outcome = self.compute(state, k)
             stats = {**outcome.stats, "products_needed": jnp.inf}
             return outcome._replace(stats=stats)
@@ -132,9 +132,9 @@ class KrylovAwareEstimator(SpectralEstimator):
             arnoldi_start(start, most),
             start=0,
             width=1,
-            most=most,
-            fewest=min(2, most),
-            samples=m,
+            limit=most,
+            minimum=min(2, most),
+            num_samples=m,
         )
         bar, sums = loop.check
         basis, factor, _ = loop.buffers
