@@ -87,8 +87,8 @@ def main(path):
     small = x[some], y[some]
     pivots = choose_pivots(START, small[0], key)
     log = fit(START, *small, key, pivots)
-    pivots = choose_pivots(log, small[0], key)
     for name, point in {"at the start": START, "fitted": log}.items():
+        pivots = choose_pivots(point, small[0], key)
         (_, estimate), gradient = value_and_grad(point, *small, key, pivots)
         gradient = ravel_pytree(gradient)[0]
         with jax.enable_x64(True):
