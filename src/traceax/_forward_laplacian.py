@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from ._arguments import require
 
 # For jitted functions of these names folx takes rules of its own, whatever they compute.
-_RULES = (
+_RULES: tuple[Any, ...] = (
     *(jnp.sign, jnp.logaddexp, jax.nn.sigmoid, jax.nn.softplus, jax.nn.silu),
     *(jnp.linalg.slogdet, jnp.linalg.det, jnp.linalg.inv, jnp.linalg.solve),
 )
@@ -38,12 +38,14 @@ def forward_laplacian(
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         flat, unravel = ravel_pytree(x)
         try:
-            out: Any = propagate(lambda *leaves: call(*leaves)[0])(*jtu.tree_leaves(x))
+            out = propagate(lambda *leaves: call(*leaves)[0])(*jtu.tree_leaves(x))
         except Exception as error:
             raise NotImplementedError(f"{where}: folx fails on fn; {_HINT}.") from error
-        if not isinstance(out, tuple):  # `fn` is constant
-            return out, unravel(jnp.zeros_like(flat)), jnp.zeros_like(out)
-        gradient = out.jacobian.dense_array.astype(flat.dtype)
+        jacobian = getattr(out, "jacobian", None)
+        if jacobian is None:  # `fn` is constant
+            value = jnp.asarray(out)
+            return value, unravel(jnp.zeros_like(flat)), jnp.zeros_like(value)
+        gradient = jacobian.dense_array.astype(flat.dtype)
         return out.x, unravel(gradient), out.laplacian
 
 
@@ -60,9 +62,12 @@ def _refuse_misread(jaxpr: Any, where: str) -> None:
             require(not stacked, where, what, "a jax.lax.scan", _HINT, ValueError)
         elif eqn.primitive.name == "jit":
             name = eqn.params["name"]
-            what = "folx takes jitted functions for those of JAX of the same name"
+            what = "folx takes a jitted function for that of JAX of the same name"
             known = name not in _BY_NAME or _is_from_jax(eqn, _BY_NAME[name])
-            got, hint = f"{name!r}, which isn't JAX's", f"rename it, or {_HINT}"
+            got, hint = (
+                f"{name!r}, which isn't JAX's as folx calls it",
+                f"rename it, or {_HINT}",
+            )
             require(known, where, what, got, hint)
         else:
             continue
