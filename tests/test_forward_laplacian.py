@@ -144,7 +144,7 @@ def test_what_folx_misreads_is_refused():
         return jnp.sum(jax.lax.scan(lambda y, w: (w * y, y**2), x, W[0])[1] ** 2)
 
     def other_axes(x):
-        matrices = jnp.eye(N)[:, :, None] * x + V[:, :, None]
+        matrices = V[:, :, None] * x[None, None, :] + V[:, :, None]
         return jnp.sum(jax.vmap(jnp.linalg.det, in_axes=2)(matrices))
 
     def inside_of_loop(x):

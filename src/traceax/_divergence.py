@@ -117,9 +117,8 @@ def laplacian(
     - `fn`: maps `x` to a real scalar.
     - `forward`: `"folx"` for exact Laplacians, `k >= n`: value, gradient and Laplacian
         are propagated together through `fn` by [folx](https://github.com/microsoft/folx),
-        an extra, in less time and memory than n products take
-        ([Recipes](../recipes.md#an-exact-laplacian-in-one-pass) has what it can't take).
-        No product is taken but one, of which the standard error is made.
+        an extra, in less time and memory than n products take; what it can't take is on the
+        page of recipes. No product is taken but one, of which the standard error is made.
     - others: those of [`traceax.divergence`][].
 
     **Returns:**
