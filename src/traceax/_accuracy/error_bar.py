@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from .._linalg.pairs import PairedSamples
-from .._linalg.small import divisor, leading, matmul, squares
+from .._linalg.small import divisor, leading, matmul, ratio, squares
 from .._linalg.tall import inner
 from .moments import Moments
 
@@ -38,6 +38,7 @@ def independent_samples(
     *,
     dimension: int | None = None,
     active: Bool[Array, " m"] | None = None,
+    off_diagonal: Float[Array, ""] | None = None,
 ) -> ErrorBar:
     r"""The error bar of the mean of independent samples `w_j^* A w_j`.
 
@@ -54,7 +55,8 @@ def independent_samples(
     Without it few probes would report an error of 0 for a wrong answer. Signs don't see a
     multiple of the identity: given the `dimension` n, it is that of the traceless part,
     the mean of `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased if the traceless
-    part has a diagonal of 0.
+    part has a diagonal of 0. Where A is almost diagonal that is far too much: given
+    `off_diagonal`, it is the square of that, unless rows have all agreed.
 
     *Degrees of freedom* nu, of the Student t interval: one less than m for normal
     samples, and fewer the more skewed they are, `1/nu = 1/(m-1) + c gamma^2 / m` (see
@@ -77,6 +79,10 @@ def independent_samples(
     variance = sum(seconds) / (m - 1)
     if dimension is not None and dimension > 2:
         squares = jnp.maximum(dimension * squares - along, 0) / (dimension - 2)
+    if off_diagonal is not None:
+        seen, eps = off_diagonal / unit, jnp.finfo(lengths.dtype).eps
+        rounding = 100 * eps * jnp.sqrt(squares / m)
+        squares = jnp.where(seen > rounding, m * seen**2, squares)
     tied = jnp.exp2(1.0 - m) * 2 * squares / m
     variance = jnp.where(variance < 0.01 * tied, tied, variance) / m
     skewness = jnp.maximum(
@@ -98,9 +104,7 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     variance = jnp.sum(variances)
     known = jnp.where(freedoms > 0, freedoms, 1)  # 0 for what counts for nothing
     uncertain = jnp.sum(variances**2 / known)
-    freedom = jnp.where(
-        variance == 0, jnp.max(freedoms), _ratio(variance**2, uncertain)
-    )
+    freedom = jnp.where(variance == 0, jnp.max(freedoms), ratio(variance**2, uncertain))
     mean = jnp.sum(jnp.stack([bar.mean for bar in bars]))
     return ErrorBar(mean, unit * jnp.sqrt(variance), freedom)
 
@@ -187,7 +191,7 @@ def leave_one_out_bar(
     variance = jnp.maximum(
         jnp.sum(contributions, axis=-1), scale * ft.reduce(op.add, seconds) / 2
     )
-    uneven = _ratio(jnp.sum(contributions**2, axis=-1), variance**2) - 1 / m
+    uneven = ratio(jnp.sum(contributions**2, axis=-1), variance**2) - 1 / m
     uneven = jnp.clip(uneven, 0, 1) / 2
     skewness = _squared_skewness(seconds, thirds, m)
     inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
@@ -340,13 +344,6 @@ def _gram_squared_skewness(
     return skewness
 
 
-def _ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
-    # Of what is at most about 1 if not rounding; 0 for 0/0.
-    tiny = jnp.finfo(y.dtype).tiny
-    safe = y > tiny
-    return jnp.where(safe, x / jnp.where(safe, y, 1), 0)
-
-
 def _cubed_ratio(third: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
     # Of the square of the one to the cube of the other, which may not be representable.
-    return _ratio(third, second * jnp.sqrt(second)) ** 2
+    return ratio(third, second * jnp.sqrt(second)) ** 2
