@@ -75,5 +75,5 @@ def off_diagonal_size(
     if active is not None:
         g = jnp.sum(active).astype(unit.dtype)
     mean = jnp.sum(rows, axis=0) / jnp.asarray(g).astype(rows.dtype)
-    deviations = leading(rows - mean, active)
+    deviations = leading(rows - mean[None], active)
     return unit * jnp.sqrt(jnp.sum(squares(deviations)) / jnp.maximum(g - 1, 1))
