@@ -142,7 +142,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_unbiased_whatever_the_operator(name, complex):
     operator = dense(30, complex, decay=0.0)
-    values, errors = many(tx.HutchinsonEstimator(SAMPLERS[name]), operator, 9, 4000)
+    values, errors = many(tx.HutchinsonEstimator(SAMPLERS[name]), operator, 18, 4000)
     assert z_score(values, np.trace(operator.matrix)) < 5
     ratio = np.sqrt(np.mean(errors**2)) / values.std()
     assert 0.9 < ratio < 1.1
