@@ -180,7 +180,7 @@ class HutchinsonEstimator(GrowingEstimator):
             error = bar.standard_error * jnp.sqrt(left)
             bar = bar._replace(standard_error=error)
         if self.sampler._is_exact:
-            bar = exact_bar(bar.mean, _mean_size(buffers, count))
+            bar = exact_bar(bar.mean, _size_of_sum(buffers, count))
         return bar, None
 
     def stand_in(self, state, buffers, count):
@@ -210,7 +210,7 @@ def _room(buffers: TraceSamples | SampleMoments) -> int:
     return len(buffers.samples)
 
 
-def _mean_size(
+def _size_of_sum(
     buffers: TraceSamples | SampleMoments, count: int | Int[Array, ""]
 ) -> Float[Array, "*g"]:
     """The size of what was added up, for the error of rounding."""
@@ -218,8 +218,8 @@ def _mean_size(
         moments = buffers.moments
         number = jnp.asarray(count).astype(moments.unit.dtype)
         return jnp.sqrt(moments.energy / number) * moments.unit
-    sizes = jnp.sum(jnp.abs(buffers.samples) + buffers.norms)
-    return sizes / jnp.asarray(count).astype(sizes.dtype)
+    Omega, Y = buffers.first
+    return jnp.sum(jnp.abs(Omega[0] * Y[0]))
 
 
 def _add_probes(
