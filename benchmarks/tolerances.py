@@ -38,7 +38,7 @@ from jax.scipy.stats import norm
 
 import traceax as tx
 from traceax._accuracy import tolerance as tolerance_module
-from traceax._accuracy.tolerance import FEWEST, make_stop, step_width
+from traceax._accuracy.tolerance import LEAST_PRODUCTS, make_stop, step_width
 from traceax._operators.block import space_of
 from traceax._progress import NO_PROGRESS_METER
 from traceax._student_t import student_t_quantile, two_sided
@@ -54,8 +54,8 @@ RTOLS = (1e-1, 1e-2, 1e-3)
 
 def looks(most):
     """The numbers of probes at which error bars are looked at."""
-    width = step_width(most, FEWEST)
-    found, due = [], FEWEST
+    width = step_width(most, LEAST_PRODUCTS)
+    found, due = [], LEAST_PRODUCTS
     for count in range(width, most + 1, width):
         if count >= due or count + width > most:
             found.append(count)
@@ -178,7 +178,7 @@ def coverage(labels, n, num_keys, most):
                     f"{np.median(used):.0f} | {needed(rtol)} |",
                     flush=True,
                 )
-        for least in (0, FEWEST):
+        for least in (0, LEAST_PRODUCTS):
             of = [ratio for ratio, k in ratios if k >= least]
             print(
                 f"{label}, where the oracle needs at least {least}: products / oracle's "
@@ -283,7 +283,7 @@ def own_loop(operator, k, estimator, rtol, kind):
             return getattr(jax.lax, name)
 
         def while_loop(self, proceed, body, init):
-            steps = k // step_width(k, FEWEST)
+            steps = k // step_width(k, LEAST_PRODUCTS)
             return eqxi.while_loop(proceed, body, init, max_steps=steps, kind=kind)
 
     class Jax:

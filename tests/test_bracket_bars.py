@@ -132,9 +132,7 @@ def test_the_estimator_against_a_naive_bracket(kind, complex, part, tolerance):
         paired = paired_samples(*(as_array(x) for x in middle), as_array(magnitude))
         widened = 1 + 2 / M if tolerance else 1
         bar = leave_one_out_bar(paired).standard_error
-        # Half of the bracket where the lower end is not known.
-        share = 0.5 if lower is None else 12**-0.5
-        expected = widened * np.hypot(bar, share * (max(ends) - min(ends)))
+        expected = widened * np.hypot(bar, (max(ends) - min(ends)) / 2)
         if is_x64():
             assert_close(error[name], expected, rtol=1e-5, atol=0)
         # Another lower end is told from the right one.
@@ -183,7 +181,7 @@ def test_intervals_of_kernels_that_have_not_converged():
     assert_close(value, np.mean(ends, axis=0), rtol=1e-4)
     # Neither f(T) alone, nor the spread of probes alone.
     half = (ends[1] - ends[0]) / 2
-    spread = np.sqrt(np.maximum(error**2 - half**2 / 3, 0))
+    spread = np.sqrt(np.maximum(error**2 - half**2, 0))
     assert np.mean(np.abs(ends[1] - truth) <= 2.5 * spread) < 0.5
 
 

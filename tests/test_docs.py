@@ -19,7 +19,7 @@ CONFIG = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promoti
 
 FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
-OPTIONAL = re.compile(r"^(?:import|from) (asdex|flax)\b", re.MULTILINE)
+OPTIONAL = re.compile(r"^(?:import|from) (asdex|flax|gpjax)\b", re.MULTILINE)
 SHOWN = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # relative ones
 
@@ -51,6 +51,9 @@ def test_code_runs(page):
         needed = OPTIONAL.findall(code)
         if not all(importlib.util.find_spec(name) for name in needed):
             continue
+        if "gpjax" in needed:  # which mixes dtypes
+            jax.config.update("jax_numpy_dtype_promotion", "standard")
+            jax.config.update("jax_numpy_rank_promotion", "allow")
         exec(compile(code, str(page), "exec"), namespace)
 
 

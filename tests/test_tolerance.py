@@ -22,7 +22,7 @@ from helpers import (
 )
 
 import traceax as tx
-from traceax._accuracy.tolerance import FEWEST, step_width
+from traceax._accuracy.tolerance import LEAST_PRODUCTS, step_width
 
 # The same in both modes.
 pytestmark = pytest.mark.x64
@@ -316,7 +316,7 @@ def test_few_products_are_left_over(name, most):
 
 def test_steps():
     for most in range(1, 200):
-        for fewest in (FEWEST, FEWEST // 2):
+        for fewest in (LEAST_PRODUCTS, LEAST_PRODUCTS // 2):
             width = step_width(most, fewest)
             assert min(most, fewest) <= width < 2 * fewest
             assert width <= most

@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
 from ._accuracy.error_bar import ErrorBar
-from ._accuracy.tolerance import SMALL, Stop, make_stop, met_or_failed
+from ._accuracy.tolerance import EXACT_SIZE, Stop, make_stop, tolerance_result
 from ._arguments import budget_of
 from ._estimate import Estimate, raise_failure
 from ._operators.block import as_data, columns_at_once
@@ -123,7 +123,7 @@ def run_estimator(
         if total >= size > k:
             # An exact answer takes n products of its own.
             total = max(size - 1, kept.budget)
-    if stop is not None and size > SMALL:
+    if stop is not None and size > EXACT_SIZE:
         # A loop that fails to meet the tolerance leaves nothing for an exact answer.
         total = min(total, size - 1)
     if total < size:
@@ -167,5 +167,5 @@ class _Run(Algorithm):
         computed = self.estimator.compute_until(state, self.k, self.stop)
         outcome, stand_in = self.estimator._finish(state, computed)
         bar = self.estimator.bar_of(outcome)
-        result = met_or_failed(self.stop, bar, outcome.result)
+        result = tolerance_result(self.stop, bar, outcome.result)
         return outcome._replace(result=result), stand_in

@@ -1,4 +1,4 @@
-"""Estimators that can go on: they fill buffers, a probe (a *unit*) at a time."""
+"""Estimators that can go on: they fill buffers with units, probes and their products."""
 
 import abc
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Int, PyTree
 
 from ._accuracy.error_bar import ErrorBar
-from ._accuracy.tolerance import FEWEST, Check, run_until, step_width
+from ._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until, step_width
 from ._base import TraceEstimator
 from ._estimate import RESULTS
 from ._linalg.tall import put, side_by_side
@@ -20,10 +20,10 @@ from ._state import Kept, kept_of, replace_parts
 
 
 class Grown(eqx.Module):
-    """What a [`traceax.GrowingEstimator`][] keeps for a later estimate.
+    """Units that a [`traceax.GrowingEstimator`][] keeps for a later estimate.
 
-    - `buffers`: with `room` for so many units.
-    - `count`: how many they hold; known at run time only after an estimate to a tolerance.
+    - `buffers`: arrays with space for `room` units, the first `count` of which are taken.
+    - `count`: an array after an estimate to a tolerance, a Python integer otherwise.
     """
 
     buffers: PyTree[Array]
@@ -32,20 +32,23 @@ class Grown(eqx.Module):
 
 
 class Start(eqx.Module):
-    """Where an estimate begins: `count` units in buffers, and how many may be added."""
+    """Beginning of an estimate, which may take `num_new` units more than `count`.
+
+    `room` is larger than both together where an earlier loop left some of its units.
+    """
 
     buffers: PyTree[Array]
     count: int | Int[Array, ""]
     room: int = eqx.field(static=True)
-    to_add: int = eqx.field(static=True)
+    num_new: int = eqx.field(static=True)
 
 
 class GrowingEstimator(TraceEstimator):
     """Abstract base class of estimators that fill buffers, a unit at a time.
 
-    A unit is what is taken together: a probe, with its 1, 2 or 3 products. A subclass
-    writes `begin`, `grow`, `judge` and `stand_in`; budgets, tolerances and going on from
-    earlier estimates are written here, once.
+    A unit is what is taken together: a probe, or a few, with all of their products. A
+    subclass writes `begin`, `grow`, `judge` and `stand_in`; budgets, tolerances and going on
+    from earlier estimates are written here, once.
 
     **Attributes:**
 
@@ -56,26 +59,27 @@ class GrowingEstimator(TraceEstimator):
 
     @abc.abstractmethod
     def begin(self, state: Any, room: int) -> PyTree[Array]:
-        """Buffers of zeros for `room` units, along every axis that grows with them."""
+        """Buffers of zeros for `room` units, along every axis that holds units."""
 
     @abc.abstractmethod
     def grow(
         self, state: Any, buffers: Any, count: int | Int[Array, ""], width: int
     ) -> PyTree[Array]:
-        """The buffers with the units `count, ..., count + width - 1`."""
+        """The buffers of `count` units with the next `width` units put after these."""
 
     @abc.abstractmethod
     def judge(
         self, state: Any, buffers: Any, count: int | Int[Array, ""]
     ) -> tuple[ErrorBar, RESULTS | None]:
-        """The error bar of `count` units, and a failure to report, or `None`."""
+        """The error bar of `count` units, whose mean is the value, and a failure to report,
+        or `None`."""
 
     @abc.abstractmethod
     def stand_in(
         self, state: Any, buffers: Any, count: int | Int[Array, ""]
     ) -> list[tuple[Array, Array]] | Columns:
-        """Pairs of blocks V and Z, columns beyond count being 0, of which the derivative
-        `<Z, dA V>` of the value is made: the blocks of all pairs are put side by side."""
+        """Pairs of blocks V and Z, n x room, columns beyond `count` being 0. The derivative of
+        the value is the sum over all pairs of `<Z, dA V>`."""
 
     def fallback(self, state: Any, k: int) -> Any:
         """For budgets too small for this algorithm: the result of another one, as `compute`
@@ -83,7 +87,7 @@ class GrowingEstimator(TraceEstimator):
         return None
 
     def more_stats(self, buffers: Any) -> dict[str, Array]:
-        """More `stats`. Optional."""
+        """Entries of `stats` besides those of all estimators. Optional."""
         return {}
 
     def compute(self, state, k):
@@ -91,25 +95,25 @@ class GrowingEstimator(TraceEstimator):
         if other is not None:
             return other
         start = self._start(state, k)
-        buffers, count = start.buffers, start.count + start.to_add
-        if start.to_add:
-            buffers = self.grow(state, buffers, start.count, start.to_add)
+        buffers, count = start.buffers, start.count + start.num_new
+        if start.num_new:
+            buffers = self.grow(state, buffers, start.count, start.num_new)
         grown = Grown(buffers, count, start.room)
         return self._results(state, grown, self._check(state, buffers, grown.count))
 
     def compute_until(self, state, k, stop):
-        fewest = max(FEWEST // self.products_per_unit, 2)
+        minimum = max(LEAST_PRODUCTS // self.products_per_unit, 2)
         kept = kept_of(state)
-        if kept is not None and not _can_go_on(kept.parts, fewest):
+        if kept is not None and not _can_go_on(kept.parts, minimum):
             # Too few to go on from: forgotten, though their products are spent.
             state, k = replace_parts(state, kept=None), k - kept.budget
         state = replace_parts(state, basis=None)  # a loop finds one of its own
-        if k < FEWEST:
+        if k < LEAST_PRODUCTS:
             value, error, stats, blocks = self.compute(state, k)
             # Too few products for a forecast: it is not known.
             return value, error, {**stats, "products_needed": jnp.inf}, blocks
         start = self._start(state, k)
-        step = step_width(start.to_add, fewest)
+        step = step_width(start.num_new, minimum)
         loop = run_until(
             stop,
             lambda buffers, count: self.grow(state, buffers, count, step),
@@ -117,8 +121,8 @@ class GrowingEstimator(TraceEstimator):
             start.buffers,
             start=start.count,
             width=step,
-            most=start.count + start.to_add,
-            fewest=min(fewest, max(start.to_add, 1)),
+            limit=start.count + start.num_new,
+            minimum=min(minimum, max(start.num_new, 1)),
         )
         grown = Grown(loop.buffers, loop.count, start.room)
         value, error, stats, blocks = self._results(state, grown, loop.check)
@@ -130,7 +134,7 @@ class GrowingEstimator(TraceEstimator):
         return Check(bar, RESULTS.successful if result is None else result)
 
     def _start(self, state: Any, k: int) -> Start:
-        """The units that the state keeps, with room for those of k products."""
+        """The units that the state keeps, with room for k products in all."""
         self.check(state.operator, f"{type(self).__name__}.estimate")
         kept, units = kept_of(state), k // self.products_per_unit
         if kept is None:
@@ -141,6 +145,8 @@ class GrowingEstimator(TraceEstimator):
         return Start(self._resize(state, grown, room), grown.count, room, more)
 
     def _resize(self, state: Any, grown: Grown, room: int) -> PyTree[Array]:
+        """The buffers, cut or padded with zeros to room for other units."""
+
         def resize(x, like):
             if x.shape == like.shape:
                 return x
@@ -152,6 +158,7 @@ class GrowingEstimator(TraceEstimator):
         return jtu.tree_map(resize, grown.buffers, shapes)
 
     def _results(self, state, grown: Grown, check: Check):
+        """What `compute` returns: the value, its standard error, `stats` and blocks."""
         bar, result = check
         stats = {
             "num_matvecs": self.products_per_unit * grown.count,
@@ -182,12 +189,15 @@ class GrowingEstimator(TraceEstimator):
 
 
 def put_units(buffers: PyTree, new: PyTree, count: int | Int[Array, ""]) -> Any:
-    """Buffers with new units from `count` on, along the last axis of each."""
+    """Buffers with new units from unit `count` on, along the last axis of each."""
     return jtu.tree_map(lambda buffer, x: put(buffer, x, count), buffers, new)
 
 
-def _can_go_on(parts: Any, fewest: int) -> bool:
-    """Whether a loop can go on from these. Traced counts are of loops, which took enough."""
+def _can_go_on(parts: Any, minimum: int) -> bool:
+    """Whether a loop can go on from what a state keeps: `minimum` units or more.
+
+    Counts that are arrays are of loops, which took enough.
+    """
     if not isinstance(parts, Grown):
         return False
-    return not isinstance(parts.count, int) or parts.count >= fewest
+    return not isinstance(parts.count, int) or parts.count >= minimum

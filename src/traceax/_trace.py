@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.tolerance import SMALL, Stop, make_stop
+from ._accuracy.tolerance import EXACT_SIZE, Stop, make_stop
 from ._arguments import budget_of, check_key
 from ._base import TraceEstimator
 from ._drive import run_estimator
@@ -155,7 +155,7 @@ def estimate_whole(
     else:
         budget, choice = k - split.num_matvecs, CHOICES.given
         if estimator is None:
-            small = stop is None or space.size <= SMALL
+            small = stop is None or space.size <= EXACT_SIZE
             fixed = stop is None and isinstance(functional, Trace)
             estimator, choice = _choose(
                 split.remainder, budget, functional, exact=small, fixed=fixed

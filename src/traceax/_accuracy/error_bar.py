@@ -1,6 +1,6 @@
 r"""Error bars: of independent samples, and of leave-one-out samples.
 
-Pure kernels on arrays. docs/error-bars.md has the derivations.
+Pure kernels on arrays. docs/error-bars-derived.md has the derivations.
 """
 
 import functools as ft
@@ -16,18 +16,28 @@ from .._linalg.small import divisor, leading, matmul, ratio, squares
 from .._linalg.tall import inner
 from .moments import Moments
 
-# How many probes the skewness is estimated from: n x 16 x 16 operations at most.
+# Probes that the skewness is estimated from, for n x 16 x 16 operations at most; chosen.
 GRAM_PROBES = 16
-# Errors in units of eps and of what is added up, for results exact but for rounding.
+# Errors of rounding in units of eps and of what is added up: measured on estimates that had
+# converged. There is no script for this one, nor for those below.
 _ROUNDING = 4
+# Share of the variance that ties hide below which a sample variance is a tie's; chosen.
+_TIE_SHARE = 0.01
+# The same where what is off the diagonal was measured: two samples are within a tenth of each
+# other by chance in 4 % of cases, which must not count as a tie.
+_TIE_SHARE_OFF_DIAGONAL = 1e-4
+# In 1/nu of leave-one-out samples, the weights of 1/(m-1) and of J; and the share of the noise
+# of a squared skewness that is subtracted. Chosen by the coverage of 95 % intervals.
+_NORMAL_WEIGHT, _UNEVEN_WEIGHT = 0.5, 0.7
+_NOISE_SHARE = 0.5
 
 
 class ErrorBar(NamedTuple):
-    """The mean of samples, its root mean square error, and how well that is known."""
+    """The mean of samples, its root mean square error, and the latter's degrees of freedom."""
 
-    mean: Inexact[Array, ""]
-    standard_error: Float[Array, ""]
-    degrees_of_freedom: Float[Array, ""]
+    mean: Inexact[Array, "*g"]
+    standard_error: Float[Array, "*g"]
+    degrees_of_freedom: Float[Array, "*g"]
 
 
 def independent_samples(
@@ -42,27 +52,28 @@ def independent_samples(
 ) -> ErrorBar:
     r"""The error bar of the mean of independent samples `w_j^* A w_j`.
 
-    `active` says which samples there are, all by default; at least two of them.
+    - `norms`: `|A w_j|`.
+    - `gram`: `w_i^* A w_j` of the first probes, see `gram_of`.
+    - `exact`: what else is added up to the value, for the error of rounding.
+    - `dimension`: n, for the remedy for ties.
+    - `active`: which samples there are, at least two; all by default, and if that is a
+        single one its error is unknown (NaN).
 
-    `norms` are the `|A w_j|`, `gram` is `w_i^* A w_j` of the first probes (see
-    `gram_of`), and `exact` what else is added up to the value, for the error of
-    rounding. The error is unknown (NaN) for a single sample.
+    *Variance.* `V = s^2 / m`, with `s^2` the sample variance, but for ties: m signs can agree
+    by chance, with probability `2^(1 - m)`, so that `s^2 = 0` for a wrong answer. Then `s^2`
+    is the largest variance that samples of signs can have, `2 |A|_F^2`, times that
+    probability; `|A|_F^2` is the mean of `|A w_j|^2`. Signs don't see a multiple of the
+    identity: given n, it is that of the traceless part, the mean of
+    `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased if that has a diagonal of 0.
 
-    *Variance.* `V = s^2 / m`, with `s^2` the sample variance, but for ties: m signs can
-    agree by chance, with probability `2^(1 - m)`, so that `s^2 = 0` though the samples
-    vary. Where samples agree, `s^2` is the largest variance that samples of signs can
-    have, `2 |A|_F^2`, times that probability; `|A|_F^2` is the mean of `|A w_j|^2`.
-    Without it few probes would report an error of 0 for a wrong answer. Signs don't see a
-    multiple of the identity: given the `dimension` n, it is that of the traceless part,
-    the mean of `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased if the traceless
-    part has a diagonal of 0. Where A is almost diagonal that is far too much: given
-    `off_diagonal`, it is the square of that, unless rows have all agreed.
+    Where A is almost diagonal `2 |A|_F^2` is far too much. Given `off_diagonal`, an estimate
+    of the norm of what is off the diagonal, it is of that, unless that is rounding.
 
-    *Degrees of freedom* nu, of the Student t interval: one less than m for normal
-    samples, and fewer the more skewed they are, `1/nu = 1/(m-1) + c gamma^2 / m` (see
-    `_skewed`). Few samples don't show their skewness; their products do. The squared
-    skewness of `w^* A w` for a Hermitian A is `8 (tr A^3)^2 / (tr A^2)^3`, and
-    `M_ij M_jl M_li`, of three probes, is an unbiased estimate of `tr A^3`.
+    *Degrees of freedom.* `1/nu = 1/(m-1) + 0.9 gamma^2 / (m+2)`: one less than m for normal
+    samples, and fewer the larger their skewness gamma (see `_skewness_term`). Few samples
+    don't show it; their products do. Its square for `w^* A w` and a Hermitian A is
+    `8 (tr A^3)^2 / (tr A^2)^3`, and `M_ij M_jl M_li`, of three probes with the Gram matrix M,
+    is an unbiased estimate of `tr A^3`.
     """
     m = _number(samples, active)
     samples, norms = leading(samples, active), leading(norms, active)
@@ -73,29 +84,26 @@ def independent_samples(
     # Divided by it, squares neither over- nor underflow.
     unit = divisor(magnitude)
     deviations = leading((samples - mean) / unit.astype(samples.dtype), active)
-    lengths, sizes = norms / unit, jnp.abs(samples) / unit
-    seconds, thirds = _moments(deviations)
-    squares, along = jnp.sum(lengths**2), jnp.sum(sizes**2)
-    variance = sum(seconds) / (m - 1)
+    square_sums, cube_sums = _power_sums(deviations)
+    energy = jnp.sum((norms / unit) ** 2)
     if dimension is not None and dimension > 2:
-        squares = jnp.maximum(dimension * squares - along, 0) / (dimension - 2)
-    agree = jnp.asarray(0.01, variance.dtype)
+        along = jnp.sum((jnp.abs(samples) / unit) ** 2)
+        energy = jnp.maximum(dimension * energy - along, 0) / (dimension - 2)
+    share: ArrayLike = _TIE_SHARE
     if off_diagonal is not None:
-        seen, eps = off_diagonal / unit, jnp.finfo(lengths.dtype).eps
-        vary = seen > 100 * eps * jnp.sqrt(squares / m)
-        squares = jnp.where(vary, m * seen**2, squares)
-        # Two samples whose rows vary are within a tenth by chance too often: 4 % of t_1.
-        agree = jnp.where(vary, 1e-4, agree)
-    tied = jnp.exp2(1.0 - m) * 2 * squares / m
-    variance = jnp.where(variance < agree * tied, tied, variance) / m
+        seen, eps = off_diagonal / unit, jnp.finfo(norms.dtype).eps
+        varies = seen > 100 * eps * jnp.sqrt(energy / m)
+        energy = jnp.where(varies, m * seen**2, energy)
+        share = jnp.where(varies, _TIE_SHARE_OFF_DIAGONAL, _TIE_SHARE)
+    variance = _untie(sum(square_sums) / (m - 1), 2 * energy / m, m, share) / m
     skewness = jnp.maximum(
-        _squared_skewness(seconds, thirds, m),
+        _squared_skewness(square_sums, cube_sums, m),
         _gram_squared_skewness(gram / unit.astype(gram.dtype), active),
     )
-    inverse = 1 / (m - 1) + _skewed(skewness, m)
+    inverse_freedom = 1 / (m - 1) + _skewness_term(skewness, m)
     if exact is not None:
         magnitude = magnitude + jnp.sum(jnp.abs(exact))
-    return _error_bar(mean, unit, variance, inverse, magnitude)
+    return _error_bar(mean, unit, variance, inverse_freedom, magnitude)
 
 
 def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
@@ -106,8 +114,8 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     variances = (errors / unit) ** 2
     variance = jnp.sum(variances)
     known = jnp.where(freedoms > 0, freedoms, 1)  # 0 for what counts for nothing
-    uncertain = jnp.sum(variances**2 / known)
-    freedom = jnp.where(variance == 0, jnp.max(freedoms), ratio(variance**2, uncertain))
+    freedom = ratio(variance**2, jnp.sum(variances**2 / known))
+    freedom = jnp.where(variance == 0, jnp.max(freedoms), freedom)
     mean = jnp.sum(jnp.stack([bar.mean for bar in bars]))
     return ErrorBar(mean, unit * jnp.sqrt(variance), freedom)
 
@@ -115,8 +123,7 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
 def gram_of(
     probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]
 ) -> Inexact[Array, "g g"]:
-    """`w_i^* A w_j` of the first probes, from which `independent_samples` sees the
-    skewness."""
+    """The Gram matrix `w_i^* A w_j` of the first `GRAM_PROBES` probes."""
     return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
 
 
@@ -127,9 +134,9 @@ def leave_one_out_bar(
 
     Sample i, `t_i`, tests on probe i what the other probes built. The samples share
     probes, are correlated, and their sample variance understates the error of their
-    mean up to tenfold. `t_ij` is sample i with probe j left out of everything. Where not
-    all pairs are given the mean over these stands for the mean over all. `active` says
-    which samples there are, all by default; at least two of them.
+    mean up to tenfold. `t_ij` is sample i with probe j left out of everything. `paired` has
+    them for d partners j of each i; the mean over these stands for the mean over all. `*g`
+    are axes of several values. `active` are the samples there are, at least two; or all.
 
     *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not
     depend on probe j. So `t_j - t` has mean 0 against `t_ij - t`, `t_i - t` against
@@ -139,13 +146,11 @@ def leave_one_out_bar(
 
     For independent probes the last term is 0: given all but i and j, `t_ij` depends on
     probe i alone, `t_ji` on probe j alone, and both have mean t. So the products on
-    the left estimate the covariances without bias. With `s^2` the sample variance,
+    the left estimate the covariances c without bias. With `s^2` the sample variance, of
+    mean `var t_i - c`, an unbiased estimate of the variance `(var t_i - c) / m + c` of the
+    mean is
 
-        V = s^2 / m + 1 / (m (m-1)) sum_{i != j} (t_i - t_ij)(t_j - t_ji)
-
-    is then an unbiased estimate of the variance of the mean: `E s^2` is the variance
-    of a sample less the mean covariance c of two, and that of the mean is
-    `(variance - c) / m + c`.
+        V = s^2 / m + 1 / (m (m-1)) sum_{i != j} (t_i - t_ij)(t_j - t_ji) .
 
     *Orthogonal probes.* Given all but i and j, orthonormal `u_i`, `u_j` are a uniform
     pair in the complement, of dimension `N = paired.dimension`. The quadratic
@@ -156,19 +161,17 @@ def leave_one_out_bar(
 
     The second term is noisy where it is small: V is kept at half of `s^2 / m` or above.
 
-    *Degrees of freedom.* V is the sum of what each probe contributes, `h_i`. By
-    Satterthwaite's rule a sum V has `2 V^2 / var V` of them, and contributions that
-    differ tell of its variance: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`. For normal
-    samples `J = 1/m`; where few probes make up V, J is larger. Half of the normal
-    value and 0.7 J are added; these two weights are measured, not derived. Skewness
-    counts as for independent samples.
+    *Degrees of freedom.* `1/nu = 0.5/(m-1) + 0.7 J + 0.9 gamma^2 / (m+2)`. By Satterthwaite's
+    rule `nu = 2 V^2 / var V`. V is the sum of what each probe contributes, `h_i`, and those
+    that differ tell of its variance: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`. For normal samples
+    `J = 1/m`; where few probes make up V, J is larger. Weights are chosen, not derived.
     """
-    samples, partners, without, swapped, is_pair, magnitude, dimension = paired
-    room = samples.shape[-1]
+    t_i, t_j, t_ij, t_ji, is_pair, magnitude, dimension = paired
+    room = t_i.shape[-1]
     m = room if active is None else jnp.sum(active).astype(magnitude.dtype)
     is_active = jnp.ones(room, bool) if active is None else active
-    mean = jnp.sum(jnp.where(is_active, samples, 0), axis=-1)
-    mean = mean / jnp.asarray(m).astype(samples.dtype)
+    mean = jnp.sum(jnp.where(is_active, t_i, 0), axis=-1)
+    mean = mean / jnp.asarray(m).astype(t_i.dtype)
     if room == 1:
         return _unknown(mean)
     unit = divisor(jnp.max(magnitude))
@@ -176,86 +179,94 @@ def leave_one_out_bar(
     def scaled(x, mask):
         return jnp.where(mask, x / unit.astype(x.dtype), 0)
 
-    deviations = scaled(samples - mean[..., None], is_active)
-    alone = squares(deviations)
-    first = scaled(samples[..., None] - without, is_pair)
-    second = scaled(partners - swapped, is_pair)
-    shared = jnp.sum(jnp.real(first * second.conj()), axis=-1)
+    deviations = scaled(t_i - mean[..., None], is_active)
+    first, second = scaled(t_i[..., None] - t_ij, is_pair), scaled(t_j - t_ji, is_pair)
+    covariances = jnp.sum(jnp.real(first * second.conj()), axis=-1)
     factor = 1.0
     if dimension is not None:
-        about = scaled(without - mean[..., None, None], is_pair)
-        shared = shared + jnp.sum(squares(about), axis=-1) / (dimension - 1)
+        pair_deviations = scaled(t_ij - mean[..., None, None], is_pair)
+        correction = jnp.sum(squares(pair_deviations), axis=-1) / (dimension - 1)
+        covariances = covariances + correction
         factor = (dimension - 1) / (dimension - 2)
-    given = jnp.maximum(jnp.sum(is_pair), 1).astype(shared.dtype)
-    shared = shared * (m * (m - 1) / given).astype(shared.dtype)
+    num_pairs = jnp.maximum(jnp.sum(is_pair), 1).astype(covariances.dtype)
+    covariances = covariances * (m * (m - 1) / num_pairs).astype(covariances.dtype)
     scale = factor / (m * (m - 1))
-    contributions = scale * (alone + shared)
-    seconds, thirds = _moments(deviations)
+    contributions = scale * (squares(deviations) + covariances)
+    square_sums, cube_sums = _power_sums(deviations)
     variance = jnp.maximum(
-        jnp.sum(contributions, axis=-1), scale * ft.reduce(op.add, seconds) / 2
+        jnp.sum(contributions, axis=-1), scale * ft.reduce(op.add, square_sums) / 2
     )
     uneven = ratio(jnp.sum(contributions**2, axis=-1), variance**2) - 1 / m
     uneven = jnp.clip(uneven, 0, 1) / 2
-    skewness = _squared_skewness(seconds, thirds, m)
-    inverse = 0.5 / (m - 1) + 0.7 * uneven + _skewed(skewness, m)
-    return _error_bar(mean, unit, variance, inverse, magnitude)
+    skewness = _squared_skewness(square_sums, cube_sums, m)
+    inverse_freedom = _NORMAL_WEIGHT / (m - 1) + _UNEVEN_WEIGHT * uneven
+    inverse_freedom = inverse_freedom + _skewness_term(skewness, m)
+    return _error_bar(mean, unit, variance, inverse_freedom, magnitude)
 
 
-def independent_bar(moments: Moments, m: int | Int[Array, ""]) -> ErrorBar:
-    """The error bar of the means of m independent samples: `V = s^2 / m`.
+def moments_bar(moments: Moments, m: int | Int[Array, ""]) -> ErrorBar:
+    """Error bars of the means of m independent samples each, elementwise, by their moments.
 
-    Signs may agree by chance (see `independent_samples`): then the variance is that of
-    `sum_s A_rs w_s`, times that probability.
+    `V = s^2 / m` and `nu = m - 1`. Signs may agree by chance (see `independent_samples`): the
+    largest variance of a sample of row r is `sum_s |A_rs|^2 - |A_rr|^2`.
     """
-    mean, deviations, energy, unit = moments
-    number = jnp.asarray(m).astype(deviations.dtype)
-    tied = jnp.exp2(1 - number) * jnp.maximum(energy / number - squares(mean), 0)
-    variance = deviations / jnp.maximum(number - 1, 1)
-    variance = jnp.where(variance < 0.01 * tied, tied, variance) / number
+    mean, square_sum, energy, unit = moments
+    number = jnp.asarray(m).astype(square_sum.dtype)
+    freedom = jnp.maximum(number - 1, 1)
+    largest = jnp.maximum(energy / number - squares(mean), 0)
+    variance = _untie(square_sum / freedom, largest, number) / number
     size, mean = jnp.sqrt(energy / number) * unit, mean * unit.astype(mean.dtype)
-    inverse = jnp.broadcast_to(1 / jnp.maximum(number - 1, 1), size.shape)
-    bar = _error_bar(mean, unit, variance, inverse, size)
+    inverse_freedom = jnp.broadcast_to(1 / freedom, size.shape)
+    bar = _error_bar(mean, unit, variance, inverse_freedom, size)
     error = jnp.where(number > 1, bar.standard_error, jnp.nan)
     return bar._replace(standard_error=error)
 
 
-def weighted_samples(
+def weighted_bar(
     samples: Inexact[Array, "*s"],
-    weight: Float[Array, "*s"],
+    weights: Float[Array, "*s"],
     magnitude: Float[Array, ""],
     *,
-    energy: Float[Array, ""],
+    half_variance: Float[Array, ""],
     freedom: ArrayLike,
     shared: ArrayLike = 0.0,
 ) -> ErrorBar:
-    """The error bar of a weighted sum of samples of one mean; the weights add up to 1.
+    """The error bar of a weighted sum of samples of one mean.
 
-    What has weight 0 is no sample. `V = s^2 sum_i weight_i^2 + shared`, the last of what
-    samples have in common. Where they agree by chance `s^2` is, as for
-    `independent_samples`, from the `energy`, half of the largest variance of a sample.
+    - `weights`: they add up to 1. What has weight 0 is no sample.
+    - `magnitude`: of what is added up, for the error of rounding.
+    - `half_variance`: of the largest variance of a sample, for samples that agree by chance.
+    - `freedom`: degrees of freedom.
+    - `shared`: by `V = s^2 sum_i weight_i^2 + shared`, what covariances of samples add to V.
     """
-    real = weight.dtype
-    m = jnp.sum(weight != 0).astype(real)
-    value = jnp.sum(jnp.where(weight != 0, samples * weight.astype(samples.dtype), 0))
-    deviations = jnp.where(weight != 0, samples - value, 0)
-    spread = jnp.sum(squares(deviations)) / (m - 1)
-    tied = jnp.exp2(1 - m) * 2 * energy
-    spread = jnp.where(spread < 0.01 * tied, tied, spread)
-    variance = spread * jnp.sum(weight**2) + jnp.asarray(shared).astype(real)
-    one = jnp.ones((), real)
-    return _error_bar(
-        value, one, variance, 1 / jnp.asarray(freedom).astype(real), magnitude
-    )
+    real = weights.dtype
+    m = jnp.sum(weights != 0).astype(real)
+    value = jnp.sum(jnp.where(weights != 0, samples * weights.astype(samples.dtype), 0))
+    deviations = jnp.where(weights != 0, samples - value, 0)
+    variance = _untie(jnp.sum(squares(deviations)) / (m - 1), 2 * half_variance, m)
+    variance = variance * jnp.sum(weights**2) + jnp.asarray(shared).astype(real)
+    inverse_freedom, unit = 1 / jnp.asarray(freedom).astype(real), jnp.ones((), real)
+    return _error_bar(value, unit, variance, inverse_freedom, magnitude)
+
+
+def _untie(
+    variance: ArrayLike,
+    largest: ArrayLike,
+    m: ArrayLike,
+    share: ArrayLike = _TIE_SHARE,
+) -> Float[Array, "*g"]:
+    """Sample variance of m samples; where they agree, `2^(1 - m)` of the largest possible."""
+    tied = jnp.exp2(1.0 - m) * largest
+    return jnp.where(variance < share * tied, tied, variance)
 
 
 def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
+    """Error bar by the variance of `mean / unit` and by `1 / nu`, of which at most 1 counts."""
     # The root of an estimated variance is too small on average, by 1 - 1 / (4 nu).
     inverse_freedom = jnp.minimum(inverse_freedom, 1)
     error = unit * jnp.sqrt(variance) * (1 + inverse_freedom / 4)
-    eps = jnp.finfo(error.dtype).eps
-    return ErrorBar(
-        mean, jnp.maximum(error, _ROUNDING * eps * magnitude), 1 / inverse_freedom
-    )
+    rounding = _ROUNDING * jnp.finfo(error.dtype).eps * magnitude
+    return ErrorBar(mean, jnp.maximum(error, rounding), 1 / inverse_freedom)
 
 
 def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> ErrorBar:
@@ -266,19 +277,20 @@ def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> Err
 
 
 def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:
+    """Error bar of a single sample: NaN, with 0 degrees of freedom."""
     real = jnp.finfo(mean.dtype).dtype
     return ErrorBar(mean, jnp.full((), jnp.nan, real), jnp.zeros((), real))
 
 
 def _number(samples, active) -> int | Float[Array, ""]:
-    """How many samples there are."""
+    """Number of samples."""
     if active is None:
         return samples.shape[0]
     return jnp.sum(active).astype(jnp.finfo(samples.dtype).dtype)
 
 
-def _skewed(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
-    """What skewness adds to `1 / nu`.
+def _skewness_term(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
+    """Part of `1 / nu` that is due to skewness gamma.
 
     The coverage of a two-sided t interval has the expansion (Hall, "The Bootstrap and
     Edgeworth Expansion" (1992), doi:10.1007/978-1-4612-4384-7, section 2.6)
@@ -287,15 +299,15 @@ def _skewed(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
 
     that of a t distribution `- 2 x phi(x) (x^2 + 1) / (4 nu)`. They agree at x = 1.96
     for `1 / nu = 0.9 gamma^2 / m`. For few samples the expansion overstates: `m + 2` in
-    place of m, which is measured.
+    place of m is chosen by the coverage in the table of docs/error-bars-derived.md.
     """
     return jnp.asarray(0.9 * squared_skewness / (m + 2))
 
 
-def _moments(
+def _power_sums(
     deviations: Inexact[Array, "*g m"],
 ) -> tuple[list[Float[Array, "*g"]], list[Float[Array, "*g"]]]:
-    """Sums of squares and of cubes of the real and of the imaginary parts."""
+    """Sums of squares and sums of cubes, each of real parts and, if any, imaginary parts."""
     parts = [jnp.real(deviations)]
     if jnp.iscomplexobj(deviations):
         parts.append(jnp.imag(deviations))
@@ -304,49 +316,47 @@ def _moments(
 
 
 def _squared_skewness(
-    seconds: list[Float[Array, ""]], thirds: list[Float[Array, ""]], m: ArrayLike
+    square_sums: list[Float[Array, ""]], cube_sums: list[Float[Array, ""]], m: ArrayLike
 ) -> Float[Array, ""]:
-    # Of the real and the imaginary parts, the larger; of rounding none.
-    eps = float(jnp.finfo(seconds[0].dtype).eps)
-    ratios = [
-        _cubed_ratio(third, second + m * eps**2)
-        for third, second in zip(thirds, seconds, strict=True)
-    ]
+    """Squared sample skewness of real or imaginary parts, the larger; of rounding none."""
+    eps = float(jnp.finfo(square_sums[0].dtype).eps)
+    pairs = zip(cube_sums, square_sums, strict=True)
+    ratios = [_cubed_ratio(cube, square + m * eps**2) for cube, square in pairs]
     return jnp.asarray(m * ft.reduce(jnp.maximum, ratios))
 
 
 def _gram_squared_skewness(
     gram: Inexact[Array, "g g"], active: Bool[Array, " m"] | None = None
 ) -> Float[Array, ""]:
+    """Squared skewness of samples `w^* A w` by the Gram matrix `w_i^* A w_j` of probes."""
     g, _ = gram.shape
-    # (tr A^3)^2 <= (tr A^2)^3, and a circular complex probe is half as skewed.
-    most = 4.0 if jnp.iscomplexobj(gram) else 8.0
+    # The largest squared skewness, as (tr A^3)^2 <= (tr A^2)^3; and the variance of the mean
+    # of M_ij M_jl M_li, over (tr A^2)^3, times `triples`. Complex probes have half of both.
+    largest, noise = (4.0, 3.0) if jnp.iscomplexobj(gram) else (8.0, 6.0)
     if g < 3:
-        return jnp.full((), most, jnp.finfo(gram.dtype).dtype)
+        return jnp.full((), largest, jnp.finfo(gram.dtype).dtype)
     if active is not None:
-        # Probes that there are not have a Gram matrix of zeros.
+        # Probes that are not active have zeros in the Gram matrix.
         g = jnp.minimum(jnp.sum(active), g).astype(jnp.finfo(gram.dtype).dtype)
     triples = g * (g - 1) * (g - 2)
     gram = jnp.where(jnp.eye(len(gram), dtype=bool), 0, gram)
 
-    def of(hermitian):
+    def from_hermitian(hermitian):
         squared = matmul(hermitian, hermitian)
-        second = jnp.sum(jnp.abs(hermitian) ** 2) / (g * (g - 1))
-        third = jnp.sum(jnp.real(squared * hermitian.conj())) / triples
-        # The square of an estimate exceeds that of its mean by its variance, which is
-        # known for samples without skewness. Half of it is subtracted: from four or
-        # five probes rather a wide interval than a short one.
-        noise = 0.375 * most / triples
-        beyond = jnp.maximum(_cubed_ratio(third, second) - noise, 0)
-        return most * jnp.minimum(beyond, 1)
+        trace_2 = jnp.sum(jnp.abs(hermitian) ** 2) / (g * (g - 1))
+        trace_3 = jnp.sum(jnp.real(squared * hermitian.conj())) / triples
+        # The square of an estimate exceeds that of its mean by its variance. A share of
+        # it is subtracted: from five probes rather a wide interval than a short one.
+        share = _cubed_ratio(trace_3, trace_2) - _NOISE_SHARE * noise / triples
+        return largest * jnp.clip(share, 0, 1)
 
     adjoint = gram.conj().T
-    skewness = of((gram + adjoint) / 2)
+    skewness = from_hermitian((gram + adjoint) / 2)
     if jnp.iscomplexobj(gram):
-        skewness = jnp.maximum(skewness, of((gram - adjoint) / 2j))
+        skewness = jnp.maximum(skewness, from_hermitian((gram - adjoint) / 2j))
     return skewness
 
 
-def _cubed_ratio(third: Float[Array, ""], second: Float[Array, ""]) -> Float[Array, ""]:
-    # Of the square of the one to the cube of the other, which may not be representable.
-    return ratio(third, second * jnp.sqrt(second)) ** 2
+def _cubed_ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
+    """`x^2 / y^3`, of which neither may be representable."""
+    return ratio(x, y * jnp.sqrt(y)) ** 2

@@ -1,8 +1,8 @@
-r"""Estimates to a tolerance: how many products are taken is decided while they are taken.
+r"""Estimates to a tolerance: the number of products is decided while they are taken.
 
-Shapes are those of the largest budget. One loop fills buffers of that size, a few probes
-at a time, and judges the error bar whenever there are a third more than the last time.
-docs/budgets.md has the rule and its derivation.
+A loop fills buffers of the size of the largest budget, a few *units* at a time: probes with
+their products, or steps of a Krylov space. It checks the error bar at a third more units
+than at the check before. docs/tolerances.md has the rule and its derivation.
 """
 
 import dataclasses
@@ -25,24 +25,29 @@ from .._progress import ProgressMeter, check_meter
 from .._student_t import check_level, student_t_quantile, two_sided
 from .error_bar import ErrorBar
 
-# In units of 1 / count. The smallest integer for which intervals of normal samples keep
-# their level for every tolerance, simulated.
-_WIDENED = 2.0
-# Up to so many dimensions an answer is exact where the budget allows it.
-SMALL = 32
-# Products that are taken before a loop may stop, and in each of its steps.
-FEWEST = 8
+# Error bars of m samples are multiplied by 1 + _WIDENING / m: the smallest integer for which
+# `benchmarks/tolerances.py normal` finds 95 % intervals to keep their level.
+_WIDENING = 2.0
+# Products before a loop may stop, and in each of its steps. After a check of so many units the
+# next one is at count // 3 more. Both are chosen, and in the rule that this script simulates.
+LEAST_PRODUCTS = 8
+_CHECK_DIVISOR = 3
+# Size of an operator up to which the answer is exact where the budget allows it; chosen.
+EXACT_SIZE = 32
+# Powers of the number of units by which a forecast lets error bars fall: that of Monte Carlo
+# at least, and at most one that is chosen.
+_LEAST_POWER, _LARGEST_POWER = 0.5, 8.0
 
 
 class Stop(eqx.Module):
-    """When a loop may stop: once an error bar is short enough.
+    """Condition for a loop to stop: the interval of a value is short enough.
 
-    - `rtol`, `atol`: half of the interval at most `atol + rtol |value|`.
-    - `level`: of the interval.
-    - `meter`: shows how far the loop is.
+    - `rtol`, `atol`: half of the interval is to be at most `atol + rtol |value|`.
+    - `level`: of the interval, 0.95 say.
+    - `meter`: a progress meter, which shows how far the loop is.
     - `factor`, `offset`: the value is `factor` times that of the loop, plus `offset`.
-    - `norm`: of several values, `"largest"` or `"root mean square"`, of which the
-        tolerance is; `None` for each on its own.
+    - `norm`: of several values and of their half intervals, `"largest"` or `"root mean
+        square"`, to which the tolerance applies; `None` for each value on its own.
     """
 
     rtol: Float[Array, ""]
@@ -53,10 +58,11 @@ class Stop(eqx.Module):
     offset: Inexact[Array, "*g"]
     norm: str | None = eqx.field(static=True, default=None)
 
-    def excess(self, bar: ErrorBar) -> Float[Array, ""]:
-        """The length of the value's interval over the length asked for.
+    def ratio(self, bar: ErrorBar) -> Float[Array, ""]:
+        """Ratio of the length of the value's interval to the length asked for.
 
-        That of the worst, if `bar` holds several. Infinite for an unknown error.
+        The tolerance is met by 1 and less. `bar` is that of the loop's value; of several
+        values the ratio is the largest. Infinite for an unknown error.
         """
         error, freedom = bar.standard_error, bar.degrees_of_freedom
         quantile = student_t_quantile(two_sided(self.level), freedom)
@@ -79,14 +85,10 @@ class Stop(eqx.Module):
         ratio = jnp.where(half_width == 0, 0, ratio)
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
-    def met(self, bar: ErrorBar) -> Bool[Array, ""]:
-        """Whether every interval is short enough."""
-        return self.excess(bar) <= 1
-
     def for_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
     ) -> "Stop":
-        """The same, with the factor and offset of a loop that finds a part of the value."""
+        """The condition for a loop that finds another part of the value; `None` to keep."""
         factor = self.factor if factor is None else factor
         offset = self.offset if offset is None else offset
         return dataclasses.replace(self, factor=factor, offset=offset)
@@ -107,7 +109,10 @@ def make_stop(
     where: str,
     norm: str | None = None,
 ) -> Stop | None:
-    """Checks; `None` if neither tolerance is given. `dtype` is that of the value."""
+    """The condition, from checked arguments; `None` if neither tolerance is given.
+
+    `dtype` is that of the value, and `where` names the caller in messages.
+    """
     check_meter(meter, where)
     if isinstance(level, bool) or not isinstance(level, float | int):
         raise TypeError(
@@ -127,7 +132,7 @@ def make_stop(
 
 
 def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Float[Array, ""]:
-    """A relative or absolute tolerance as an array."""
+    """A tolerance, checked, as a real array of the precision of `dtype`."""
     if isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x):
         raise TypeError(
             f"{where}: {name} must be a real number, got {x!r}; write 1e-2 for two digits."
@@ -138,55 +143,62 @@ def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Float[Array, "
     return jnp.asarray(x).astype(jnp.finfo(dtype).dtype)
 
 
-def met_or_failed(stop: Stop, bar: ErrorBar, result: RESULTS) -> RESULTS:
-    """`result`, or that the tolerance was not met. A value that is not finite has a cause
-    of its own."""
-    met = stop.met(bar) | ~jnp.isfinite(bar.mean).all()
+def tolerance_result(stop: Stop, bar: ErrorBar, result: RESULTS) -> RESULTS:
+    """`result`, or that the tolerance was not met if it is a success.
+
+    A value that is not finite has a cause of its own.
+    """
+    met = (stop.ratio(bar) <= 1) | ~jnp.isfinite(bar.mean).all()
     unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
     return RESULTS.where(result == RESULTS.successful, unmet, result)
 
 
 class Check(NamedTuple):
-    """The error bar after some probes, and what `judge` wants returned beside it."""
+    """Check of the units so far.
+
+    - `bar`: the error bar; `run_until` widens it.
+    - `extra`: anything that the caller of a loop wants to have of its last check.
+    """
 
     bar: ErrorBar
     extra: Any
 
 
 class Forecast(NamedTuple):
-    """The number of probes that it would take at this rate, from the first check to the last.
+    """Forecast of how many units meet the tolerance, as error bars fell between checks.
 
-    Error bars fall with a power of the number of probes, of at least 1/2: Monte Carlo's.
-
-    - `first_count`, `first_excess`: the number of probes at the first check that had an
-        error bar, and how many times too long it was.
-    - `needed`: the number of probes that it would take.
+    - `first_count`, `first_ratio`: the number of units at the first check of a known error,
+        and `Stop.ratio` then; infinite before.
+    - `needed`: the number of units that meet the tolerance; infinite where not known.
     """
 
     first_count: Float[Array, ""]
-    first_excess: Float[Array, ""]
+    first_ratio: Float[Array, ""]
     needed: Float[Array, ""]
 
-    def after(self, excess: Float[Array, ""], count: Int[Array, ""]) -> "Forecast":
-        number = count.astype(excess.dtype)
-        is_first = ~jnp.isfinite(self.first_excess)
+    def after(self, ratio: Float[Array, ""], count: Int[Array, ""]) -> "Forecast":
+        """The forecast after a check of `count` units, with its `Stop.ratio`."""
+        number = count.astype(ratio.dtype)
+        is_first = ~jnp.isfinite(self.first_ratio)
         first_count = jnp.where(is_first, number, self.first_count)
-        first = jnp.where(is_first, excess, self.first_excess)
-        power = jnp.log(first / excess) / jnp.log(number / first_count)
-        power = jnp.clip(jnp.where(number > first_count, power, 0.5), 0.5, 8.0)
-        needed = number * jnp.exp(jnp.log(excess) / power)
-        needed = jnp.where(excess > 1, needed, number)
+        first_ratio = jnp.where(is_first, ratio, self.first_ratio)
+        power = jnp.log(first_ratio / ratio) / jnp.log(number / first_count)
+        power = jnp.where(number > first_count, power, _LEAST_POWER)
+        power = jnp.clip(power, _LEAST_POWER, _LARGEST_POWER)
+        needed = number * jnp.exp(jnp.log(ratio) / power)
+        needed = jnp.where(ratio > 1, needed, number)
         needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
-        return Forecast(first_count, first, needed)
+        return Forecast(first_count, first_ratio, needed)
 
 
 class Loop(eqx.Module):
-    """The variables of a loop.
+    """Variables of a loop.
 
-    - `count`: how many probes the buffers hold.
-    - `next_check`: the number of probes at which the error bar is judged again.
-    - `check`, `forecast`: of the last time that it was.
-    - `stop`: whether it was short enough then.
+    - `buffers`: what `grow` fills.
+    - `count`: how many units the buffers hold.
+    - `next_check`: the number of units from which on they are checked again.
+    - `check`, `forecast`: the last check, and the forecast after it.
+    - `done`: whether the last check met the tolerance, or had a value that isn't finite.
     - `meter`: the state of the progress meter.
     """
 
@@ -195,7 +207,7 @@ class Loop(eqx.Module):
     next_check: Int[Array, ""]
     check: Check
     forecast: Forecast
-    stop: Bool[Array, ""]
+    done: Bool[Array, ""]
     meter: Any
 
 
@@ -207,17 +219,20 @@ def run_until(
     *,
     start: int | Int[Array, ""],
     width: int,
-    most: int | Int[Array, ""],
-    fewest: int,
-    samples: int | None = None,
+    limit: int | Int[Array, ""],
+    minimum: int,
+    num_samples: int | None = None,
 ) -> Loop:
-    """Takes steps of `width` until the tolerance is met, or `most` would be exceeded.
+    """The loop at its end: when the tolerance is met, or another step would exceed `limit`.
 
-    - `grow` returns the buffers with the probes `count, ..., count + width - 1`.
-    - `judge` returns a `Check` of the first `count` of them.
-    - `start`: how many probes the buffers hold at the beginning; these are judged first.
-    - `fewest`: no loop stops with less, unless the value is not finite.
-    - `samples`: how many an error bar is made of, where that isn't the number of probes.
+    - `grow(buffers, count)` returns the buffers with `width` units more, from `count` on.
+    - `judge(buffers, count)` returns a `Check` of the first `count` units.
+    - `start`: how many units the buffers hold at the beginning. If there are any they are
+        checked before the first step.
+    - `width`, `limit`: units in each step, and in the buffers at most.
+    - `minimum`: units that the first check after a step waits for. With less only a value
+        that isn't finite stops the loop.
+    - `num_samples`: the m by which error bars are widened, where it isn't the number of units.
     """
     meter = stop.meter
 
@@ -225,51 +240,55 @@ def run_until(
         bar, extra = judge(buffers, count)
         # Stopping at the first short bar picks bars that are too short by chance.
         error = bar.standard_error
-        number = jnp.asarray(count if samples is None else samples).astype(error.dtype)
-        bar = bar._replace(standard_error=error * (1 + _WIDENED / number))
-        excess = stop.excess(bar)
-        forecast = forecast.after(excess, jnp.asarray(count))
-        enough = (excess <= 1) & (count >= fewest)
-        return Check(bar, extra), forecast, enough | ~jnp.isfinite(bar.mean).all()
+        m = jnp.asarray(count if num_samples is None else num_samples)
+        widening = 1 + _WIDENING / m.astype(error.dtype)
+        bar = bar._replace(standard_error=error * widening)
+        ratio = stop.ratio(bar)
+        forecast = forecast.after(ratio, jnp.asarray(count))
+        done = (ratio <= 1) & (count >= minimum)
+        return Check(bar, extra), forecast, done | ~jnp.isfinite(bar.mean).all()
 
     def body(loop: Loop) -> Loop:
         buffers = grow(loop.buffers, loop.count)
         count = loop.count + width
-        due = (count >= loop.next_check) | (count + width > most)
+        due = (count >= loop.next_check) | (count + width > limit)
         # One condition for all lanes of a `vmap`, or both branches would be computed. A
-        # lane that has stopped keeps what it had.
-        due = eqxi.unvmap_any(due & ~loop.stop)
-        last, forecast, enough = jax.lax.cond(
+        # lane that is done keeps what it had.
+        due = eqxi.unvmap_any(due & ~loop.done)
+        last, forecast, done = jax.lax.cond(
             due,
             lambda: check(buffers, count, loop.forecast),
             lambda: (loop.check, loop.forecast, jnp.array(False)),
         )
-        next_check = count + jnp.maximum(width, count // 3)
+        next_check = count + jnp.maximum(width, count // _CHECK_DIVISOR)
         next_check = jnp.where(due, next_check, loop.next_check)
-        shown = meter.step(loop.meter, jnp.where(enough, 1, count / most))
-        return Loop(buffers, count, next_check, last, forecast, enough, shown)
+        shown = meter.step(loop.meter, jnp.where(done, 1, count / limit))
+        return Loop(buffers, count, next_check, last, forecast, done, shown)
 
     def proceed(loop: Loop) -> Bool[Array, ""]:
-        return ~loop.stop & (loop.count + width <= most)
+        return ~loop.done & (loop.count + width <= limit)
 
     count = jnp.asarray(start, jnp.int32)
     unknown = jnp.full((), jnp.inf, stop.rtol.dtype)
     forecast = Forecast(unknown, unknown, unknown)
     if isinstance(start, int) and start == 0:
         shapes = jax.eval_shape(lambda: check(buffers, count, forecast))
-        last, _, enough = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        last, _, done = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     else:
-        last, forecast, enough = check(buffers, count, forecast)
-    next_check = jnp.asarray(fewest, jnp.int32)
-    loop = Loop(buffers, count, next_check, last, forecast, enough, meter.init())
+        last, forecast, done = check(buffers, count, forecast)
+    next_check = jnp.asarray(minimum, jnp.int32)
+    loop = Loop(buffers, count, next_check, last, forecast, done, meter.init())
     loop = jax.lax.while_loop(proceed, body, loop)
     meter.close(loop.meter)
     return loop
 
 
-def step_width(most: int, fewest: int) -> int:
-    """Probes a step: `fewest`, or up to twice as many, so that steps leave few over."""
-    if most < 2 * fewest:
-        return max(most, 1)
-    widths = range(fewest, 2 * fewest)
-    return min(widths, key=lambda width: most % width)
+def step_width(limit: int, minimum: int) -> int:
+    """The number of units in a step, of which `limit` in all leave the fewest over.
+
+    At least `minimum`, and less than twice that; or `limit`, if there is but one step.
+    """
+    if limit < 2 * minimum:
+        return max(limit, 1)
+    widths = range(minimum, 2 * minimum)
+    return min(widths, key=lambda width: limit % width)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._accuracy.error_bar import weighted_samples
+from .._accuracy.error_bar import weighted_bar
 from .._base import TraceEstimator
 from .._deflation import mean_of_tests
 from .._linalg import adaptive, tall
@@ -94,11 +94,11 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         )
         weights = adaptive.sample_weights(plan)
         sizes = jnp.abs(jnp.diagonal(form))
-        bar = weighted_samples(
+        bar = weighted_bar(
             samples,
             weights,
             jnp.mean(sizes[:h]) + jnp.sum(jnp.where(plan.in_basis, sizes[h:], 0)),
-            energy=jnp.mean(energies),
+            half_variance=jnp.mean(energies),
             shared=adaptive.covariance(form, gram, n, plan, shifts, weights),
             # Tests share the basis: coverage in `benchmarks/choice.py`.
             freedom=h / 2,

@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from .._accuracy.error_bar import gram_of, independent_bar, independent_samples
+from .._accuracy.error_bar import gram_of, independent_samples, moments_bar
 from .._accuracy.moments import add_samples, empty_moments
 from .._base import TraceEstimator
 from .._deflation import (
@@ -114,7 +114,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
             bar = independent_samples(samples, norms, gram_of(G, AG), exact)
         else:
             moments = empty_moments(functional, n, dtype)
-            bar = independent_bar(add_samples(moments, functional, G, AG, 0), num_tests)
+            bar = moments_bar(add_samples(moments, functional, G, AG, 0), num_tests)
         stats = {
             "num_matvecs": 2 * m + num_tests,
             "degrees_of_freedom": bar.degrees_of_freedom,

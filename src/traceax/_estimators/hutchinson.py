@@ -12,8 +12,8 @@ from .._accuracy.error_bar import (
     GRAM_PROBES,
     exact_bar,
     gram_of,
-    independent_bar,
     independent_samples,
+    moments_bar,
 )
 from .._accuracy.moments import (
     Moments,
@@ -158,7 +158,7 @@ class HutchinsonEstimator(GrowingEstimator):
     def judge(self, state, buffers, count):
         n = state.space.size
         if isinstance(buffers, SampleMoments):
-            bar = independent_bar(buffers.moments, count)
+            bar = moments_bar(buffers.moments, count)
         else:
             samples, norms, (Omega, Y) = buffers
             active = active_units(len(samples), count)

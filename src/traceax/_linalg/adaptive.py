@@ -1,25 +1,28 @@
-r"""A basis or none, and tests that had no part in the choice.
+r"""Choice between a basis and more tests, by tests that have no say in their own basis.
 
-Pure kernels on arrays. A budget of k products is spent in two blocks. The first holds h
-probes, which are tests; the products of the first r = h - 1 of them span a basis. The
-second holds that basis, whose products make the trace on it exact, or r fresh probes, and
-l - r fresh probes in any case. Everything is a mask: no shape depends on the choice.
+Pure kernels on arrays. Of a budget of k products, h = k // 2 are with the probes of the
+first block. The products of its first r = h - 1 probes span a basis. The other l = k - h
+products are with the second block: either with the r basis vectors and l - r fresh probes,
+or with l fresh probes. Masks tell which: no shape depends on the choice.
 
 | symbol | shape | meaning |
 |---|---|---|
-| `W` | n x h | probes of the first block |
+| `A` | n x n | the operator |
+| `W` | n x h | probes `w_i`, the first block |
 | `Q`, `R` | n x h, h x h | QR factorisation of `A W`; the first r columns of Q are the basis |
 | `C` | h x h | `Q^* W` |
-| `X` | n x l | second block, l = k - h: the basis or r fresh probes, then l - r fresh probes |
+| `X` | n x l | the second block; basis vectors come before fresh probes |
 | `V` | n x k | `[W, X]`, all that is multiplied |
 | `form` | k x k | `V^* A V`; of `W^* A W` the diagonal only |
 | `gram` | k x k | `V^* V`; of `W^* W` the diagonal only |
-| `S` | l x h+1 | `X s_i` spans what the basis loses without the product of probe i |
-| `P_i` | n x n | the projector that test i uses: on the basis without `X s_i`, or 0 |
+| `B` | n x l | X with 0 for fresh probes: the basis, or 0 if it isn't taken |
+| `H` | l x l | `B^* A B` |
+| `S` | l x h1 | `B s_i` is the direction that the basis loses without product i; h1 = h + 1 |
+| `P_i` | n x n | the projector of test i: on the basis without `B s_i`, or 0 |
 | `g_ij` | n | `(I - P_i) v_j` |
 
-*Rows and tests.* Row i < h belongs to probe i of the first block, and leaves it out. Row h
-leaves none out, and belongs to all fresh probes.
+*Indices.* j counts all columns of V. i counts projectors: `P_i` for i < h is that of test i
+on `w_i`, and made without its product; `P_h`, with `s_h = 0`, is that of all fresh probes.
 
 *Why it has no bias.* Whether test i uses the basis is chosen without `w_i`, and its basis is
 made without `A w_i`. Given all other probes only `w_i` is random in
@@ -50,24 +53,24 @@ from .tall import column_dots, inner
 # directions, 1 if the same. By `benchmarks/choice.py --constants` 1/2 and 1 are worse, and
 # 0 to 1/4 are about the same.
 CORRELATION = 0.25
-# The variance that h samples show may be too small by chance, by a factor of
+# A sample variance of h tests may be too small by chance: it is multiplied by
 # 1 + ALLOWANCE / h. By `benchmarks/choice.py --constants` 0 is worse, and 10 and more are
 # about the same.
 ALLOWANCE = 30.0
-# Energy less that of a multiple of the identity is a difference, which may be rounding. It
-# counts as this share of the energy at least.
+# The next four are chosen, and not measured. Energy less that of a multiple of the identity
+# is a difference, which may be rounding: it counts as this share of the energy at least.
 _LEAST_SHARE = 1e-3
-# In units of the rounding error, chosen and not measured: by how much dependent products are
-# moved apart, so that what one leaves of the other has digits (`test_bias`, parallel);
+# In units of eps: the diagonal of R over |R|_F, at least. Dependent products are moved apart
+# so far, so that what one leaves of the other has digits (`test_bias`, parallel);
 _SEPARATION = 100.0
-# the squared sine below which directions count as parallel;
+# the squared sine of two directions below which they count as parallel;
 _PARALLEL = 400.0
-# the share of a probe outside of the basis that counts as 0.
-_OUTSIDE = 1e3
+# the share of squared lengths outside of the basis that counts as 0.
+_LEAST_OUTSIDE = 1e3
 
 
 def dual_basis(R: Inexact[Array, "h h"]) -> Inexact[Array, "h h"]:
-    """`R^-*`, column i of which is orthogonal to all columns of R but the i-th.
+    """Dual basis `R^-*`: its column i is orthogonal to all columns of R but the i-th.
 
     Columns of R that depend on others are moved apart, along their column of Q.
     """
@@ -81,23 +84,25 @@ def choose_basis(
     n: int,
     k: int,
 ) -> tuple[Bool[Array, " h"], Float[Array, " h"]]:
-    r"""Whether each test uses the basis, by all other tests, and the energy that is left.
+    r"""Whether test i uses the basis, and the energy that its choice leaves, for each i.
 
-    With v the variance of a test on what is left, up to a factor, the error is `v_0 / k`
+    Both are by all tests but i. v is the mean energy `|(I - P) A w|^2` of tests, without that
+    of a multiple of the identity. But for the diagonal of A it is half of the variance of a
+    test, if A is symmetric. Half of the variance of the value is predicted to be `v_0 / k`
     without a basis, and with one of r vectors, which take r products,
 
-        v_r / (k - r) + 1/4 r (r - 1) / (k - r)^2 d .
+        v_r / (k - r) + CORRELATION r (r - 1) / (k - r)^2 (v_{r-1} - v_r) .
 
-    The last term is the covariance of tests in the basis. d is the energy of a direction,
-    the last one if v falls by the same factor with each.
+    The last term is the covariance of tests that share the basis. `v_{r-1} - v_r` is the
+    energy of one direction, if v falls by the same factor with each.
 
-    Signs don't see a diagonal, which energies count. Without a basis v is half of the
-    sample variance of the other tests, with an allowance for chance, where it is less.
+    Signs don't see a diagonal, which energies count. So `v_0` is half of the sample variance,
+    with the allowance for chance, where that is less.
     """
     h = len(R)
-    r, tested = h - 1, column_dots(C, R)
-    v_0 = _mean_energies(column_dots(R, R).real[None, :], tested[None, :], n)
-    v_0 = jnp.minimum(v_0, (1 + ALLOWANCE / h) * _variances_of_others(tested) / 2)
+    r, wAw = h - 1, column_dots(C, R)
+    v_0 = _mean_energies(column_dots(R, R).real[None, :], wAw[None, :], n)
+    v_0 = jnp.minimum(v_0, (1 + ALLOWANCE / h) * _variances_of_others(wAw) / 2)
     v_r = residual_energies(duals, R, C, n)
     ratio = jnp.maximum(v_0, v_r) / divisor(v_r)
     direction = v_r * (ratio ** (1 / r) - 1)
@@ -112,14 +117,15 @@ def residual_energies(
     C: Inexact[Array, "h h"],
     n: int,
 ) -> Float[Array, " h"]:
-    r"""The energy that the basis leaves of a product, by all tests but i, for each i.
+    r"""The mean energy `v_r` that the basis leaves of all products but i, for each i.
 
-    With `P_ij` the projector on the basis without the products of i and of j,
+    With `P_ij` the projector on the basis without the products of i and of j, it is made of
 
         e_ij = |(I - P_ij) A w_j|^2 ,      u_ij = w_j^* (I - P_ij) A w_j .
 
-    Without its product the basis sees test j by `d_j = R^-* e_j` alone, and without that of
-    i, too, by `d_ij = d_j - s_i s_i^* d_j`:
+    In coordinates of Q, `d_j = R^-* e_j` is orthogonal to all products but j, of direction
+    `s_j`, and `d_ij = d_j - s_i s_i^* d_j` to all but j and, if i is in the basis, i. As
+    `(Q d_ij)^* A w_j = 1`, what is left is `(I - P_ij) A w_j = Q d_ij / |d_ij|^2`, and
 
         e_ij = 1 / |d_ij|^2 ,      u_ij = C_j^* d_ij / |d_ij|^2 .
 
@@ -127,22 +133,22 @@ def residual_energies(
     of which is left out, the lengths would have no digits.
     """
     h, r = len(R), len(R) - 1
-    S, duals = _directions(duals), duals[:r]
-    d = duals.T[None] - inner(S, duals)[:, :, None] * S.T[:, None, :]
+    s, duals = _lost_directions(duals), duals[:r]
+    d = duals.T[None] - inner(s, duals)[:, :, None] * s.T[:, None, :]  # index [i, j, :]
     e = 1 / divisor(jnp.sum(squares(d), axis=2))
     u = e.astype(R.dtype) * jnp.sum(d * C[:r].T.conj()[None], axis=2)
-    # The product of the last test isn't in the basis, which lacks the direction of i alone.
-    on_s = inner(S, R[:r, -1:])
-    e_last = squares(R[-1, -1]) + squares(on_s)
-    u_last = C[-1, -1].conj() * R[-1, -1] + inner(S, C[:r, -1:]).conj() * on_s
-    in_basis = jnp.arange(h) < r
-    e = jnp.where(in_basis[None, :], e, e_last)
-    u = jnp.where(in_basis[None, :], u, u_last)
-    return _mean_energies(e, u, n - r + in_basis.astype(int))
+    # The last product isn't in the basis: of it `P_i` leaves what is along `s_i` and `q_r`.
+    along_s = inner(s, R[:r, -1:])
+    e_last = squares(R[-1, -1]) + squares(along_s)
+    u_last = C[-1, -1].conj() * R[-1, -1] + inner(s, C[:r, -1:]).conj() * along_s
+    spans_basis = jnp.arange(h) < r
+    e = jnp.where(spans_basis[None, :], e, e_last)
+    u = jnp.where(spans_basis[None, :], u, u_last)
+    return _mean_energies(e, u, n - r + spans_basis.astype(int))
 
 
-def _directions(duals: Inexact[Array, "h h"]) -> Inexact[Array, "r h"]:
-    """Column i is the direction that the basis loses without product i; 0 for the last."""
+def _lost_directions(duals: Inexact[Array, "h h"]) -> Inexact[Array, "r h"]:
+    """Unit vectors `s_i`: what the basis loses without product i; 0 for the last."""
     r = len(duals) - 1
     return jnp.pad(normalise_columns(duals[:r, :r]), ((0, 0), (0, 1)))
 
@@ -152,18 +158,22 @@ def _mean_energies(
     traces: Inexact[Array, "_ h"],
     dimension: int | Array,
 ) -> Float[Array, " h"]:
-    """Means over all tests but i, less the energy of a multiple of the identity."""
+    """Mean energies over all tests but i, less that of a multiple of the identity.
+
+    `energies` and `traces` are `e_ij` and `u_ij`, or a row of them for all i. `dimension` is
+    that of the space that a projector leaves.
+    """
     h = energies.shape[1]
     others = ~jnp.eye(h, dtype=bool)
     energy, trace = (
         jnp.sum(jnp.where(others, x, 0), axis=1) / (h - 1) for x in (energies, traces)
     )
-    beside = energy - squares(trace) / jnp.asarray(dimension).astype(energy.dtype)
-    return jnp.maximum(beside, _LEAST_SHARE * energy)
+    traceless = energy - squares(trace) / jnp.asarray(dimension).astype(energy.dtype)
+    return jnp.maximum(traceless, _LEAST_SHARE * energy)
 
 
 def _variances_of_others(samples: Inexact[Array, " h"]) -> Float[Array, " h"]:
-    """The sample variance of all samples but each."""
+    """Sample variances of all samples but one, by the one left out."""
     h = len(samples)
     samples = samples - jnp.mean(samples)
     mean = (jnp.sum(samples) - samples) / (h - 1)
@@ -172,11 +182,11 @@ def _variances_of_others(samples: Inexact[Array, " h"]) -> Float[Array, " h"]:
 
 
 class Plan(NamedTuple):
-    """A plan of the tests, made before the second block is multiplied.
+    """Plan of the tests, made before the second block is multiplied.
 
-    - `uses_basis`: whether each test of the first block uses the basis.
-    - `in_basis`: mask of the columns of X that are the basis; empty if no test uses it.
-    - `S`: column i is the direction that row i takes out of the basis, or 0.
+    - `uses_basis`: whether test i of the first block uses the basis.
+    - `in_basis`: which columns of X are the basis; none if no test uses it.
+    - `S`: see above; 0 outside of the basis.
     """
 
     uses_basis: Bool[Array, " h"]
@@ -187,77 +197,79 @@ class Plan(NamedTuple):
 def plan_tests(
     duals: Inexact[Array, "h h"], uses_basis: Bool[Array, " h"], width: int
 ) -> Plan:
-    """The plan for a second block of so many columns."""
+    """The plan for a second block of `width` = l columns."""
     r = len(duals) - 1
     in_basis = (jnp.arange(width) < r) & jnp.any(uses_basis)
-    S = jnp.pad(_directions(duals), ((0, width - r), (0, 1)))
+    S = jnp.pad(_lost_directions(duals), ((0, width - r), (0, 1)))
     return Plan(uses_basis, in_basis, jnp.where(in_basis[:, None], S, 0))
 
 
 def sample_weights(plan: Plan) -> Float[Array, " k"]:
-    """Weights of the samples in the value, 0 for the basis.
+    """Weights of the samples `t_j` in the value, 0 for columns of the basis.
 
-    Each test of the first block is averaged with the fresh probes that its choice leaves,
-    all with the same weight.
+    The value is the mean over i < h of `(1 - f_i) t_i + f_i t`, with t the mean sample of
+    fresh probes. `f_i` would be their share among all tests if all chose as test i.
     """
     uses_basis, in_basis, S = plan
     h, width, real = len(uses_basis), len(in_basis), jnp.finfo(S.dtype).dtype
     fresh = width - jnp.where(uses_basis, h - 1, 0)
     share = (fresh / (h + fresh)).astype(real)
-    number = (width - jnp.sum(in_basis)).astype(real)
-    second = jnp.where(in_basis, 0, jnp.mean(share) / number)
+    num_fresh = (width - jnp.sum(in_basis)).astype(real)
+    second = jnp.where(in_basis, 0, jnp.mean(share) / num_fresh)
     return jnp.concatenate([(1 - share) / h, second])
 
 
 def test_samples(
     form: Inexact[Array, "k k"], gram: Inexact[Array, "k k"], n: int, plan: Plan
 ) -> tuple[Inexact[Array, " k"], Inexact[Array, " h1"]]:
-    r"""The samples `t_j`, linear in `form`, and the shift `c_i` of each row.
+    r"""Samples `t_j`, linear in `form`, and shifts `c_i`. Those of the basis mean nothing.
 
-    With B for the basis, `x_j = B^* v_j` and `g_j = v_j - B x_j`,
+    `t_j` is by `P_j` for j < h, and by `P_h` for fresh probes. With `x_j = B^* v_j` and
+    `g_j = v_j - B x_j`,
 
         g_ij = g_j + a_ij B s_i ,    a_ij = s_i^* x_j ,    |g_ij|^2 = |g_j|^2 + |a_ij|^2 ,
         c_i = sum_j g_ij^* A g_ij / sum_j |g_ij|^2  over tests j that P_i knows nothing of.
     """
     uses_basis, in_basis, S = plan
     h, k = len(uses_basis), len(form)
-    row, test = jnp.arange(h + 1)[:, None], jnp.arange(k)[None, :]
+    i, j = jnp.arange(h + 1)[:, None], jnp.arange(k)[None, :]
     uses = jnp.append(uses_basis, jnp.any(uses_basis))[:, None]
-    tested, lengths = jnp.diagonal(form), jnp.diagonal(gram).real
+    vAv, vv = jnp.diagonal(form), jnp.diagonal(gram).real
 
-    X = jnp.where(in_basis[:, None], gram[h:], 0)
+    x = jnp.where(in_basis[:, None], gram[h:], 0)
     H, BAV, VAB = _basis_blocks(form, in_basis)
-    BAg, gAB = BAV - matmul(H, X), VAB - matmul(X.conj().T, H)
-    gAg = tested - column_dots(X, BAV) - jnp.sum(gAB.T * X, axis=0)
-    a, sHs = inner(S, X), column_dots(S, matmul(H, S))[:, None]
+    BAg, gAB = BAV - matmul(H, x), VAB - matmul(x.conj().T, H)
+    gAg = vAv - column_dots(x, BAV) - jnp.sum(gAB.T * x, axis=0)
+    a, sHs = inner(S, x), column_dots(S, matmul(H, S))[:, None]
     mixed = a.conj() * inner(S, BAg) + a * matmul(gAB, S).T
-    gAg = jnp.where(uses, gAg[None, :] + mixed + a.conj() * a * sHs, tested[None, :])
-    gg = (lengths - column_dots(X, X).real)[None, :] + squares(a)
-    gg = jnp.where(uses, gg, lengths[None, :])
+    # From here on of `g_ij`, index [i, j].
+    gAg = jnp.where(uses, gAg[None, :] + mixed + a.conj() * a * sHs, vAv[None, :])
+    gg = (vv - column_dots(x, x).real)[None, :] + squares(a)
+    gg = jnp.where(uses, gg, vv[None, :])
     rank = jnp.sum(in_basis).astype(gg.dtype) - jnp.sum(squares(S), axis=0)[:, None]
     rank = jnp.where(uses, rank, 0)
 
-    # The last test of the first block is never in the basis. The last fresh probe tells
-    # rows of the first block; for its row it is a test.
-    outside = (test < h) & (test != row) & (~uses | (test == h - 1))
-    outside = outside | ((test == k - 1) & (row < h))
-    total = jnp.sum(jnp.where(outside, gg, 0), axis=1)
-    limit = jnp.sum(jnp.where(outside, lengths[None, :], 0), axis=1)
+    # The last product of the first block doesn't span the basis. The last fresh probe has no
+    # part in `P_i`, i < h; it is tested by `P_h`.
+    is_outside = (j < h) & (j != i) & (~uses | (j == h - 1))
+    is_outside = is_outside | ((j == k - 1) & (i < h))
+    sum_gg = jnp.sum(jnp.where(is_outside, gg, 0), axis=1)
+    sum_vv = jnp.sum(jnp.where(is_outside, vv[None, :], 0), axis=1)
     # Probes may lie in the basis: what is left of them is rounding then.
-    known = total > _OUTSIDE * jnp.finfo(gg.dtype).eps * limit
-    shifts = jnp.sum(jnp.where(outside, gAg, 0), axis=1)
-    shifts = shifts / jnp.where(known, total, 1).astype(form.dtype)
-    shifts = jnp.where(known, shifts, 0)
+    has_digits = sum_gg > _LEAST_OUTSIDE * jnp.finfo(gg.dtype).eps * sum_vv
+    shifts = jnp.sum(jnp.where(is_outside, gAg, 0), axis=1)
+    shifts = shifts / jnp.where(has_digits, sum_gg, 1).astype(form.dtype)
+    shifts = jnp.where(has_digits, shifts, 0)
 
     basis_trace = jnp.where(uses, jnp.trace(H) - sHs, 0)
     samples = basis_trace + gAg - shifts[:, None] * (gg - n + rank).astype(form.dtype)
-    return jnp.sum(jnp.where(row == jnp.minimum(test, h), samples, 0), axis=0), shifts
+    return jnp.sum(jnp.where(i == jnp.minimum(j, h), samples, 0), axis=0), shifts
 
 
 def _basis_blocks(
     form: Inexact[Array, "k k"], in_basis: Bool[Array, " l"]
 ) -> tuple[Inexact[Array, "l l"], Inexact[Array, "l k"], Inexact[Array, "k l"]]:
-    """`B^* A B`, `B^* A V` and `V^* A B`, with zeros where there is no basis."""
+    """`H = B^* A B`, `B^* A V` and `V^* A B`."""
     h = len(form) - len(in_basis)
     rows, columns = in_basis[:, None], in_basis[None, :]
     H = jnp.where(rows & columns, form[h:, h:], 0)
@@ -274,31 +286,31 @@ def covariance(
 ) -> Float[Array, ""]:
     r"""Covariance of the tests whose products span the basis, in the variance of the value.
 
-    `sum_{i != j} a_i a_j (t_ij - t_i) conj(t_ji - t_j)`, with `a_i` the weight of `t_i`
-    and `t_ij` the same with probe j left out as well, for `c_i` as it is; see
-    `leave_one_out_bar` of the error bars for why.
+    The sum over i != j of `weight_i weight_j (t_ij - t_i) conj(t_ji - t_j)`, where `t_ij` is
+    `t_i` with the product of probe j left out of `P_i` too, and `c_i` as it is. For why see
+    `leave_one_out_bar` of the error bars.
     """
     uses_basis, in_basis, S = plan
     h = len(uses_basis)
-    S, X = S[:, :h], jnp.where(in_basis[:, None], gram[h:, :h], 0)
-    X = X - S * column_dots(S, X)[None, :]
+    s, x = S[:, :h], jnp.where(in_basis[:, None], gram[h:, :h], 0)
+    x = x - s * column_dots(s, x)[None, :]  # `P_i w_i = B x_i`
     ones = jnp.ones(h, weights.dtype)
     H, BAV, VAB = _basis_blocks(form, in_basis)
     probes = ProbeSet(n, h, None, resphere=False)
-    loo = LeaveOneOut(probes, BAV[:, :h], S, X, ones, ones, None)
-    T, forms = VAB[:h].conj().T, jnp.diagonal(form)[:h]
-    paired = leave_one_out_traces(H, T, forms, loo)
-    # What the shift is multiplied by is the same of the identity: `|t^* x_i|^2 - 1`, with t
+    loo = LeaveOneOut(probes, BAV[:, :h], s, x, a=ones, left=ones, basis=None)
+    T, wAw = VAB[:h].conj().T, jnp.diagonal(form)[:h]
+    paired = leave_one_out_traces(H, T, wAw, loo)  # t_i and t_ij for shifts of 0
+    # The factor of the shift, `|g_i|^2 - n + rank P_i`, changes by `|t^* x_i|^2 - 1`, with t
     # the unit vector of what `s_j` has beside `s_i`, to which `x_i` is orthogonal.
-    sine = 1 - squares(inner(S, S))
-    used = uses_basis & (jnp.arange(h) < h - 1)
-    used = used[:, None] & used[None, :] & ~jnp.eye(h, dtype=bool)
-    used = used & (sine >= _PARALLEL * jnp.finfo(form.dtype).eps)
-    length = squares(inner(X, S)) / jnp.where(used, sine, 1) - 1
+    squared_sine = 1 - squares(inner(s, s))
+    is_pair = uses_basis & (jnp.arange(h) < h - 1)
+    is_pair = is_pair[:, None] & is_pair[None, :] & ~jnp.eye(h, dtype=bool)
+    is_pair = is_pair & (squared_sine >= _PARALLEL * jnp.finfo(form.dtype).eps)
+    factor_change = squares(inner(x, s)) / jnp.where(is_pair, squared_sine, 1) - 1
     change = (
         paired.without
         - paired.samples[:, None]
-        - shifts[:h, None] * length.astype(form.dtype)
+        - shifts[:h, None] * factor_change.astype(form.dtype)
     )
-    change = jnp.where(used, change * weights[:h, None].astype(form.dtype), 0)
+    change = jnp.where(is_pair, change * weights[:h, None].astype(form.dtype), 0)
     return jnp.maximum(jnp.sum(jnp.real(change * change.conj().T)), 0)

@@ -306,7 +306,7 @@ def forms_between(
         others, nodes = extended
         high = jnp.sum(squares(others) / nodes[:, None], axis=0)
     low, high = jnp.minimum(low, high), jnp.maximum(low, high)
-    error = jnp.hypot((high - low) / 12**0.5, rounding * high)
+    error = jnp.hypot((high - low) / 2, rounding * high)
     return Forms((low + high) / 2, error, (low, high), coordinates)
 
 

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._accuracy.tolerance import FEWEST, Check, run_until
+from .._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until
 from .._arguments import check_optional_integer, without_numpy
 from .._linalg.krylov import arnoldi, arnoldi_factor, arnoldi_start, arnoldi_step
 from .._linalg.small import divisor
@@ -46,10 +46,9 @@ class KrylovAwareEstimator(SpectralEstimator):
     a root, and no eigenvalue below a known number, f(A) lies between f(T) and f(E), E
     the smallest matrix that A can be on the space and the next block of it. So does
     each `tr_i`. The value is the mean of their middles, `stats["bracket"]` holds the
-    means of both ends, and the standard error half of the distance, over `sqrt(3)`.
+    means of both ends, and the standard error half of their distance.
     Of operators tagged positive semidefinite the number is 0, or, where f is infinite
-    there, a quarter of the smallest Ritz value: no theorem then, and the standard error
-    holds all of that half. Without a bracket the
+    there, a quarter of the smallest Ritz value: no theorem then. Without a bracket the
     value is that of f(T), and what more steps would change is extrapolated.
 
     | | |
@@ -105,7 +104,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         return SpectralOutcome(*sums[:3], stats, blocks, sums.forms)
 
     def compute_until(self, state, k, stop):
-        if k < FEWEST:
+        if k < LEAST_PRODUCTS:
             outcome = self.compute(state, k)
             stats = {**outcome.stats, "products_needed": jnp.inf}
             return outcome._replace(stats=stats)
@@ -133,9 +132,9 @@ class KrylovAwareEstimator(SpectralEstimator):
             arnoldi_start(start, most),
             start=0,
             width=1,
-            most=most,
-            fewest=min(2, most),
-            samples=m,
+            limit=most,
+            minimum=min(2, most),
+            num_samples=m,
         )
         bar, sums = loop.check
         basis, factor, _ = loop.buffers

@@ -130,7 +130,7 @@ def krylov_sums(
     samples, forms = _samples(weights, leaves), None
     excess = _excess(state.preconditioner, left_out, basis)
     if _has_bracket(state):
-        lower, is_known = _lower_end(function, theta, state.lower)
+        lower = _lower_end(function, theta, state.lower)
         E = smallest_extension(T, R, (theta, S), lower, steps)
         nodes, vectors = ritz_pairs(E, width * steps, beside=width)
         nodes, vectors = jnp.maximum(nodes, lower), vectors[: len(T)]
@@ -143,11 +143,9 @@ def krylov_sums(
             forms = forms_between(inner(S, right), theta, ends, noise)
         samples, others = (_controlled(x, excess) for x in (samples, others))
         samples, ends = _middles(samples, others, jnp.min(theta) >= 0)
-        # The standard deviation, if the truth is anywhere between the ends; half of their
-        # distance where nothing is proven.
-        share = jnp.where(is_known, 12**-0.5, 0.5).astype(theta.dtype)
-        share = jnp.where(jnp.min(theta) >= 0, share, jnp.nan)
-        krylov = [share * jnp.abs(high - low) for low, high in ends]
+        # Before convergence the truth may be close to either end.
+        half = jnp.where(jnp.min(theta) >= 0, jnp.asarray(0.5, theta.dtype), jnp.nan)
+        krylov = [half * jnp.abs(high - low) for low, high in ends]
         stats["bracket"] = tuple(
             function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
         )
@@ -230,10 +228,10 @@ def _lower_end(
     function: SpectralFunction,
     theta: Float[Array, " k"],
     lower: Float[Array, ""] | None,
-) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """A number below the spectrum, at which the function is finite; and whether it is known.
+) -> Float[Array, ""]:
+    """A number below the spectrum, at which the function is finite.
 
-    What is known: at least 0, as the function is one of positive numbers. Where it isn't
+    The known one, at least 0, as the function is one of positive numbers. Where it isn't
     finite there, a quarter of the smallest positive Ritz value, of which nothing is
     proven: the intervals of log-determinants of kernels cover.
     """
@@ -241,7 +239,7 @@ def _lower_end(
     known = nothing if lower is None else jnp.maximum(lower, nothing)
     smallest = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
     finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
-    return jnp.where(finite, known, smallest / 4), finite
+    return jnp.where(finite, known, smallest / 4)
 
 
 def _middles(
