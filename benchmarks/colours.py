@@ -128,17 +128,31 @@ def sparse_inverse():
         print(f"{distance} | {k} | {errors[0]:.2g} | {errors[1]:.2g}", flush=True)
 
 
+def edges(shape, periodic):
+    nodes = np.arange(np.prod(shape)).reshape(shape)
+    pairs = []
+    for axis, size in enumerate(shape):
+        starts = np.arange(size if periodic else size - 1)
+        ends = np.roll(nodes, -1, axis)
+        pairs.append((nodes.take(starts, axis), ends.take(starts, axis)))
+    return np.concatenate([np.stack([x.ravel(), y.ravel()], 1) for x, y in pairs])
+
+
 def times():
-    nodes = np.arange(10**6).reshape(100, 100, 100)
-    pairs = [
-        (np.delete(nodes, -1, axis), np.delete(nodes, 0, axis)) for axis in range(3)
-    ]
-    pairs = np.concatenate([np.stack([x.ravel(), y.ravel()], 1) for x, y in pairs])
-    print("colouring a grid of 1e6 nodes: distance | colours | seconds")
-    for distance in (1, 2, 3):
-        start = time.perf_counter()
-        number = tx.colour(pairs, distance).number
-        print(f"{distance} | {number} | {time.perf_counter() - start:.1f}", flush=True)
+    cube = (100, 100, 100)
+    numbers = np.random.default_rng(0).permutation(10**6)
+    print("colouring: grid | distance | colours | seconds")
+    for name, pairs in [
+        ("open, 1e6", edges(cube, False)),
+        ("torus, 1e6", edges(cube, True)),
+        ("torus, 30 x 31 x 32", edges((30, 31, 32), True)),
+        ("open, 1e6, numbered at random", numbers[edges(cube, False)]),
+    ]:
+        for distance in (1, 2, 3):
+            start = time.perf_counter()
+            number = tx.colour(pairs, distance).number
+            seconds = time.perf_counter() - start
+            print(f"{name} | {distance} | {number} | {seconds:.1f}", flush=True)
 
 
 if __name__ == "__main__":

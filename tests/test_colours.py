@@ -90,7 +90,7 @@ def test_patterns_of_all_kinds_are_the_same():
 @pytest.mark.x64
 def test_colours_are_few():
     assert tx.colour(grid_pairs(20, 20)).number == 2
-    # The best are perfect codes.
+    # The best: so many nodes are within the distance of each other.
     for shape, distance, best in [
         ((30, 30), 2, 5),
         ((30, 31), 3, 8),
