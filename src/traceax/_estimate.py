@@ -135,8 +135,8 @@ class Estimate(eqx.Module):
         the operator is copied once per key.
     """
 
-    value: PyTree[Inexact[Array, ""]]
-    _standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
+    value: PyTree[Inexact[Array, "..."]]
+    _standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
     result: RESULTS
     stats: dict[str, PyTree[Array]]
     _state: _Box = eqx.field(repr=False)
@@ -144,8 +144,8 @@ class Estimate(eqx.Module):
 
     def __init__(
         self,
-        value: PyTree[Inexact[Array, ""]],
-        standard_error: PyTree[Float[Array, ""]],
+        value: PyTree[Inexact[Array, "..."]],
+        standard_error: PyTree[Float[Array, "..."]],
         result: RESULTS,
         stats: dict[str, PyTree[Array]],
         state: PyTree,
