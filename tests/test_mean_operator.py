@@ -555,6 +555,7 @@ def test_wrong_weights(weights, error, message):
         MeanLinearOperator(_identity, np.ones(4), weights=weights)
 
 
+@pytest.mark.wrong_types
 def test_wrong_functions():
     with pytest.raises(
         TypeError, match=r"must be a function of a minibatch, got an array of shape"

@@ -301,7 +301,7 @@ def _interval(value, error, freedom, level):
     return value - half, value + half
 
 
-def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, ""]:
+def known_or(standard_error: Float[Array, "*s"], unknown: float) -> Float[Array, "*s"]:
     """The standard error, with `unknown` for NaN."""
     return jnp.where(jnp.isnan(standard_error), unknown, standard_error)
 
