@@ -523,6 +523,7 @@ def test_wrong_batches(batches, message):
         MeanLinearOperator(_identity, batches)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
