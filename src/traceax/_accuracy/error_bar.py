@@ -301,7 +301,7 @@ def _squared_skewness(
     square_sums: list[Float[Array, "*g"]],
     cube_sums: list[Float[Array, "*g"]],
     m: ArrayLike,
-) -> Float[Array, ""]:
+) -> Float[Array, "*g"]:
     """Squared sample skewness of real or imaginary parts, the larger; of rounding none."""
     eps = float(jnp.finfo(square_sums[0].dtype).eps)
     pairs = zip(cube_sums, square_sums, strict=True)
