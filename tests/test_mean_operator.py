@@ -500,6 +500,7 @@ def _identity(batch):
     return lx.IdentityLinearOperator(jax.ShapeDtypeStruct((N,), float))
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("batches", "message"),
     [

@@ -138,7 +138,7 @@ class Estimate(eqx.Module):
     value: PyTree[Inexact[Array, "..."]]
     _standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
     result: RESULTS
-    stats: dict[str, PyTree[Array]]
+    stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
     _by: str = eqx.field(static=True, repr=False)  # the estimator's name
 
@@ -147,7 +147,7 @@ class Estimate(eqx.Module):
         value: PyTree[Inexact[Array, "..."]],
         standard_error: PyTree[Float[Array, "..."]],
         result: RESULTS,
-        stats: dict[str, PyTree[Array]],
+        stats: dict[str, PyTree],
         state: PyTree,
         by: str = "",
     ):

@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
     value: PyTree[Inexact[Array, "..."]]
     standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
     result: RESULTS
-    stats: dict[str, PyTree[Array]]
+    stats: dict[str, PyTree]
     kept: PyTree[Array] | None  # for a later estimate to go on from
 
 
