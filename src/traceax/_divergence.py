@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Inexact, Key, PyTree
+from jaxtyping import Array, ArrayLike, Inexact, Key, PyTree
 
 from ._arguments import check_budget, kind_of, native_arrays
 from ._base import TraceEstimator
@@ -21,7 +21,7 @@ from ._trace import CHOICES, estimate_whole, set_choice
 def divergence(
     key: Key[Array, ""],
     fn: Callable[[PyTree[Array]], PyTree[Array]],
-    x: PyTree[Array],
+    x: PyTree[ArrayLike],
     k: int = 1,
     estimator: TraceEstimator | None = None,
     *,
@@ -85,7 +85,7 @@ def divergence(
 def laplacian(
     key: Key[Array, ""],
     fn: Callable[[PyTree[Array]], Inexact[Array, ""]],
-    x: PyTree[Array],
+    x: PyTree[ArrayLike],
     k: int,
     estimator: TraceEstimator | None = None,
     *,

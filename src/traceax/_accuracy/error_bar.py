@@ -236,7 +236,7 @@ def weighted_bar(
     return _error_bar(value, unit, variance, inverse_freedom, magnitude)
 
 
-def _untie(variance: ArrayLike, largest: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
+def _untie(variance: ArrayLike, largest: ArrayLike, m: ArrayLike) -> Float[Array, "*g"]:
     """Sample variance of m samples; where they agree, `2^(1 - m)` of the largest possible."""
     tied = jnp.exp2(1.0 - m) * largest
     return jnp.where(variance < _TIE_SHARE * tied, tied, variance)
@@ -258,7 +258,7 @@ def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> Err
     return ErrorBar(value, error, jnp.full_like(error, jnp.inf))
 
 
-def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:
+def _unknown(mean: Inexact[Array, "*g"]) -> ErrorBar:
     """Error bar of a single sample: NaN, with 0 degrees of freedom."""
     real = jnp.finfo(mean.dtype).dtype
     return ErrorBar(mean, jnp.full((), jnp.nan, real), jnp.zeros((), real))
@@ -271,7 +271,7 @@ def _number(samples, active) -> int | Float[Array, ""]:
     return jnp.sum(active).astype(jnp.finfo(samples.dtype).dtype)
 
 
-def _skewness_term(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
+def _skewness_term(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, "*g"]:
     """Part of `1 / nu` that is due to skewness gamma.
 
     The coverage of a two-sided t interval has the expansion (Hall, "The Bootstrap and
@@ -298,8 +298,10 @@ def _power_sums(
 
 
 def _squared_skewness(
-    square_sums: list[Float[Array, ""]], cube_sums: list[Float[Array, ""]], m: ArrayLike
-) -> Float[Array, ""]:
+    square_sums: list[Float[Array, "*g"]],
+    cube_sums: list[Float[Array, "*g"]],
+    m: ArrayLike,
+) -> Float[Array, "*g"]:
     """Squared sample skewness of real or imaginary parts, the larger; of rounding none."""
     eps = float(jnp.finfo(square_sums[0].dtype).eps)
     pairs = zip(cube_sums, square_sums, strict=True)
@@ -339,12 +341,12 @@ def _gram_squared_skewness(
     return skewness
 
 
-def _ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
+def _ratio(x: Float[Array, "*g"], y: Float[Array, "*g"]) -> Float[Array, "*g"]:
     """`x / y`, and 0 where y is too small to divide by."""
     safe = y > jnp.finfo(y.dtype).tiny
     return jnp.where(safe, x / jnp.where(safe, y, 1), 0)
 
 
-def _cubed_ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
+def _cubed_ratio(x: Float[Array, "*g"], y: Float[Array, "*g"]) -> Float[Array, "*g"]:
     """`x^2 / y^3`, of which neither may be representable."""
     return _ratio(x, y * jnp.sqrt(y)) ** 2
