@@ -23,6 +23,12 @@ def divisor(x: Inexact[Array, "*s"]) -> Inexact[Array, "*s"]:
     return jnp.where(x == 0, jnp.ones_like(x), x)
 
 
+def ratio(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """`x / y`, and 0 where y is too small to divide by."""
+    safe = y > jnp.finfo(y.dtype).tiny
+    return jnp.where(safe, x / jnp.where(safe, y, 1), 0)
+
+
 def frobenius(x: Inexact[Array, "k m"]) -> Float[Array, ""]:
     """`|X|_F`."""
     return jnp.sqrt(jnp.sum(squares(x)))
