@@ -1,17 +1,19 @@
 """Coloured probes against plain ones: errors by the number of products.
 
-    JAX_ENABLE_X64=1 python benchmarks/colours.py
+    JAX_ENABLE_X64=1 python benchmarks/colours.py --figure docs/colours.svg
 
 Root mean square errors over keys: of log-determinants of lattices, of the divergence of a
 block-hollow flow, and of the trace of a sparse inverse. And the time that colouring takes.
 """
 
+import argparse
 import time
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import matplotlib.pyplot as plt
 import numpy as np
 
 import traceax as tx
@@ -41,11 +43,33 @@ def lattice(shape, periodic, mass):
     return lx.FunctionLinearOperator(product, structure, tag), eigenvalues
 
 
+def edges(shape, periodic=False):
+    nodes = np.arange(np.prod(shape)).reshape(shape)
+    pairs = []
+    for axis, size in enumerate(shape):
+        starts = np.arange(size if periodic else size - 1)
+        ends = np.roll(nodes, -1, axis)
+        pairs.append((nodes.take(starts, axis), ends.take(starts, axis)))
+    return np.concatenate([np.stack([x.ravel(), y.ravel()], 1) for x, y in pairs])
+
+
 def error(estimate, truth, keys=KEYS):
     """The root mean square error of a function of a key."""
     value = eqx.filter_jit(lambda key: estimate(key).value)
     values = [float(value(key)) for key in jax.random.split(jax.random.key(1), keys)]
-    return np.sqrt(np.mean((np.asarray(values) - truth) ** 2))
+    return float(np.sqrt(np.mean((np.asarray(values) - truth) ** 2)))
+
+
+def log_determinant_error(A, truth, colours, steps):
+    p = colours.number
+    estimator = tx.LanczosQuadratureEstimator(p, tx.ColouredSampler(colours))
+    return error(
+        lambda key: tx.logdet(key, A, p * steps, estimator, throw=False), truth
+    )
+
+
+def plain_log_determinant_error(A, truth, k):
+    return error(lambda key: tx.logdet(key, A, k, throw=False), truth, 4)
 
 
 def log_determinants():
@@ -61,24 +85,34 @@ def log_determinants():
         A, eigenvalues = lattice(shape, periodic, mass)
         truth = np.log(eigenvalues).sum()
         colours = tx.lattice_colours(shape, distance, periodic)
-        p, k = colours.number, colours.number * steps
-        estimator = tx.LanczosQuadratureEstimator(p, tx.ColouredSampler(colours))
-        coloured = error(
-            lambda key, A=A, k=k, e=estimator: tx.logdet(key, A, k, e, throw=False),
-            truth,
-        )
+        coloured = log_determinant_error(A, truth, colours, steps)
         # More than 400 products are no better for the time that they take.
-        few = min(k, 400)
-        plain = error(
-            lambda key, A=A, k=few: tx.logdet(key, A, k, throw=False), truth, 4
-        )
+        few = min(colours.number * steps, 400)
+        plain = plain_log_determinant_error(A, truth, few)
         size = " x ".join(map(str, shape)) + ("" if periodic else ", open")
-        print(f"{size}, {mass} | {p} x {steps} | {k} | {coloured:.2g}", end=" | ")
-        print(f"{plain:.2g} with {few}", flush=True)
+        print(
+            f"{size}, {mass} | {colours.number} x {steps} | {colours.number * steps} | "
+            f"{coloured:.2g} | {plain:.2g} with {few}",
+            flush=True,
+        )
 
 
-def block_hollow():
-    """A velocity of 55 points in space: each moves by its own place and what it sees."""
+def log_determinants_by_products():
+    shape = (64, 64)
+    A, eigenvalues = lattice(shape, True, 1.0)
+    truth = np.log(eigenvalues).sum()
+    coloured = {}
+    for distance in (1, 2, 3, 5, 7):
+        colours = tx.lattice_colours(shape, distance)
+        coloured[12 * colours.number] = log_determinant_error(A, truth, colours, 12)
+    plain = {
+        k: plain_log_determinant_error(A, truth, k) for k in (48, 100, 200, 400, 800)
+    }
+    return coloured, plain
+
+
+def divergences_by_products():
+    """Of 55 points in space: each moves by its own place and by what it sees."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(55, 3)))
 
     def seen(x):
@@ -99,43 +133,33 @@ def block_hollow():
     def coloured(key):
         return tx.divergence(key, lambda z: field(z, context), x, colours=colours)[1]
 
-    print("block-hollow divergence: products | error")
-    print(f"coloured 3 | {error(coloured, truth):.1g}")
-    for k in (1, 3, 30, 100):
-        plain = error(
-            lambda key, k=k: tx.divergence(key, whole, x.reshape(-1), k)[1], truth, 100
-        )
-        print(f"plain {k} | {plain:.2g}", flush=True)
+    def plain(k):
+        return lambda key: tx.divergence(key, whole, x.reshape(-1), k)[1]
+
+    budgets = (1, 3, 10, 30, 100)
+    return (
+        {3: error(coloured, truth)},
+        {k: error(plain(k), truth, 100) for k in budgets},
+    )
 
 
-def sparse_inverse():
+def inverses_by_solves():
     shape = (64, 64)
     A, eigenvalues = lattice(shape, False, 1.0)
     truth = (1 / eigenvalues).sum()
     inverse = tx.InverseLinearOperator(A, lx.CG(rtol=1e-8, atol=1e-8))
-    nodes = np.arange(np.prod(shape)).reshape(shape)
-    pairs = [(nodes[:-1], nodes[1:]), (nodes[:, :-1], nodes[:, 1:])]
-    pairs = np.concatenate([np.stack([x.ravel(), y.ravel()], 1) for x, y in pairs])
-    print("trace of an inverse: distance | solves | error | plain error")
+
+    def of_trace(k, estimator=None):
+        return error(lambda key: tx.trace(key, inverse, k, estimator), truth)
+
+    coloured, plain = {}, {}
     for distance in (1, 2, 4, 6):
-        colours = tx.colour(pairs, distance)
-        k = colours.number
+        colours = tx.colour(edges(shape), distance)
         sampler = tx.ColouredSampler(colours, exact=False)
-        errors = [
-            error(lambda key, k=k, e=e: tx.trace(key, inverse, k, e), truth)
-            for e in (tx.HutchinsonEstimator(sampler), None)
-        ]
-        print(f"{distance} | {k} | {errors[0]:.2g} | {errors[1]:.2g}", flush=True)
-
-
-def edges(shape, periodic):
-    nodes = np.arange(np.prod(shape)).reshape(shape)
-    pairs = []
-    for axis, size in enumerate(shape):
-        starts = np.arange(size if periodic else size - 1)
-        ends = np.roll(nodes, -1, axis)
-        pairs.append((nodes.take(starts, axis), ends.take(starts, axis)))
-    return np.concatenate([np.stack([x.ravel(), y.ravel()], 1) for x, y in pairs])
+        k = colours.number
+        coloured[k] = of_trace(k, tx.HutchinsonEstimator(sampler))
+        plain[k] = of_trace(k)
+    return coloured, plain
 
 
 def times():
@@ -155,8 +179,43 @@ def times():
             print(f"{name} | {distance} | {number} | {seconds:.1f}", flush=True)
 
 
-if __name__ == "__main__":
+CURVES = {
+    "log det of a lattice, 64 x 64": log_determinants_by_products,
+    "divergence of a block-hollow flow": divergences_by_products,
+    "trace of a sparse inverse": inverses_by_solves,
+}
+
+
+def draw(curves, path):
+    """Errors by products, a panel for each job."""
+    plt.rcParams.update({"font.size": 9, "svg.hashsalt": "traceax"})
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
+    for axis, (title, (coloured, plain)) in zip(axes, curves.items(), strict=True):
+        axis.loglog(*zip(*plain.items(), strict=True), "s-", color="#7f7f7f")
+        axis.loglog(*zip(*coloured.items(), strict=True), "o-", color="#0072b2")
+        axis.set_title(title, fontsize="medium")
+        axis.grid(alpha=0.3)
+        axis.set_xlabel("solves" if "inverse" in title else "products")
+    axes[0].set_ylabel("root mean square error")
+    axes[0].legend(["plain", "coloured"])
+    figure.savefig(path, facecolor="white", metadata={"Date": None})
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--figure", help="file to draw the curves to")
+    path = parser.parse_args().figure
     log_determinants()
-    block_hollow()
-    sparse_inverse()
+    curves = {}
+    for title, run in CURVES.items():
+        curves[title] = run()
+        for name, found in zip(("coloured", "plain"), curves[title], strict=True):
+            row = " | ".join(f"{k}: {x:.2g}" for k, x in found.items())
+            print(f"{title} | {name} | {row}", flush=True)
     times()
+    if path:
+        draw(curves, path)
+
+
+if __name__ == "__main__":
+    main()

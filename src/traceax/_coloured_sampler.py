@@ -13,6 +13,7 @@ from jaxtyping import Array, ArrayLike, Inexact, Int
 from ._arguments import kind_of, require
 from ._colours import Colours
 from ._operators.block import apply_block, columns_at_once
+from ._operators.inverse import InverseLinearOperator
 from ._samplers import RademacherSampler, Sampler
 
 _WHERE = "ColouredSampler"
@@ -76,6 +77,7 @@ class ColouredSampler(Sampler):
     exact: bool = eqx.field(static=True)
     sampler: Sampler
     num_colours: int = eqx.field(static=True)
+    _of_pattern: bool = eqx.field(static=True)  # whether `Colours` said so
 
     def __init__(
         self,
@@ -87,6 +89,7 @@ class ColouredSampler(Sampler):
         index = colours.labels if isinstance(colours, Colours) else colours
         self.colours, self.num_colours = _checked(index)
         self.exact = known if exact is None else exact
+        self._of_pattern = known and exact is None
         self.sampler = sampler
         what, hint = (
             "exact must be True, False or None",
@@ -114,6 +117,14 @@ class ColouredSampler(Sampler):
     @property
     def _is_exact(self) -> bool:
         return self.exact
+
+    def check(self, operator, where):
+        if self._of_pattern and isinstance(operator, InverseLinearOperator):
+            raise ValueError(
+                f"{where}: colours of a pattern are exact of operators of that pattern, "
+                "got an inverse; pass traceax.ColouredSampler(colours, exact=False), or "
+                "exact=True if they separate what the inverse couples."
+            )
 
     def sample(self, key, n, k, dtype):
         """Probe j is on colour `j mod p`, and `sqrt(p)` times as long as its part of s, so

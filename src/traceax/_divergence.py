@@ -104,7 +104,7 @@ def divergence(
 def laplacian(
     key: Key[Array, ""],
     fn: Callable[[PyTree[Array]], Inexact[Array, ""]],
-    x: PyTree[Array],
+    x: PyTree[ArrayLike],
     k: int,
     estimator: TraceEstimator | None = None,
     *,

@@ -37,16 +37,16 @@ from ._operators.block import apply_block, columns_at_once
 class Outcome(NamedTuple):
     """An estimate's arrays; of a function with several results, PyTrees of scalars."""
 
-    value: PyTree[Inexact[Array, ""]]
-    standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
+    value: PyTree[Inexact[Array, "..."]]
+    standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
     result: RESULTS
-    stats: dict[str, PyTree[Array]]
+    stats: dict[str, PyTree]
     kept: PyTree[Array] | None  # for a later estimate to go on from
 
 
 def make_outcome(
-    value: PyTree[Inexact[Array, ""]],
-    standard_error: PyTree[Float[Array, ""]],
+    value: PyTree[Inexact[Array, "..."]],
+    standard_error: PyTree[Float[Array, "..."]],
     stats: dict[str, PyTree],
     dtype: Any,
     *,

@@ -56,6 +56,9 @@ class Sampler(eqx.Module):
         An array of shape `(n, k)` and dtype `dtype`, a probe a column.
         """
 
+    def check(self, operator: lx.AbstractLinearOperator, where: str) -> None:
+        """Refuses operators of which probes would be wrong. Optional."""
+
     @property
     def _is_exact(self) -> bool:
         """Whether a sample of an operator is known to be its trace."""

@@ -1,11 +1,13 @@
 """The Girard-Hutchinson estimator."""
 
+import functools as ft
 import math
 from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
 from .._accuracy.error_bar import (
@@ -109,6 +111,9 @@ class HutchinsonEstimator(GrowingEstimator):
     def products_per_unit(self) -> int:  # pyright: ignore
         return self.sampler.round_size
 
+    def check(self, operator, where):
+        self.sampler.check(operator, where)
+
     def check_budget(self, k, *, at_most):
         where = f"{type(self).__name__}.estimate"
         check_rounds(self.sampler, k, where, at_most=at_most)
@@ -159,28 +164,32 @@ class HutchinsonEstimator(GrowingEstimator):
         n = state.space.size
         if isinstance(buffers, SampleMoments):
             bar = moments_bar(buffers.moments, count)
+            variation = bar.standard_error
         else:
             samples, norms, (Omega, Y) = buffers
             active = active_units(len(samples), count)
-            off_diagonal = None
-            if self.sampler.round_size > 1:
+            variation = None
+            if self.sampler.round_size > 1 or self.sampler._is_exact:
                 few = None if active is None else active[: Omega.shape[0]]
-                off_diagonal = off_diagonal_size(Omega.T, Y.T, few)
+                variation = off_diagonal_size(Omega.T, Y.T, few)
             bar = independent_samples(
                 samples,
                 norms,
                 gram_of(Omega.T, Y.T),
                 dimension=n,
                 active=active,
-                off_diagonal=off_diagonal,
+                off_diagonal=variation,
             )
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.
             left = 1 - jnp.asarray(count).astype(state.space.real_dtype) / n
             error = bar.standard_error * jnp.sqrt(left)
             bar = bar._replace(standard_error=error)
-        if self.sampler._is_exact:
-            bar = exact_bar(bar.mean, _size_of_sum(buffers, count))
+        if self.sampler._is_exact and variation is not None:
+            rounding = exact_bar(bar.mean, _size_of_sum(buffers, count))
+            # Rounds that differ by more disprove the claim; of one there is nothing to see.
+            is_wrong = variation > rounding.standard_error
+            bar = jtu.tree_map(ft.partial(jnp.where, is_wrong), bar, rounding)
         return bar, None
 
     def stand_in(self, state, buffers, count):

@@ -11,7 +11,9 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact
 
 
-def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array, "n m"]:
+def matmul(
+    x: Inexact[Array, "n k"], y: Inexact[Array, "k *m"]
+) -> Inexact[Array, "n *m"]:
     """`X Y` in full precision, also where an accelerator's default is lower."""
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
