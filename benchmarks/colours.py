@@ -43,12 +43,13 @@ def lattice(shape, periodic, mass):
     return lx.FunctionLinearOperator(product, structure, tag), eigenvalues
 
 
-def grid_edges(shape):
+def edges(shape, periodic=False):
     nodes = np.arange(np.prod(shape)).reshape(shape)
-    pairs = [
-        (np.delete(nodes, -1, axis), np.delete(nodes, 0, axis))
-        for axis in range(len(shape))
-    ]
+    pairs = []
+    for axis, size in enumerate(shape):
+        starts = np.arange(size if periodic else size - 1)
+        ends = np.roll(nodes, -1, axis)
+        pairs.append((nodes.take(starts, axis), ends.take(starts, axis)))
     return np.concatenate([np.stack([x.ravel(), y.ravel()], 1) for x, y in pairs])
 
 
@@ -153,7 +154,7 @@ def inverses_by_solves():
 
     coloured, plain = {}, {}
     for distance in (1, 2, 4, 6):
-        colours = tx.colour(grid_edges(shape), distance)
+        colours = tx.colour(edges(shape), distance)
         sampler = tx.ColouredSampler(colours, exact=False)
         k = colours.number
         coloured[k] = of_trace(k, tx.HutchinsonEstimator(sampler))
@@ -162,12 +163,20 @@ def inverses_by_solves():
 
 
 def times():
-    pairs = grid_edges((100, 100, 100))
-    print("colouring a grid of 1e6 nodes: distance | colours | seconds")
-    for distance in (1, 2, 3):
-        start = time.perf_counter()
-        number = tx.colour(pairs, distance).number
-        print(f"{distance} | {number} | {time.perf_counter() - start:.1f}", flush=True)
+    cube = (100, 100, 100)
+    numbers = np.random.default_rng(0).permutation(10**6)
+    print("colouring: grid | distance | colours | seconds")
+    for name, pairs in [
+        ("open, 1e6", edges(cube, False)),
+        ("torus, 1e6", edges(cube, True)),
+        ("torus, 30 x 31 x 32", edges((30, 31, 32), True)),
+        ("open, 1e6, numbered at random", numbers[edges(cube, False)]),
+    ]:
+        for distance in (1, 2, 3):
+            start = time.perf_counter()
+            number = tx.colour(pairs, distance).number
+            seconds = time.perf_counter() - start
+            print(f"{name} | {distance} | {number} | {seconds:.1f}", flush=True)
 
 
 CURVES = {

@@ -53,10 +53,13 @@ def as_bcoo(matrix):
 
 @pytest.mark.x64
 @pytest.mark.parametrize("distance", [1, 2, 3, 4])
-def test_nodes_within_a_distance_differ(distance):
+@pytest.mark.parametrize("offsets", [(), (1, 10, 11), (1, 3, 7)])
+def test_nodes_within_a_distance_differ(offsets, distance):
     rng = np.random.default_rng(distance)
     n = 150
     dense = rng.random((n, n)) < 0.01  # not symmetric
+    if offsets:
+        dense = sum(np.eye(n, k=k) for k in offsets) > 0
     colours = tx.colour(np.argwhere(dense), distance, size=n)
     step = dense | dense.T | np.eye(n, dtype=bool)
     near = np.linalg.matrix_power(step.astype(int), distance) > 0
@@ -87,10 +90,19 @@ def test_patterns_of_all_kinds_are_the_same():
 @pytest.mark.x64
 def test_colours_are_few():
     assert tx.colour(grid_pairs(20, 20)).number == 2
-    for shape, distance, best in [((30, 30), 2, 5), ((20, 20, 20), 2, 7)]:
+    # The best: so many nodes are within the distance of each other.
+    for shape, distance, best in [
+        ((30, 30), 2, 5),
+        ((30, 31), 3, 8),
+        ((20, 20, 20), 2, 7),
+        ((12, 13, 14), 2, 7),
+        ((20, 20, 20), 3, 12),
+        ((8, 8, 8, 8), 2, 9),
+    ]:
         number = tx.colour(grid_pairs(*shape), distance).number
-        block = (distance + 1) ** len(shape)
-        assert best <= number <= min(1.8 * best, block)
+        assert best <= number <= 1.5 * best
+    for offsets in [(1, 30, 900), (1, 2, 30, 31), (5, 17, 401)]:
+        assert tx.colour(banded(2000, offsets)).number <= 2 * len(offsets) + 1
 
 
 @pytest.mark.x64
