@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
+import jaxtyping
 import pytest
 
 jax.config.update("jax_enable_x64", os.environ.get("JAX_ENABLE_X64", "1") != "0")
@@ -59,6 +60,16 @@ def _forget_compiled_programs():
     yield
     if _number_of_memory_maps() > 20_000:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _leave_wrong_types_to_the_library(request):
+    """With `--jaxtyping-packages`, calls are checked before our own messages come."""
+    before = jaxtyping.config.jaxtyping_disable
+    if request.node.get_closest_marker("wrong_types"):
+        jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture

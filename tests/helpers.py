@@ -143,6 +143,20 @@ def many(estimator, operator, k, num_keys, seed=0):
     return np.asarray(values), np.asarray(errors)
 
 
+def coverage(run, truth, num_keys=2000):
+    """The share of keys whose interval holds the truth; and the values."""
+
+    def one(key):
+        estimate = run(key)
+        low, high = estimate.confidence_interval()
+        return (low <= truth) & (truth <= high), estimate.value
+
+    keys = jr.split(jr.key(0), num_keys)
+    held, values = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=100))(keys)
+    assert z_score(values, truth) < 5
+    return float(jnp.mean(held))
+
+
 def printed_by(code):
     """What a program prints, compiled as users' programs are."""
     done = subprocess.run(

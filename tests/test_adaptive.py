@@ -131,7 +131,9 @@ def test_samples_and_their_covariance_against_loops(complex):
     @jax.jit
     def run(a, w, fresh):
         q, factor = jnp.linalg.qr(a @ w)
-        plan = adaptive.plan_tests(adaptive.dual_basis(factor), uses_basis, h)
+        plan = adaptive.plan_tests(
+            adaptive.dual_basis(factor), jnp.asarray(uses_basis), h
+        )
         x = jnp.where(plan.in_basis[None, :], q, fresh)
         v = jnp.concatenate([w, x], axis=1)
         form, gram = v.conj().T @ a @ v, v.conj().T @ v

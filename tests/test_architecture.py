@@ -19,6 +19,7 @@ import pytest
 import traceax as tx
 
 SOURCE = pathlib.Path(tx.__file__).parent
+DOCS = pathlib.Path(__file__).parents[1] / "docs"  # the source may be installed
 FILES = sorted(SOURCE.rglob("*.py"))
 each_file = pytest.mark.parametrize(
     "path", FILES, ids=lambda path: str(path.relative_to(SOURCE))
@@ -32,7 +33,9 @@ LAYERS = [
     "_functional",
     "_linalg",
     "_operators",
+    "_colours",
     "_samplers",
+    "_coloured_sampler",
     "_accuracy",
     "_primitive",
     "_state",
@@ -204,9 +207,9 @@ PUBLIC = [
 def test_public_names_are_documented(name):
     value = getattr(tx, name)
     assert value.__doc__
-    pages = (SOURCE.parents[1] / "docs").rglob("*.md")
+    pages = DOCS.rglob("*.md")
     assert any(f"::: traceax.{name}\n" in page.read_text() for page in pages)
-    index = SOURCE.parents[1] / "docs/api/index.md"
+    index = DOCS / "api/index.md"
     assert f"[`{name}`][traceax.{name}]" in index.read_text()
 
 

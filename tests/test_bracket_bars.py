@@ -233,6 +233,7 @@ def _has_bracket(entry, operator, **options):
     return "bracket" in shapes.stats
 
 
+@pytest.mark.wrong_types
 def test_functions_without_a_bracket():
     a = as_array(matrix("flat", 25))
     operator, untagged = lx.MatrixLinearOperator(a, PSD), lx.MatrixLinearOperator(a)

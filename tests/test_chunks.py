@@ -128,6 +128,7 @@ def test_chunks_by_default():
     assert columns_at_once(10**6) == 4
 
 
+@pytest.mark.wrong_types
 def test_wrong_chunk_sizes():
     for wrong in (2.5, True, "4"):
         with pytest.raises(TypeError, match="chunk_size must be an int or None, got"):

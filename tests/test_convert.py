@@ -258,6 +258,7 @@ def test_wrong_arguments(args, error, message):
         tx.as_operator(*args)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 @pytest.mark.parametrize("form", ["NumPy", "BCOO", "sparse array", "SciPy", "function"])
 def test_what_front_doors_say(form):
@@ -269,6 +270,7 @@ def test_what_front_doors_say(form):
             call(jr.key(0), x, 3)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 def test_which_library_an_object_is_from():
     operator = scipy_linalg.aslinearoperator(_matrix())

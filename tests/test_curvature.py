@@ -423,6 +423,7 @@ def test_wrong_values(out, message):
         tx.GaussNewtonLinearOperator(lambda x: x, out, x)
 
 
+@pytest.mark.wrong_types
 def test_wrong_functions():
     x = jnp.ones(3)
     with pytest.raises(

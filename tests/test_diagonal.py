@@ -197,6 +197,7 @@ def test_second_derivative_and_reverse_mode():
     assert z_score(second[:, None], 2 * np.diag(A)[:1]) < 4.5
 
 
+@pytest.mark.wrong_types
 def test_wrong_arguments():
     operator = lx.MatrixLinearOperator(jnp.eye(N))
     with pytest.raises(TypeError, match="must be one that gives diagonals"):
@@ -304,6 +305,7 @@ def test_a_block_alone_is_evaluated():
     assert total.value == 36
 
 
+@pytest.mark.wrong_types
 def test_wrong_leaf_arguments():
     operator = by_leaf(jnp.eye(N))
     with pytest.raises(

@@ -18,8 +18,9 @@ ALL = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROO
 CONFIG = ("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")
 
 FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+OTHERS = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # isn't run
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
-OPTIONAL = re.compile(r"^(?:import|from) (flax|gpjax)\b", re.MULTILINE)
+OPTIONAL = re.compile(r"^(?:import|from) (asdex|flax|gpjax|matfree)\b", re.MULTILINE)
 SHOWN = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # relative ones
 
@@ -55,6 +56,12 @@ def test_code_runs(page):
             jax.config.update("jax_numpy_dtype_promotion", "standard")
             jax.config.update("jax_numpy_rank_promotion", "allow")
         exec(compile(code, str(page), "exec"), namespace)
+
+
+@ALL
+def test_code_of_other_libraries_can_be_read(page):
+    for code in OTHERS.findall(page.read_text()):
+        compile(code, str(page), "exec")
 
 
 def _same(found, shown):

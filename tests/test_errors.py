@@ -13,7 +13,7 @@ from helpers import ESTIMATORS, FAMILIES, as_operator, matrix
 import traceax as tx
 
 # The same in both modes.
-pytestmark = pytest.mark.x64
+pytestmark = [pytest.mark.x64, pytest.mark.wrong_types]
 
 N = 8
 

@@ -115,6 +115,7 @@ def test_solves_that_fail(k):
         jax.block_until_ready(tx.trace(jr.key(0), inverse, k).value)
 
 
+@pytest.mark.wrong_types
 def test_wrong_solvers():
     operator = as_operator(hermitian("flat", N))
     for solver in (lx.CG, None, "cg"):

@@ -269,6 +269,7 @@ BAD = {
 }
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case):
     x = inputs(4)

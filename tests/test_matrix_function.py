@@ -241,6 +241,7 @@ def test_operators_that_are_not_known_to_be_hermitian(complex):
             _function(a, jnp.exp, tags=tags)
 
 
+@pytest.mark.wrong_types
 def test_wrong_steps_and_functions():
     operator = as_operator(hermitian("flat", N), psd=True)
     make = tx.MatrixFunctionLinearOperator

@@ -500,6 +500,7 @@ def _identity(batch):
     return lx.IdentityLinearOperator(jax.ShapeDtypeStruct((N,), float))
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
@@ -523,6 +524,7 @@ def test_wrong_batches(batches, message):
         MeanLinearOperator(_identity, batches)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
@@ -555,6 +557,7 @@ def test_wrong_weights(weights, error, message):
         MeanLinearOperator(_identity, np.ones(4), weights=weights)
 
 
+@pytest.mark.wrong_types
 def test_wrong_functions():
     with pytest.raises(
         TypeError, match=r"must be a function of a minibatch, got an array of shape"

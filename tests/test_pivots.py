@@ -172,6 +172,7 @@ def test_other_operators():
     assert derivative == 0
 
 
+@pytest.mark.wrong_types
 def test_arguments():
     key, operator = jr.key(0), as_operator(gaussian(points(20)), psd=True)
     for columns, error in ((0, ValueError), (21, ValueError), (True, TypeError)):

@@ -270,6 +270,7 @@ def test_kernels_to_second_order():
     assert_close(second, expected, tolerance)
 
 
+@pytest.mark.wrong_types
 def test_doors_of_preconditioners():
     n, key = 60, jr.key(0)
     x = np.random.default_rng(0).random((n, 2))

@@ -48,6 +48,7 @@ def printed(capfd):
     return runs
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("increase", "num_steps", "stop", "shown"),
     [
@@ -161,6 +162,7 @@ def test_bars(printed):
     assert [set(bar) for bar in printed()] == [{60}, {30}]
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("make", "given", "match"),
     [

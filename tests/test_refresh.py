@@ -322,6 +322,7 @@ def test_a_tolerance_in_the_same_program_is_followed_by_another_operator(key):
     assert z_score(values, np.trace(matrix("exp", N))) < 4
 
 
+@pytest.mark.wrong_types
 def test_messages(key):
     estimator = tx.DeltaShiftEstimator()
     state = estimator.init(key, as_operator(np.eye(5)))

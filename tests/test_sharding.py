@@ -35,6 +35,7 @@ def test_four_devices_agree_with_one(part):
     assert len(done.stdout.splitlines()) >= 6
 
 
+@pytest.mark.wrong_types
 def test_a_wrong_layout_is_refused():
     with pytest.raises(TypeError, match=r"NamedSharding, got .*make one of a mesh"):
         tx.ShardedSampler(sharding="probes")  # pyright: ignore

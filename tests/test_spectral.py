@@ -682,6 +682,7 @@ def _operator():
     return as_operator(matrix("flat", N))
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 @pytest.mark.parametrize(
     ("fn", "kind", "match"),
@@ -710,6 +711,7 @@ def test_functions_that_need_numbers(key, fn):
     assert any("jnp.where for if" in note for note in error.value.__notes__)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 def test_swapped_arguments(key):
     with pytest.raises(TypeError, match="lineax linear operator"):
@@ -722,6 +724,7 @@ def test_swapped_arguments(key):
         tx.estrada_index(_operator(), key, 4)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 @pytest.mark.parametrize(
     "entry",
@@ -753,6 +756,7 @@ def test_wrong_estimators_budgets_and_keys(key, entry):
         entry(key, rectangular, 2)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 def test_wrong_shifts(key):
     for entry in (tx.logdet, tx.trace_inverse):
@@ -766,6 +770,7 @@ def test_wrong_shifts(key):
                 entry(key, _operator(), 4, shift=shift)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 def test_wrong_powers(key):
     for p in (0, -1.0, np.float32(-1), jnp.asarray(-1.0), np.array(0), math.nan):
@@ -785,6 +790,7 @@ def test_wrong_powers(key):
         assert of_traced(2.0).result == tx.RESULTS.successful
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 def test_wrong_lower_ends(key):
     for kind, lower in ((TypeError, "0"), (ValueError, jnp.ones(2))):
@@ -792,12 +798,14 @@ def test_wrong_lower_ends(key):
             tx.trace_function(key, jnp.log, _operator(), 4, lower=lower)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 def test_wrong_order_of_arguments(key):
     with pytest.raises(TypeError, match=r"start \(key, fn, operator, k\)"):
         tx.trace_function(key, _operator(), jnp.log, 4)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 def test_wrong_widths(key):
     density = tx.spectral_density(key, _operator(), N)
@@ -825,6 +833,7 @@ def test_nothing(key):
         assert tx.spectral_density(key, empty, 3, estimator).points.shape == (0,)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 @pytest.mark.parametrize("kind", [type(KRYLOV), tx.LanczosQuadratureEstimator])
 def test_wrong_estimator_options(kind):

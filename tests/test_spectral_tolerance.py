@@ -203,6 +203,7 @@ def test_wrappers(key, complex):
         assert_close(estimate.value, truths[name], rtol=0.2)
 
 
+@pytest.mark.wrong_types
 @pytest.mark.x64
 def test_wrong_arguments(key):
     operator = as_operator(matrix("flat", 20), psd=True)

@@ -135,6 +135,7 @@ def test_what_raises_is_listed_with_the_rest():
     assert "exact:" not in message  # the primitive answers those
 
 
+@pytest.mark.wrong_types
 def test_only_estimators_are_checked():
     with pytest.raises(TypeError, match="pass an instance"):
         check_trace_estimator(tx.XTraceEstimator)  # pyright: ignore

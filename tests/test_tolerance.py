@@ -324,6 +324,7 @@ def test_steps():
             assert most % width <= most % min(fewest, most)
 
 
+@pytest.mark.wrong_types
 def test_wrong_arguments(key):
     operator = as_operator(matrix("flat", 20))
     for wrong in (-1.0, np.nan, np.inf):

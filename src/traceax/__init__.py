@@ -4,6 +4,10 @@ from importlib.metadata import version as _version
 
 from ._accuracy.error_bar import ErrorBar as ErrorBar
 from ._base import TraceEstimator as TraceEstimator
+from ._coloured_sampler import ColouredSampler as ColouredSampler
+from ._colours import Colours as Colours
+from ._colours import colour as colour
+from ._colours import lattice_colours as lattice_colours
 from ._diagonal import diagonal as diagonal
 from ._diagonal import frobenius_norm_squared as frobenius_norm_squared
 from ._diagonal import leaf_traces as leaf_traces

@@ -33,7 +33,7 @@ from ._linalg.small import divisor
 from ._linalg.tall import column_dots, column_norms
 from ._operators.block import Space, apply_block, has_real_trace
 from ._primitive import Algorithm, Columns, StandIn, make_outcome
-from ._samplers import Sampler, draw_range
+from ._samplers import Sampler
 
 
 def block_of(
@@ -125,7 +125,7 @@ class _Block(eqx.Module):
         if self.exact:
             return jnp.eye(self.size, dtype=self.dtype)
         space = Space(self.size, self.dtype, self.dtype)
-        return draw_range(self.sampler, self.key, start, width, self.most, space)
+        return self.sampler._draw_range(self.key, start, width, self.most, space)
 
     def product(self, operator, V):
         return apply_block(block_of(operator, self.index), V)
@@ -189,6 +189,9 @@ class _Probes(Columns):
         few = block.most if block.exact else max(block.pilot, 8)
         self.size = min(few, block.most)
 
+    def product(self, operator, V):
+        return self.block.product(operator, V)
+
     def chunk(self, start):
         V = self.block.probes(start, self.size)
         share = jnp.asarray(self.count - self.block.pilot)
@@ -206,7 +209,7 @@ class _Blocks(StandIn):
 
     def derivative(self, state, tangent):
         parts = [
-            probes.pair(state.operator, tangent.operator, TRACE, probes.block.product)
+            probes.pair(state.operator, tangent.operator, TRACE)
             for probes in self.blocks
         ]
         known = [part for part in parts if part is not None]

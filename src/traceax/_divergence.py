@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Inexact, Key, PyTree
+from jaxtyping import Array, ArrayLike, Inexact, Int, Key, PyTree
 
 from ._accuracy.error_bar import exact_bar
 from ._arguments import check_budget, check_key, kind_of, native_arrays, require
 from ._base import TraceEstimator
+from ._coloured_sampler import ColouredSampler
+from ._colours import Colours
 from ._estimate import Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._forward_laplacian import forward_laplacian
@@ -29,9 +31,10 @@ def divergence(
     key: Key[Array, ""],
     fn: Callable[[PyTree[Array]], PyTree[Array]],
     x: PyTree[Array],
-    k: int = 1,
+    k: int | None = None,
     estimator: TraceEstimator | None = None,
     *,
+    colours: ColouredSampler | Colours | Int[ArrayLike, " n"] | None = None,
     throw: bool = False,
 ) -> tuple[PyTree[Array], Estimate]:
     r"""A vector field and its divergence, `tr df/dx`, from one pass through it.
@@ -56,9 +59,15 @@ def divergence(
     - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes. Of complex `x`
         it is taken for holomorphic.
     - `x`: a PyTree of floating-point arrays.
-    - `k`: a positive Python int, the budget of products. One is common in training.
+    - `k`: a positive Python int, the budget of products. By default one, which is common
+        in training; with colours a round of them.
     - `estimator`: as of [`traceax.trace`][]; by default [`traceax.HutchinsonEstimator`][]
         with signs, whose error is the least for the time that it takes over a batch.
+    - `colours`: in place of an estimator, for a Jacobian that is sparse, or block-hollow:
+        Hutchinson's estimator with a [`traceax.ColouredSampler`][], or one of what that
+        takes. Exact, and its derivatives too, in p products if it is:
+        `colours=traceax.colour(pattern)`, or
+        `colours=traceax.ColouredSampler(colours, exact=True)`.
     - `throw`: as of [`traceax.trace`][], but `False` by default, with no host callback in
         the program.
 
@@ -69,11 +78,13 @@ def divergence(
     **Raises:**
 
     - `TypeError` for entries of `x` that are no floating-point arrays, `ValueError` if
-        `fn(x)` has another structure than `x`; else as [`traceax.trace`][].
+        `fn(x)` has another structure than `x`, and for colours beside an estimator; else as
+        [`traceax.trace`][].
 
     **Reference:** Grathwohl, Chen, Bettencourt, Sutskever and Duvenaud, "FFJORD", ICLR
     (2019), arXiv:1810.01367; Song, Garg, Shi and Ermon, "Sliced Score Matching", UAI
-    (2019), arXiv:1905.07088.
+    (2019), arXiv:1905.07088; of block-hollow networks Gloy and Olsson (2025),
+    arXiv:2510.21542.
     """
     where = "traceax.divergence"
     x = _arrays(x, where)
@@ -86,13 +97,21 @@ def divergence(
             f"{got}; a divergence is of a field that has as many components as x."
         )
     operator = lx.FunctionLinearOperator(linear, asked)
+    if colours is not None:
+        what, hint = "estimator must be left out with colours", "pass one of the two"
+        require(estimator is None, where, what, repr(estimator), hint)
+        given = isinstance(colours, ColouredSampler)
+        sampler = colours if given else ColouredSampler(colours)
+        estimator = HutchinsonEstimator(sampler)
+        k = sampler.num_colours if k is None else k
+    k = 1 if k is None else k
     return value, _trace(where, key, operator, k, estimator, throw)
 
 
 def laplacian(
     key: Key[Array, ""],
     fn: Callable[[PyTree[Array]], Inexact[Array, ""]],
-    x: PyTree[Array],
+    x: PyTree[ArrayLike],
     k: int,
     estimator: TraceEstimator | None = None,
     *,

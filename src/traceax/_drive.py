@@ -36,6 +36,9 @@ class Estimator(eqx.Module):
             "functions, or leave out rtol and atol."
         )
 
+    def check_budget(self, k: int, *, at_most: bool) -> None:
+        """Refuses budgets that can't be spent; `at_most`: caps of a tolerance. Optional."""
+
     def trim(self, state: Any) -> Any:
         """Cuts buffers to the units taken, where their number is known (outside of jit).
 
@@ -123,6 +126,8 @@ def run_estimator(
     if stop is not None and size > EXACT_SIZE:
         # A loop that fails to meet the tolerance leaves nothing for an exact answer.
         total = min(total, size - 1)
+    if total < size:
+        estimator.check_budget(k if stop is None else total, at_most=stop is not None)
     operator = as_data(state.operator)
     primal = state
     if operator is not state.operator:

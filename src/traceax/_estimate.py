@@ -135,19 +135,19 @@ class Estimate(eqx.Module):
         the operator is copied once per key.
     """
 
-    value: PyTree[Inexact[Array, ""]]
-    _standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
+    value: PyTree[Inexact[Array, "..."]]
+    _standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
     result: RESULTS
-    stats: dict[str, PyTree[Array]]
+    stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
     _by: str = eqx.field(static=True, repr=False)  # the estimator's name
 
     def __init__(
         self,
-        value: PyTree[Inexact[Array, ""]],
-        standard_error: PyTree[Float[Array, ""]],
+        value: PyTree[Inexact[Array, "..."]],
+        standard_error: PyTree[Float[Array, "..."]],
         result: RESULTS,
-        stats: dict[str, PyTree[Array]],
+        stats: dict[str, PyTree],
         state: PyTree,
         by: str = "",
     ):
@@ -301,7 +301,7 @@ def _interval(value, error, freedom, level):
     return value - half, value + half
 
 
-def known_or(standard_error: Float[Array, ""], unknown: float) -> Float[Array, ""]:
+def known_or(standard_error: Float[Array, "*s"], unknown: float) -> Float[Array, "*s"]:
     """The standard error, with `unknown` for NaN."""
     return jnp.where(jnp.isnan(standard_error), unknown, standard_error)
 

@@ -102,7 +102,7 @@ class GrowingEstimator(TraceEstimator):
         return self._results(state, grown, self._check(state, buffers, grown.count))
 
     def compute_until(self, state, k, stop):
-        minimum = LEAST_PRODUCTS // self.products_per_unit
+        minimum = max(LEAST_PRODUCTS // self.products_per_unit, 2)
         kept = kept_of(state)
         if kept is not None and not _can_go_on(kept.parts, minimum):
             # Too few to go on from: forgotten, though their products are spent.

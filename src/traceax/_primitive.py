@@ -17,7 +17,6 @@ an estimator, and an estimator may use anything inside `compute`.
 """
 
 import abc
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -38,16 +37,16 @@ from ._operators.block import apply_block, columns_at_once
 class Outcome(NamedTuple):
     """An estimate's arrays; of a function with several results, PyTrees of scalars."""
 
-    value: PyTree[Inexact[Array, ""]]
-    standard_error: PyTree[Float[Array, ""]]  # `UNKNOWN` for NaN
+    value: PyTree[Inexact[Array, "..."]]
+    standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
     result: RESULTS
-    stats: dict[str, PyTree[Array]]
+    stats: dict[str, PyTree]
     kept: PyTree[Array] | None  # for a later estimate to go on from
 
 
 def make_outcome(
-    value: PyTree[Inexact[Array, ""]],
-    standard_error: PyTree[Float[Array, ""]],
+    value: PyTree[Inexact[Array, "..."]],
+    standard_error: PyTree[Float[Array, "..."]],
     stats: dict[str, PyTree],
     dtype: Any,
     *,
@@ -239,6 +238,12 @@ class Columns(StandIn):
     def chunk(self, start: int | Int[Array, ""]) -> tuple[Array, Array]:
         """V and Z, of shape `(n, c)`, from column `start` on, `size` of them."""
 
+    def product(
+        self, operator: PyTree, V: Inexact[Array, "n c"]
+    ) -> Inexact[Array, "n c"]:
+        """What is differentiated, `A V`. Optional."""
+        return apply_block(operator, V)
+
     def derivative(self, state, tangent):
         functional = getattr(state, "functional", TRACE)
         return self.pair(state.operator, tangent.operator, functional)
@@ -248,19 +253,15 @@ class Columns(StandIn):
         operator: PyTree,
         tangent: PyTree,
         functional: Functional,
-        product: Callable[[Any, Array], Array] = apply_block,
     ) -> Array | None:
-        """`<Z, dA V>`, a chunk at a time: nothing of a chunk is kept for the next one.
-
-        `product` is what is differentiated, of an operator and V.
-        """
+        """`<Z, dA V>`, a chunk at a time: nothing of a chunk is kept for the next one."""
         if not jtu.tree_leaves(tangent):
             return None
 
         def pair_chunk(start):
             V, Z = jax.lax.stop_gradient(self.chunk(start))
             _, products = eqx.filter_jvp(
-                lambda operator: product(operator, V), (operator,), (tangent,)
+                lambda operator: self.product(operator, V), (operator,), (tangent,)
             )
             return None if products is None else functional.pair(Z, products)
 

@@ -8,12 +8,13 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, Key
 
 from ._arguments import kind_of
 from ._linalg.tall import column_norms, orthonormalise, signs
-from ._operators.block import Space
+from ._operators.block import Space, apply_block
 
 
 class Sampler(eqx.Module):
@@ -29,10 +30,13 @@ class Sampler(eqx.Module):
         which resphering needs.
     - `independent`: whether probes are independent of each other, which leaving one
         out needs. `True` unless a subclass says otherwise.
+    - `round_size`: how many probes make one sample, 1 unless a subclass says otherwise.
+        Isotropic is then the mean of `w w^*` over a round.
     """
 
     rotation_invariant: ClassVar[bool]
     independent: ClassVar[bool] = True
+    round_size: ClassVar[int] = 1
 
     @abc.abstractmethod
     def sample(
@@ -51,6 +55,40 @@ class Sampler(eqx.Module):
 
         An array of shape `(n, k)` and dtype `dtype`, a probe a column.
         """
+
+    def check(self, operator: lx.AbstractLinearOperator, where: str) -> None:
+        """Refuses operators of which probes would be wrong. Optional."""
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether a sample of an operator is known to be its trace."""
+        return False
+
+    def _draw_range(
+        self,
+        key: Key[Array, ""],
+        start: int | Int[Array, ""],
+        width: int,
+        most: int,
+        space: Space,
+    ) -> Inexact[Array, "n {width}"]:
+        """The vectors w of the samples `start, ..., start + width - 1` of `most`, in an
+        operator's space. Optional."""
+        block = self.sample(key, space.size, most, space.compute_dtype)
+        rows = jnp.pad(block.T, ((0, width), (0, 0)))
+        return jax.lax.dynamic_slice_in_dim(rows, start, width).T
+
+    def _apply(
+        self, operator: lx.AbstractLinearOperator, block: Inexact[Array, "n m"]
+    ) -> Inexact[Array, "n m"]:
+        """What samples `w^* B w` are made of, `B w`. Of one probe `A w`. Optional."""
+        return apply_block(operator, block)
+
+    def _rounds(
+        self, probes: Inexact[Array, "n k"], products: Inexact[Array, "n k"]
+    ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]:
+        """w and `B w` of each sample, from the probes and products with them. Optional."""
+        return probes, products
 
 
 class IndexedSampler(Sampler):
@@ -78,6 +116,9 @@ class IndexedSampler(Sampler):
 
     def sample(self, key, n, k, dtype):
         return self.probes(key, 0, n, k, dtype)
+
+    def _draw_range(self, key, start, width, most, space):
+        return self.probes(key, start, space.size, width, space.compute_dtype)
 
 
 def _each(
@@ -218,6 +259,12 @@ class ShardedSampler(Sampler):
                 f"{kind_of(self.sharding)}; make one of a mesh and a partition "
                 'spec for (n, k) blocks, such as jax.P(None, "probes").'
             )
+        if self.sampler.round_size > 1:
+            raise ValueError(
+                f"ShardedSampler: sampler must not draw rounds, got "
+                f"{type(self.sampler).__name__}; lay out the vectors that it splits: "
+                "traceax.ColouredSampler(colours, sampler=traceax.ShardedSampler(...))."
+            )
 
     @property
     def rotation_invariant(self) -> bool:  # pyright: ignore
@@ -230,6 +277,9 @@ class ShardedSampler(Sampler):
     def sample(self, key, n, k, dtype):
         return self._laid_out(self.sampler.sample(key, n, k, dtype))
 
+    def _draw_range(self, key, start, width, most, space):
+        return self._laid_out(self.sampler._draw_range(key, start, width, most, space))
+
     def _laid_out(self, block):
         # Under a mesh of explicit axes estimates are made under one of automatic axes.
         mesh = jax.sharding.get_abstract_mesh()
@@ -240,41 +290,44 @@ class ShardedSampler(Sampler):
         return jax.lax.with_sharding_constraint(block, self.sharding.spec)
 
 
-def draw_range(
-    sampler: Sampler,
-    key: Key[Array, ""],
-    start: int | Int[Array, ""],
-    width: int,
-    most: int,
-    space: Space,
-) -> Inexact[Array, "n {width}"]:
-    """The probes `start, ..., start + width - 1` for an operator, of its dtype.
-
-    Of a sampler that draws all or none, of a sequence of `most`.
-    """
-    n, dtype = space.size, space.compute_dtype
-    if isinstance(sampler, ShardedSampler):
-        block = draw_range(sampler.sampler, key, start, width, most, space)
-        return sampler._laid_out(block)
-    if isinstance(sampler, IndexedSampler):
-        return sampler.probes(key, start, n, width, dtype)
-    rows = jnp.pad(sampler.sample(key, n, most, dtype).T, ((0, width), (0, 0)))
-    return jax.lax.dynamic_slice_in_dim(rows, start, width).T
+def check_rounds(sampler: Sampler, k: int, where: str, *, at_most: bool) -> None:
+    """Refuses budgets that are not whole rounds; as caps, those below one round."""
+    p = sampler.round_size
+    below, above = k // p * p, -(-k // p) * p
+    if below == k or (at_most and below > 0):
+        return
+    nearby = f"{below} or {above}" if below > 0 else f"{above}"
+    raise ValueError(
+        f"{where}: k must be a whole number of rounds of {p} products, one a colour, got "
+        f"{k}; pass {nearby}."
+    )
 
 
 def check_sampler(
-    sampler: Sampler, where: str, *, resphere: bool = False, independent: bool = False
+    sampler: Sampler,
+    where: str,
+    *,
+    resphere: bool = False,
+    independent: bool = False,
+    rounds: bool = False,
 ) -> None:
     """Refuses probes that an estimator would be biased with.
 
     Resphering needs a uniform direction, testing on some probes what others found
-    independent ones.
+    independent ones. `rounds` says that samples may be of several probes.
     """
     if not isinstance(sampler, Sampler):
         raise TypeError(
             f"{where}: sampler must be a traceax.Sampler, got "
             f"{kind_of(sampler)}; pass an instance, such as "
             "traceax.SphereSampler()."
+        )
+    if sampler.round_size > 1 and not rounds:
+        raise ValueError(
+            f"{where}: each probe must be isotropic, got those of "
+            f"{type(sampler).__name__}, which are so only in rounds of "
+            f"{sampler.round_size}; use it in traceax.HutchinsonEstimator or "
+            "traceax.LanczosQuadratureEstimator, or traceax.SphereSampler() in this one."
         )
     if resphere and not sampler.rotation_invariant:
         raise ValueError(

@@ -12,9 +12,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from .._linalg.pairs import PairedSamples
-from .._linalg.small import divisor, leading, matmul, squares
+from .._linalg.small import divisor, leading, ratio, squares
 from .._linalg.tall import inner
 from .moments import Moments
+from .skewness import (
+    gram_squared_skewness,
+    power_sums,
+    skewness_term,
+    squared_skewness,
+)
 
 # Probes that the skewness is estimated from, for n x 16 x 16 operations at most; chosen.
 GRAM_PROBES = 16
@@ -23,10 +29,12 @@ GRAM_PROBES = 16
 _ROUNDING = 4
 # Share of the variance that ties hide below which a sample variance is a tie's; chosen.
 _TIE_SHARE = 0.01
-# In 1/nu of leave-one-out samples, the weights of 1/(m-1) and of J; and the share of the noise
-# of a squared skewness that is subtracted. Chosen by the coverage of 95 % intervals.
+# The same where what is off the diagonal was measured: two samples are within a tenth of each
+# other by chance in 4 % of cases, which must not count as a tie.
+_TIE_SHARE_OFF_DIAGONAL = 1e-4
+# In 1/nu of leave-one-out samples, the weights of 1/(m-1) and of J, chosen by the coverage of
+# 95 % intervals.
 _NORMAL_WEIGHT, _UNEVEN_WEIGHT = 0.5, 0.7
-_NOISE_SHARE = 0.5
 
 
 class ErrorBar(NamedTuple):
@@ -45,6 +53,7 @@ def independent_samples(
     *,
     dimension: int | None = None,
     active: Bool[Array, " m"] | None = None,
+    off_diagonal: Float[Array, ""] | None = None,
 ) -> ErrorBar:
     r"""The error bar of the mean of independent samples `w_j^* A w_j`.
 
@@ -62,8 +71,11 @@ def independent_samples(
     identity: given n, it is that of the traceless part, the mean of
     `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased if that has a diagonal of 0.
 
+    Where A is almost diagonal `2 |A|_F^2` is far too much. Given `off_diagonal`, an estimate
+    of the norm of what is off the diagonal, it is of that, unless that is rounding.
+
     *Degrees of freedom.* `1/nu = 1/(m-1) + 0.9 gamma^2 / (m+2)`: one less than m for normal
-    samples, and fewer the larger their skewness gamma (see `_skewness_term`). Few samples
+    samples, and fewer the larger their skewness gamma (see `skewness_term`). Few samples
     don't show it; their products do. Its square for `w^* A w` and a Hermitian A is
     `8 (tr A^3)^2 / (tr A^2)^3`, and `M_ij M_jl M_li`, of three probes with the Gram matrix M,
     is an unbiased estimate of `tr A^3`.
@@ -77,17 +89,23 @@ def independent_samples(
     # Divided by it, squares neither over- nor underflow.
     unit = divisor(magnitude)
     deviations = leading((samples - mean) / unit.astype(samples.dtype), active)
-    square_sums, cube_sums = _power_sums(deviations)
+    square_sums, cube_sums = power_sums(deviations)
     energy = jnp.sum((norms / unit) ** 2)
     if dimension is not None and dimension > 2:
         along = jnp.sum((jnp.abs(samples) / unit) ** 2)
         energy = jnp.maximum(dimension * energy - along, 0) / (dimension - 2)
-    variance = _untie(sum(square_sums) / (m - 1), 2 * energy / m, m) / m
+    share: ArrayLike = _TIE_SHARE
+    if off_diagonal is not None:
+        seen, eps = off_diagonal / unit, jnp.finfo(norms.dtype).eps
+        varies = seen > 100 * eps * jnp.sqrt(energy / m)
+        energy = jnp.where(varies, m * seen**2, energy)
+        share = jnp.where(varies, _TIE_SHARE_OFF_DIAGONAL, _TIE_SHARE)
+    variance = _untie(sum(square_sums) / (m - 1), 2 * energy / m, m, share) / m
     skewness = jnp.maximum(
-        _squared_skewness(square_sums, cube_sums, m),
-        _gram_squared_skewness(gram / unit.astype(gram.dtype), active),
+        squared_skewness(square_sums, cube_sums, m),
+        gram_squared_skewness(gram / unit.astype(gram.dtype), active),
     )
-    inverse_freedom = 1 / (m - 1) + _skewness_term(skewness, m)
+    inverse_freedom = 1 / (m - 1) + skewness_term(skewness, m)
     if exact is not None:
         magnitude = magnitude + jnp.sum(jnp.abs(exact))
     return _error_bar(mean, unit, variance, inverse_freedom, magnitude)
@@ -101,7 +119,7 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     variances = (errors / unit) ** 2
     variance = jnp.sum(variances)
     known = jnp.where(freedoms > 0, freedoms, 1)  # 0 for what counts for nothing
-    freedom = _ratio(variance**2, jnp.sum(variances**2 / known))
+    freedom = ratio(variance**2, jnp.sum(variances**2 / known))
     freedom = jnp.where(variance == 0, jnp.max(freedoms), freedom)
     mean = jnp.sum(jnp.stack([bar.mean for bar in bars]))
     return ErrorBar(mean, unit * jnp.sqrt(variance), freedom)
@@ -179,15 +197,15 @@ def leave_one_out_bar(
     covariances = covariances * (m * (m - 1) / num_pairs).astype(covariances.dtype)
     scale = factor / (m * (m - 1))
     contributions = scale * (squares(deviations) + covariances)
-    square_sums, cube_sums = _power_sums(deviations)
+    square_sums, cube_sums = power_sums(deviations)
     variance = jnp.maximum(
         jnp.sum(contributions, axis=-1), scale * ft.reduce(op.add, square_sums) / 2
     )
-    uneven = _ratio(jnp.sum(contributions**2, axis=-1), variance**2) - 1 / m
+    uneven = ratio(jnp.sum(contributions**2, axis=-1), variance**2) - 1 / m
     uneven = jnp.clip(uneven, 0, 1) / 2
-    skewness = _squared_skewness(square_sums, cube_sums, m)
+    skewness = squared_skewness(square_sums, cube_sums, m)
     inverse_freedom = _NORMAL_WEIGHT / (m - 1) + _UNEVEN_WEIGHT * uneven
-    inverse_freedom = inverse_freedom + _skewness_term(skewness, m)
+    inverse_freedom = inverse_freedom + skewness_term(skewness, m)
     return _error_bar(mean, unit, variance, inverse_freedom, magnitude)
 
 
@@ -236,10 +254,15 @@ def weighted_bar(
     return _error_bar(value, unit, variance, inverse_freedom, magnitude)
 
 
-def _untie(variance: ArrayLike, largest: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
+def _untie(
+    variance: ArrayLike,
+    largest: ArrayLike,
+    m: ArrayLike,
+    share: ArrayLike = _TIE_SHARE,
+) -> Float[Array, "*g"]:
     """Sample variance of m samples; where they agree, `2^(1 - m)` of the largest possible."""
     tied = jnp.exp2(1.0 - m) * largest
-    return jnp.where(variance < _TIE_SHARE * tied, tied, variance)
+    return jnp.where(variance < share * tied, tied, variance)
 
 
 def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
@@ -258,7 +281,7 @@ def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> Err
     return ErrorBar(value, error, jnp.full_like(error, jnp.inf))
 
 
-def _unknown(mean: Inexact[Array, ""]) -> ErrorBar:
+def _unknown(mean: Inexact[Array, "*g"]) -> ErrorBar:
     """Error bar of a single sample: NaN, with 0 degrees of freedom."""
     real = jnp.finfo(mean.dtype).dtype
     return ErrorBar(mean, jnp.full((), jnp.nan, real), jnp.zeros((), real))
@@ -269,82 +292,3 @@ def _number(samples, active) -> int | Float[Array, ""]:
     if active is None:
         return samples.shape[0]
     return jnp.sum(active).astype(jnp.finfo(samples.dtype).dtype)
-
-
-def _skewness_term(squared_skewness: ArrayLike, m: ArrayLike) -> Float[Array, ""]:
-    """Part of `1 / nu` that is due to skewness gamma.
-
-    The coverage of a two-sided t interval has the expansion (Hall, "The Bootstrap and
-    Edgeworth Expansion" (1992), doi:10.1007/978-1-4612-4384-7, section 2.6)
-
-        2 Phi(x) - 1 - 2 x phi(x) [(x^4 + 2 x^2 - 3) gamma^2 / 18 + ...] / m,
-
-    that of a t distribution `- 2 x phi(x) (x^2 + 1) / (4 nu)`. They agree at x = 1.96
-    for `1 / nu = 0.9 gamma^2 / m`. For few samples the expansion overstates: `m + 2` in
-    place of m is chosen by the coverage in the table of docs/error-bars-derived.md.
-    """
-    return jnp.asarray(0.9 * squared_skewness / (m + 2))
-
-
-def _power_sums(
-    deviations: Inexact[Array, "*g m"],
-) -> tuple[list[Float[Array, "*g"]], list[Float[Array, "*g"]]]:
-    """Sums of squares and sums of cubes, each of real parts and, if any, imaginary parts."""
-    parts = [jnp.real(deviations)]
-    if jnp.iscomplexobj(deviations):
-        parts.append(jnp.imag(deviations))
-    powers = [[jnp.sum(x**p, axis=-1) for x in parts] for p in (2, 3)]
-    return powers[0], powers[1]
-
-
-def _squared_skewness(
-    square_sums: list[Float[Array, ""]], cube_sums: list[Float[Array, ""]], m: ArrayLike
-) -> Float[Array, ""]:
-    """Squared sample skewness of real or imaginary parts, the larger; of rounding none."""
-    eps = float(jnp.finfo(square_sums[0].dtype).eps)
-    pairs = zip(cube_sums, square_sums, strict=True)
-    ratios = [_cubed_ratio(cube, square + m * eps**2) for cube, square in pairs]
-    return jnp.asarray(m * ft.reduce(jnp.maximum, ratios))
-
-
-def _gram_squared_skewness(
-    gram: Inexact[Array, "g g"], active: Bool[Array, " m"] | None = None
-) -> Float[Array, ""]:
-    """Squared skewness of samples `w^* A w` by the Gram matrix `w_i^* A w_j` of probes."""
-    g, _ = gram.shape
-    # The largest squared skewness, as (tr A^3)^2 <= (tr A^2)^3; and the variance of the mean
-    # of M_ij M_jl M_li, over (tr A^2)^3, times `triples`. Complex probes have half of both.
-    largest, noise = (4.0, 3.0) if jnp.iscomplexobj(gram) else (8.0, 6.0)
-    if g < 3:
-        return jnp.full((), largest, jnp.finfo(gram.dtype).dtype)
-    if active is not None:
-        # Probes that are not active have zeros in the Gram matrix.
-        g = jnp.minimum(jnp.sum(active), g).astype(jnp.finfo(gram.dtype).dtype)
-    triples = g * (g - 1) * (g - 2)
-    gram = jnp.where(jnp.eye(len(gram), dtype=bool), 0, gram)
-
-    def from_hermitian(hermitian):
-        squared = matmul(hermitian, hermitian)
-        trace_2 = jnp.sum(jnp.abs(hermitian) ** 2) / (g * (g - 1))
-        trace_3 = jnp.sum(jnp.real(squared * hermitian.conj())) / triples
-        # The square of an estimate exceeds that of its mean by its variance. A share of
-        # it is subtracted: from five probes rather a wide interval than a short one.
-        ratio = _cubed_ratio(trace_3, trace_2) - _NOISE_SHARE * noise / triples
-        return largest * jnp.clip(ratio, 0, 1)
-
-    adjoint = gram.conj().T
-    skewness = from_hermitian((gram + adjoint) / 2)
-    if jnp.iscomplexobj(gram):
-        skewness = jnp.maximum(skewness, from_hermitian((gram - adjoint) / 2j))
-    return skewness
-
-
-def _ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
-    """`x / y`, and 0 where y is too small to divide by."""
-    safe = y > jnp.finfo(y.dtype).tiny
-    return jnp.where(safe, x / jnp.where(safe, y, 1), 0)
-
-
-def _cubed_ratio(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
-    """`x^2 / y^3`, of which neither may be representable."""
-    return _ratio(x, y * jnp.sqrt(y)) ** 2

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
 from .._functional import Functional
+from .._linalg.small import leading, squares
 from .._linalg.tall import power_of_two_scale
 
 
@@ -56,3 +57,23 @@ def add_samples(
         moments.energy + energy,
         unit,
     )
+
+
+def off_diagonal_size(
+    probes: Inexact[Array, "n g"],
+    products: Inexact[Array, "n g"],
+    active: Bool[Array, " g"] | None = None,
+) -> Float[Array, ""]:
+    """An estimate of `|B - diag B|_F`, of the products `B w_j` with signs; 0 for one.
+
+    Signs see the diagonal in each row alike: `conj(w_j) (B w_j)` varies by what is off it.
+    """
+    rows = probes.T.conj() * products.T
+    unit = power_of_two_scale(rows)
+    rows = leading(rows / unit.astype(rows.dtype), active)
+    g = rows.shape[0]
+    if active is not None:
+        g = jnp.sum(active).astype(unit.dtype)
+    mean = jnp.sum(rows, axis=0) / jnp.asarray(g).astype(rows.dtype)
+    deviations = leading(rows - mean[None], active)
+    return unit * jnp.sqrt(jnp.sum(squares(deviations)) / jnp.maximum(g - 1, 1))

@@ -9,7 +9,7 @@ from .._base import TraceEstimator
 from .._deflation import mean_of_tests
 from .._linalg import adaptive, tall
 from .._operators.block import apply_block
-from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
+from .._samplers import RademacherSampler, Sampler, check_sampler
 from .._state import kept_of
 
 # With fewer products there are too few tests to choose by.
@@ -73,7 +73,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
             return mean_of_tests(state, k, self.sampler, resphere=False)
         operator, space = state.operator, state.space
         n, h = space.size, k // 2
-        probes = draw_range(self.sampler, state.key, 0, k, k, space)
+        probes = self.sampler._draw_range(state.key, 0, k, k, space)
         W, fresh = probes[:, :h], probes[:, h:]
         AW = apply_block(operator, W)
         unit = tall.power_of_two_scale(AW).astype(AW.dtype)

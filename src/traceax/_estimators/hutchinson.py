@@ -1,28 +1,36 @@
 """The Girard-Hutchinson estimator."""
 
+import functools as ft
 import math
 from typing import ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
 from .._accuracy.error_bar import (
     GRAM_PROBES,
+    exact_bar,
     gram_of,
     independent_samples,
     moments_bar,
 )
-from .._accuracy.moments import Moments, add_samples, empty_moments
+from .._accuracy.moments import (
+    Moments,
+    add_samples,
+    empty_moments,
+    off_diagonal_size,
+)
 from .._arguments import check_optional_integer, without_numpy
 from .._functional import Trace
 from .._growing import GrowingEstimator
 from .._linalg.pairs import active_units
 from .._linalg.tall import column_dots, column_norms
-from .._operators.block import Space, apply_block, columns_at_once
+from .._operators.block import Space, columns_at_once
 from .._primitive import Columns
-from .._samplers import RademacherSampler, Sampler, check_sampler, draw_range
+from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
 
 
 class TraceSamples(NamedTuple):
@@ -30,6 +38,8 @@ class TraceSamples(NamedTuple):
 
     - `norms`: `|A w_j|`.
     - `first`: the first probes and their products, for the skewness of samples.
+
+    Of a sampler in rounds a sample is a round's, and A what its samples are of.
     """
 
     samples: Inexact[Array, " m"]
@@ -70,7 +80,8 @@ class HutchinsonEstimator(GrowingEstimator):
     **Arguments:**
 
     - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default. With
-        [`traceax.OrthogonalSampler`][] the variance is smaller by `1 - k / n`.
+        [`traceax.OrthogonalSampler`][] the variance is smaller by `1 - k / n`. With
+        [`traceax.ColouredSampler`][] k is a whole number of rounds, and a sample a round's.
     - `chunk_size`: how many probes are alive at once. Probes of the next chunk take
         their memory, and derivatives draw them again, so that memory does not grow with
         k. By default as many as have 2^20 entries together, which stay in the cache of a
@@ -88,21 +99,31 @@ class HutchinsonEstimator(GrowingEstimator):
     chunk_size: int | None = eqx.field(
         default=None, static=True, converter=without_numpy
     )
-    products_per_unit: ClassVar[int] = 1
     gives_diagonals: ClassVar[bool] = True
 
     def __check_init__(self):
         name = type(self).__name__
-        check_sampler(self.sampler, name)
+        check_sampler(self.sampler, name, rounds=True)
         what = "the number of probes drawn at once"
         check_optional_integer(self.chunk_size, "chunk_size", name, least=1, what=what)
+
+    @property
+    def products_per_unit(self) -> int:  # pyright: ignore
+        return self.sampler.round_size
+
+    def check(self, operator, where):
+        self.sampler.check(operator, where)
+
+    def check_budget(self, k, *, at_most):
+        where = f"{type(self).__name__}.estimate"
+        check_rounds(self.sampler, k, where, at_most=at_most)
 
     def begin(self, state, room):
         n, dtype = state.space.size, state.space.compute_dtype
         if not isinstance(state.functional, Trace):
             moments = empty_moments(state.functional, n, dtype)
             return SampleMoments(moments, jnp.zeros(room, bool))
-        few = min(room, GRAM_PROBES, self._chunk(n))
+        few = min(room, GRAM_PROBES, self._columns(n))
         return TraceSamples(
             jnp.zeros(room, dtype),
             jnp.zeros(room, state.space.real_dtype),
@@ -114,10 +135,10 @@ class HutchinsonEstimator(GrowingEstimator):
         chunk = min(self._chunk(state.space.size), width)
 
         def take(buffers, start, number):
-            Omega = draw_range(
-                self.sampler, state.key, start, number, room, state.space
+            Omega = self.sampler._draw_range(
+                state.key, start, number, room, state.space
             )
-            Y = apply_block(state.operator, Omega)
+            Y = self.sampler._apply(state.operator, Omega)
             if isinstance(buffers, SampleMoments):
                 moments = add_samples(
                     buffers.moments, state.functional, Omega, Y, start
@@ -143,39 +164,52 @@ class HutchinsonEstimator(GrowingEstimator):
         n = state.space.size
         if isinstance(buffers, SampleMoments):
             bar = moments_bar(buffers.moments, count)
+            variation = bar.standard_error
         else:
             samples, norms, (Omega, Y) = buffers
             active = active_units(len(samples), count)
+            variation = None
+            if self.sampler.round_size > 1 or self.sampler._is_exact:
+                few = None if active is None else active[: Omega.shape[0]]
+                variation = off_diagonal_size(Omega.T, Y.T, few)
             bar = independent_samples(
                 samples,
                 norms,
                 gram_of(Omega.T, Y.T),
                 dimension=n,
                 active=active,
+                off_diagonal=variation,
             )
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.
             left = 1 - jnp.asarray(count).astype(state.space.real_dtype) / n
             error = bar.standard_error * jnp.sqrt(left)
             bar = bar._replace(standard_error=error)
+        if self.sampler._is_exact and variation is not None:
+            rounding = exact_bar(bar.mean, _size_of_sum(buffers, count))
+            # Rounds that differ by more disprove the claim; of one there is nothing to see.
+            is_wrong = variation > rounding.standard_error
+            bar = jtu.tree_map(ft.partial(jnp.where, is_wrong), bar, rounding)
         return bar, None
 
     def stand_in(self, state, buffers, count):
         space, room = state.space, _room(buffers)
         chunk = self._chunk(space.size)
         probes = Probes(state.key, self.sampler, count, room, chunk, space)
-        if probes.size < room or not isinstance(count, int):
-            return probes
-        return [probes.chunk(0)]
+        once = probes.size >= room and isinstance(count, int)
+        # What is differentiated of rounds is not A V.
+        return [probes.chunk(0)] if once and self.sampler.round_size == 1 else probes
 
     def more_stats(self, buffers):
         known = isinstance(buffers, TraceSamples)
         return {"samples": buffers.samples} if known else {}
 
+    def _columns(self, n: int) -> int:
+        return columns_at_once(n) if self.chunk_size is None else self.chunk_size
+
     def _chunk(self, n: int) -> int:
-        if self.chunk_size is None:
-            return columns_at_once(n)
-        return self.chunk_size
+        """Samples at once."""
+        return max(self._columns(n) // self.sampler.round_size, 1)
 
 
 def _room(buffers: TraceSamples | SampleMoments) -> int:
@@ -183,6 +217,18 @@ def _room(buffers: TraceSamples | SampleMoments) -> int:
     if isinstance(buffers, SampleMoments):
         return len(buffers.room)
     return len(buffers.samples)
+
+
+def _size_of_sum(
+    buffers: TraceSamples | SampleMoments, count: int | Int[Array, ""]
+) -> Float[Array, "*g"]:
+    """The size of what was added up, for the error of rounding."""
+    if isinstance(buffers, SampleMoments):
+        moments = buffers.moments
+        number = jnp.asarray(count).astype(moments.unit.dtype)
+        return jnp.sqrt(moments.energy / number) * moments.unit
+    Omega, Y = buffers.first
+    return jnp.sum(jnp.abs(Omega[0] * Y[0]))
 
 
 def _add_probes(
@@ -227,8 +273,11 @@ class Probes(Columns):
             self.size = min(self.size, max(8, most // 8))
         self.space = space
 
+    def product(self, operator, V):
+        return self.sampler._apply(operator, V)
+
     def chunk(self, start):
-        V = draw_range(self.sampler, self.key, start, self.size, self.most, self.space)
+        V = self.sampler._draw_range(self.key, start, self.size, self.most, self.space)
         active = jnp.arange(self.size, dtype=jnp.int32) + start < self.count
         V = jnp.where(active[None, :], V, 0)
         return V, V / jnp.asarray(self.count).astype(V.dtype)

@@ -18,7 +18,7 @@ from .._operators.block import (
     is_positive_semidefinite,
     is_semidefinite,
 )
-from .._samplers import NormalSampler, Sampler, check_sampler, draw_range
+from .._samplers import NormalSampler, Sampler, check_sampler
 
 
 class XNysTraceBuffers(NamedTuple):
@@ -95,7 +95,7 @@ class XNysTraceEstimator(GrowingEstimator):
 
     def grow(self, state, buffers, count, width):
         room = buffers.U.shape[1]
-        Omega = draw_range(self.sampler, state.key, count, width, room, state.space)
+        Omega = self.sampler._draw_range(state.key, count, width, room, state.space)
         U, T = extend(buffers.U, Omega, count)
         new = XNysTraceBuffers(U, T, apply_block(state.operator, U))
         return put_units(buffers, new, count)

@@ -25,7 +25,7 @@ from .._linalg.leave_one_out import (
 from .._linalg.pairs import make_probe_set
 from .._linalg.tall import column_dots, extend, inner
 from .._operators.block import apply_block, is_hermitian
-from .._samplers import NormalSampler, Sampler, check_sampler, draw_range
+from .._samplers import NormalSampler, Sampler, check_sampler
 
 
 class XTraceBuffers(NamedTuple):
@@ -128,7 +128,7 @@ class XTraceEstimator(GrowingEstimator):
 
     def grow(self, state, buffers, count, width):
         room = buffers.Q.shape[1]
-        Omega = draw_range(self.sampler, state.key, count, width, room, state.space)
+        Omega = self.sampler._draw_range(state.key, count, width, room, state.space)
         Y = apply_block(state.operator, Omega)
         Q, R = extend(buffers.Q, Y, count)
         AQ = apply_block(state.operator, Q)

@@ -144,8 +144,8 @@ def leave_one_out(
 
 
 def leave_one_out_traces(
-    H: Inexact[Array, "m m"],
-    T: Inexact[Array, "m m"],
+    H: Inexact[Array, "r r"],
+    T: Inexact[Array, "r m"],
     forms: Inexact[Array, " m"],
     loo: LeaveOneOut,
 ) -> PairedSamples:

@@ -11,7 +11,9 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact
 
 
-def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array, "n m"]:
+def matmul(
+    x: Inexact[Array, "n k"], y: Inexact[Array, "k *m"]
+) -> Inexact[Array, "n *m"]:
     """`X Y` in full precision, also where an accelerator's default is lower."""
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
@@ -19,6 +21,12 @@ def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k m"]) -> Inexact[Array,
 def divisor(x: Inexact[Array, "*s"]) -> Inexact[Array, "*s"]:
     """`x` with 1 for 0."""
     return jnp.where(x == 0, jnp.ones_like(x), x)
+
+
+def ratio(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """`x / y`, and 0 where y is too small to divide by."""
+    safe = y > jnp.finfo(y.dtype).tiny
+    return jnp.where(safe, x / jnp.where(safe, y, 1), 0)
 
 
 def frobenius(x: Inexact[Array, "k m"]) -> Float[Array, ""]:

@@ -39,10 +39,10 @@ def side_by_side(*blocks: Inexact[Array, "n _"]) -> Inexact[Array, "n k"]:
 
 
 def put(
-    buffer: Inexact[Array, "n most"],
-    new: Inexact[Array, "n width"],
+    buffer: Inexact[Array, "*n most"],
+    new: Inexact[Array, "*n width"],
     start: int | Int[Array, ""],
-) -> Inexact[Array, "n most"]:
+) -> Inexact[Array, "*n most"]:
     """A buffer with new columns from `start` on."""
     if buffer.shape == new.shape:
         return new

@@ -86,7 +86,7 @@ def whiten(
     diagonal: Float[Array, " n"],
     pivots: Int[Array, " r"],
     noise: Float[Array, " n"],
-    jitter: float = JITTER,
+    jitter: float | Float[Array, ""] = JITTER,
 ) -> Whitening:
     r"""The preconditioner of columns of K, its diagonal, pivots and the noise.
 

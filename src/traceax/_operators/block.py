@@ -175,7 +175,7 @@ def unflatten(
 
 def apply_block(
     operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
-) -> Inexact[Array, "n k"]:
+) -> Inexact[Array, "m k"]:
     """The product of the operator with every column of a block.
 
     One `vmap` of `operator.mv` over the leading axis, as networks are batched: a dense

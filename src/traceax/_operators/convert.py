@@ -72,9 +72,9 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     if eqx.is_array(x):
         _check_matrix(x)
         return lx.MatrixLinearOperator(_inexact(x))
-    if _is_a(x, "jax.experimental.sparse", "BCSR"):
+    if is_a(x, "jax.experimental.sparse", "BCSR"):
         x = x.to_bcoo()
-    if _is_a(x, "jax.experimental.sparse", "BCOO"):
+    if is_a(x, "jax.experimental.sparse", "BCOO"):
         what, got = (
             "x must have no batch and no dense dimensions",
             (x.n_batch, x.n_dense),
@@ -84,12 +84,12 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
         _check_matrix(x)
         rows, columns = x.indices[:, 0], x.indices[:, 1]
         return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
-    if _is_a(x, "scipy.sparse", "sparray") or _is_a(x, "scipy.sparse", "spmatrix"):
+    if is_a(x, "scipy.sparse", "sparray") or is_a(x, "scipy.sparse", "spmatrix"):
         _check_matrix(x)
         x = x.tocoo()
         rows, columns = (jnp.asarray(i, jnp.int32) for i in (x.row, x.col))
         return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
-    if _is_a(x, "scipy.sparse.linalg", "LinearOperator"):
+    if is_a(x, "scipy.sparse.linalg", "LinearOperator"):
         return SciPyLinearOperator(x)
     what = "x must be a matrix, dense or sparse, a linear function, or an operator of "
     hint = "turn it into an array by jax.numpy.asarray, or write a function that multiplies"
@@ -98,7 +98,8 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     return lx.FunctionLinearOperator(x, _structure(like))
 
 
-def _is_a(x: Any, module: str, name: str) -> bool:
+def is_a(x: Any, module: str, name: str) -> bool:
+    """Whether x is of a class, whose module need not be installed."""
     # Whoever has such an object has imported its module.
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(x, getattr(loaded, name))

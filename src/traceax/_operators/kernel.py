@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
 
 from .._arguments import (
     check_optional_integer,
@@ -93,7 +93,7 @@ class KernelLinearOperator(OnePass):
     def __init__(
         self,
         kernel: Callable[[Any, Any], Float[Array, ""]],
-        x: PyTree[Shaped[Array, "n ..."]],
+        x: PyTree[Shaped[ArrayLike, "n ..."]],
         *,
         tile: int | None = None,
     ):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, PyTree, Real, Shaped
+from jaxtyping import Array, ArrayLike, Inexact, PyTree, Real, Shaped
 
 from .._arguments import native_arrays, require
 from .block import TAGS, as_function, register, space_of, tags_of
@@ -84,9 +84,9 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
     def __init__(
         self,
         make_operator: Callable[[Any], lx.AbstractLinearOperator],
-        batches: PyTree[Shaped[Array, "batches ..."]],
+        batches: PyTree[Shaped[ArrayLike, "batches ..."]],
         *,
-        weights: Real[Array, " batches"] | None = None,
+        weights: Real[ArrayLike, " batches"] | None = None,
         tags: object = (),
     ):
         what = "make_operator must be a function of a minibatch"

@@ -6,15 +6,17 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Inexact
 
-from .._accuracy.error_bar import GRAM_PROBES, independent_samples
-from .._arguments import check_optional_integer, without_numpy
-from .._linalg.krylov import KrylovSpaces, lanczos
+from .._accuracy.error_bar import gram_of, independent_samples
+from .._accuracy.moments import off_diagonal_size
+from .._arguments import check_optional_integer, require, without_numpy
+from .._linalg.krylov import KrylovSpaces, RitzPairs, lanczos
 from .._linalg.small import divisor, eigh, matmul
-from .._linalg.tall import inner, largest_entry
+from .._linalg.tall import column_norms, largest_entry
 from .._operators.block import apply_block
-from .._samplers import RademacherSampler, Sampler, check_sampler
+from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
 from .base import (
     SpectralEstimator,
     SpectralOutcome,
@@ -53,7 +55,9 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     **Arguments:**
 
     - `num_probes`: m. By default about `0.9 sqrt(k)`.
-    - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default.
+    - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default. With
+        [`traceax.ColouredSampler`][] of p colours k is a multiple of p, and so is m, by
+        default at least `2 p`, for an error bar; up to `2 p` products more may be left.
 
     **Reference:** Golub and Meurant, "Matrices, Moments and Quadrature with
     Applications" (2010), doi:10.1515/9781400833889; Ubaru, Chen and Saad, "Fast
@@ -69,13 +73,25 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     def __check_init__(self):
         name, what = type(self).__name__, "how many forms are averaged"
         check_optional_integer(self.num_probes, "num_probes", name, least=1, what=what)
-        check_sampler(self.sampler, name, independent=True)
+        check_sampler(self.sampler, name, independent=True, rounds=True)
+        if self.num_probes is not None:
+            p, what = self.sampler.round_size, "num_probes must be whole rounds"
+            hint = f"pass {p} for one round, or {2 * p} for an error bar"
+            got = str(self.num_probes)
+            require(self.num_probes % p == 0, name, what, got, hint)
+
+    def check_budget(self, k, *, at_most):
+        where = f"{type(self).__name__}.estimate"
+        check_rounds(self.sampler, k, where, at_most=at_most)
 
     def compute(self, state, k):
         operator, function = state.operator, state.function
         space = state.space
-        n = space.size
-        m, steps = probes_and_steps(self.num_probes, k, max(0.9 * math.sqrt(k), 2.0))
+        n, p = space.size, self.sampler.round_size
+        rounds = None if self.num_probes is None else self.num_probes // p
+        target = max(0.9 * math.sqrt(k) / p, 2.0)
+        rounds, steps = probes_and_steps(rounds, k // p, target)
+        m = p * rounds
         Omega = self.sampler.sample(state.key, n, m, space.compute_dtype)
         krylov = lanczos(ft.partial(apply_block, operator), Omega, steps)
         pairs = krylov.ritz_pairs()
@@ -87,31 +103,50 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         coupling = matmul(pairs.probes, pairs.probes.conj().T)
         weights = jnp.real(jnp.diagonal(coupling))
         squares = m * weights.reshape(m, steps)
-        # What the forms are made of, between probes: for the skewness of samples.
-        across = matmul(inner(Omega, pairs.basis), pairs.vectors).reshape(m, m, steps)
-        own = jnp.einsum("iir->ir", across)
-        gram_weights = (across * own.conj()[None])[:GRAM_PROBES, :GRAM_PROBES]
         rounding, decided = rounding_errors(function, flat, weights, noise, state.lower)
         result = outside_if(decided, result)
         quadrature = _quadrature_errors(function, krylov, flat)
         means, errors, freedoms = [], [], []
         for leaf, *others in zip(function(flat), quadrature, rounding, strict=True):
             f = leaf.reshape(m, steps)
-            samples = weighted_sums(squares, f)
+            samples = jnp.mean(weighted_sums(squares, f).reshape(rounds, p), axis=1)
             # A multiple of the identity has no part in the spread. In a unit in which
             # squares neither over- nor underflow.
             varying = f - jnp.mean(samples) / n
             unit = divisor(largest_entry(varying))
             varying = varying / unit.astype(f.dtype)
-            norms = unit * jnp.sqrt(weighted_sums(squares, jnp.abs(varying) ** 2))
-            gram = weighted_sums(gram_weights, varying[None, :GRAM_PROBES])
-            bar = independent_samples(samples, norms, gram)
+            images = _images(krylov, pairs, varying)
+            vectors, images = self.sampler._rounds(Omega.astype(images.dtype), images)
+            bar = independent_samples(
+                samples,
+                unit * column_norms(images),
+                gram_of(vectors, images),
+                off_diagonal=(
+                    unit * off_diagonal_size(vectors, images) if p > 1 else None
+                ),
+            )
             means.append(bar.mean)
             errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
             freedoms.append(bar.degrees_of_freedom)
         stats = {"num_matvecs": m * steps, "result": result, **function.unit}
         blocks = SpectralBlocks(pairs, coupling)
         return SpectralOutcome(means, errors, freedoms, stats, blocks)
+
+
+def _images(
+    krylov: KrylovSpaces, pairs: RitzPairs, f: Inexact[Array, "m s"]
+) -> Inexact[Array, "n m"]:
+    """`f(A) w_i` of each probe, from f at its Ritz values."""
+    m, steps = f.shape
+    dtype = np.result_type(f.dtype, krylov.basis.dtype)
+    f, basis, S, probes = (
+        x.astype(dtype) for x in (f, krylov.basis, pairs.vectors, pairs.probes)
+    )
+    own = math.sqrt(m) * jnp.einsum("iri->ir", probes.reshape(m, steps, m))
+    weights = jnp.where(own == 0, 0, f * own)
+    S = S.reshape(steps, m, m, steps)
+    inside = jnp.einsum("jiir,ir->ji", S, weights, precision="highest")
+    return jnp.einsum("jin,ji->in", basis, inside, precision="highest").T
 
 
 def _rule(
