@@ -49,6 +49,7 @@ LAYERS = [
     "_trace",
     "_by_block",
     "_diagonal",
+    "_forward_laplacian",
     "_divergence",
     "_trace_function",
     "_likelihood",
