@@ -146,6 +146,11 @@ def test_pytrees_scalars_and_dtypes():
     halves = laplacian(lambda x: jnp.sum(x**3), X.astype(jnp.bfloat16))[2]
     assert halves.value.dtype == jnp.float32
     np.testing.assert_allclose(halves.value, 6 * jnp.sum(X), rtol=2e-2)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        halves = laplacian(lambda x: jnp.sum(jnp.sin(2 * x) * x), X.astype(dtype))[2]
+        x = np.asarray(X.astype(dtype), np.float64)
+        truth = np.sum(4 * np.cos(2 * x) - 4 * np.sin(2 * x) * x)
+        assert 0 < abs(halves.value - truth) <= 4 * halves.standard_error
 
 
 def test_what_folx_misreads_is_refused():
