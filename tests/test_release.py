@@ -45,6 +45,15 @@ def test_newer_pythons_may_install():
     assert PROJECT["requires-python"] == ">=3.11"
 
 
+def test_classifiers_are_what_is_tested():
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if not workflow.exists():
+        pytest.skip("runs from a checkout")
+    tested = re.findall(r'"(3\.\d+)"', workflow.read_text())
+    told = [text.rpartition(" ")[2] for text in PROJECT["classifiers"]]
+    assert tested == [version for version in told if version.startswith("3.")]
+
+
 # Stands for python, pip, twine and pytest.
 TOOL = """#!/usr/bin/env bash
 case "$(basename "$0") $*" in
