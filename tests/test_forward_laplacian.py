@@ -116,6 +116,19 @@ def test_error_bar_where_curvatures_cancel():
     assert jnp.all(estimate.standard_error < 1e3 * jnp.finfo(X.dtype).eps)
 
 
+def test_error_bar_of_rank_one():
+    # Half of all signs are in the null space of such a Hessian.
+    def fn(key):
+        return tx.laplacian(
+            key, lambda x: jnp.sin(3 * (x[0] - x[1])), X, N, forward="folx"
+        )[2]
+
+    estimate = jax.jit(jax.vmap(fn))(jr.split(KEY, 64))
+    truth = -18 * np.sin(3 * (np.float64(X[0]) - np.float64(X[1])))
+    assert np.all(abs(estimate.value - truth) <= 4 * estimate.standard_error)
+    assert np.all(estimate.standard_error > 0)
+
+
 def test_pytrees_scalars_and_dtypes():
     def fn(x):
         return jnp.sum(x["a"] ** 3) * x["b"]["c"] + jnp.sum(x["b"]["d"] ** 2)
@@ -133,6 +146,12 @@ def test_pytrees_scalars_and_dtypes():
     halves = laplacian(lambda x: jnp.sum(x**3), X.astype(jnp.bfloat16))[2]
     assert halves.value.dtype == jnp.float32
     np.testing.assert_allclose(halves.value, 6 * jnp.sum(X), rtol=2e-2)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        halves = laplacian(lambda x: jnp.sum(jnp.sin(2 * x) * x), X.astype(dtype))[2]
+        x = np.asarray(X.astype(dtype), np.float64)
+        truth = np.sum(4 * np.cos(2 * x) - 4 * np.sin(2 * x) * x)
+        error = abs(float(halves.value) - truth)
+        assert 0 < error <= 4 * float(halves.standard_error)
 
 
 def test_what_folx_misreads_is_refused():

@@ -2,7 +2,11 @@
 
 import pathlib
 import re
+import shutil
+import subprocess
 import tomllib
+
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -39,3 +43,42 @@ def test_addresses_are_of_one_repository():
 
 def test_newer_pythons_may_install():
     assert PROJECT["requires-python"] == ">=3.11"
+
+
+def test_classifiers_are_what_is_tested():
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if not workflow.exists():
+        pytest.skip("runs from a checkout")
+    tested = re.findall(
+        r"[\d.]+", re.search(r"python: \[(.*)\]", workflow.read_text())[1]
+    )
+    told = [text.rpartition(" ")[2] for text in PROJECT["classifiers"]]
+    assert tested == [version for version in told if version.startswith("3.")]
+
+
+# Stands for python, pip, twine and pytest.
+TOOL = """#!/usr/bin/env bash
+case "$(basename "$0") $*" in
+    python\\ -m\\ venv*)
+        mkdir -p "$3/bin"
+        for tool in python pip twine pytest; do cp "$0" "$3/bin/$tool"; done ;;
+    python\\ -m\\ build*)
+        mkdir -p "$4" p-1/src
+        touch "$4/p-1-py3-none-any.whl"
+        tar --create --gzip --file "$4/p-1.tar.gz" p-1 ;;
+    pip*.whl*) wheel=${!#}; test -e "${wheel%\\[tests\\]}" ;;
+esac
+"""
+
+
+def test_package_takes_a_relative_directory(tmp_path):
+    script = ROOT / ".ci" / "package"
+    if not script.exists():
+        pytest.skip("runs from a checkout")
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(script, tmp_path / ".ci")
+    tool = tmp_path / "python"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    subprocess.run([tmp_path / ".ci" / "package", tool, "dist"], check=True)
+    assert len(list((tmp_path / "dist").iterdir())) == 2

@@ -22,7 +22,7 @@ from ._operators.block import apply_block, forward_mode, space_of
 from ._operators.check import checked_operator
 from ._operators.curvature import HessianLinearOperator
 from ._primitive import make_outcome
-from ._samplers import RademacherSampler
+from ._samplers import NormalSampler
 from ._state import TraceState
 from ._trace import CHOICES, estimate_whole, set_choice
 
@@ -198,11 +198,17 @@ def _laplacian_forward(where: str, key, fn, x, k, estimator, forward, throw: boo
     require(estimator is None, where, exact, estimator, hint)
     value, gradient, laplacian = forward_laplacian(fn, x, where)
     # On average the square of `norm(H z)` is that of H, and its diagonal is within it.
+    # Signs can be orthogonal to all rows of H, as of `(x[0] - x[1])**2`, normals can't.
     arrays, others = eqx.partition(operator, eqx.is_array)
     operator = eqx.combine(jax.lax.stop_gradient(arrays), others)
-    z = RademacherSampler().sample(state.key, n, 1, dtype)
+    z = NormalSampler().sample(state.key, n, 1, dtype)
     magnitude = n**0.5 * jnp.linalg.norm(apply_block(operator, z))
-    laplacian, error, _ = exact_bar(laplacian.astype(dtype), magnitude)
+    laplacian = laplacian.astype(dtype)
+    # What folx propagates is rounded to the dtypes of x, which may have fewer digits.
+    coarsest = max(jnp.finfo(leaf.dtype).eps for leaf in jtu.tree_leaves(x))
+    digits = float(coarsest) / float(jnp.finfo(dtype).eps)
+    magnitude = digits * jnp.maximum(magnitude, jnp.abs(laplacian))
+    laplacian, error, _ = exact_bar(laplacian, magnitude)
     stats = {"num_matvecs": 1, "choice": CHOICES.forward}
     outcome = make_outcome(laplacian, error, stats, dtype, real=True)
     estimate = Estimate(*outcome[:4], state)
