@@ -17,7 +17,7 @@ from ._arguments import require
 # For jitted functions of these names folx takes rules of its own, whatever they compute.
 _RULES: tuple[Any, ...] = (
     *(jnp.sign, jnp.logaddexp, jax.nn.sigmoid, jax.nn.softplus, jax.nn.silu),
-    *(jnp.linalg.slogdet, jnp.linalg.det, jnp.linalg.inv, jnp.linalg.solve),
+    *(jnp.linalg.slogdet, jnp.linalg.inv, jnp.linalg.solve),
 )
 _BY_NAME = {fn.__name__: fn for fn in _RULES}
 _HINT = "leave out forward= for n products with the Hessian"
@@ -62,6 +62,8 @@ def _refuse_misread(jaxpr: Any, where: str) -> None:
             require(not stacked, where, what, "a jax.lax.scan", _HINT, ValueError)
         elif eqn.primitive.name == "jit":
             name = eqn.params["name"]
+            what = "folx loses the digits of determinants next to singular"
+            require(name != "det", where, what, "jnp.linalg.det", _HINT, ValueError)
             what = "folx takes a jitted function for that of JAX of the same name"
             known = name not in _BY_NAME or _is_from_jax(eqn, _BY_NAME[name])
             got, hint = (
