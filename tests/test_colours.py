@@ -309,7 +309,7 @@ def test_what_is_refused_and_what_to_do():
         ),
         (
             lambda: tx.trace(key, dense(12), 3, hutchinson),
-            "an entry for each of the operator's 12 unknowns",
+            "an entry for each of the operator's 12 unknowns, got .*size=n",
         ),
         (lambda: tx.colour(np.ones((1, 2), int), 0), "distance must be a positive"),
         (lambda: tx.colour(np.ones((1, 2), int), size=1), "between 0 and 0, got 1"),

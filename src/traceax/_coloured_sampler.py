@@ -180,7 +180,7 @@ class ColouredSampler(Sampler):
 
     def _check_length(self, n: int) -> None:
         what = f"colours must have an entry for each of the operator's {n} unknowns"
-        hint = "they are in the flattened order of its input"
+        hint = "they are in the flattened order of its input; of pairs pass size=n"
         right = np.shape(self.colours) == (n,)
         require(right, _WHERE, what, self.colours, hint)
 
