@@ -126,6 +126,35 @@ def test_a_divergence_takes_colours_of_all_kinds():
         )
 
 
+def test_signs_may_be_laid_out():
+    mesh = jax.make_mesh((1,), ("probes",), axis_types=(jax.sharding.AxisType.Auto,))
+    layout = jax.sharding.NamedSharding(mesh, jax.P(None, "probes"))
+    operator = lx.MatrixLinearOperator(jnp.diag(jnp.arange(9, dtype=float_dtype())))
+    signs = tx.ShardedSampler(sharding=layout)
+    sampler = tx.ColouredSampler(np.arange(9) % 2, exact=True, sampler=signs)
+    estimate = tx.trace(jr.key(0), operator, 2, tx.HutchinsonEstimator(sampler))
+    assert_close(estimate.value, 36.0)
+    assert estimate.standard_error < 1e-3
+    normals = tx.ShardedSampler(tx.NormalSampler(), sharding=layout)
+    with pytest.raises(ValueError, match="exact traces take signs"):
+        tx.ColouredSampler(np.arange(9) % 2, exact=True, sampler=normals)
+
+
+@pytest.mark.x64
+def test_colours_of_a_pattern_are_not_exact_of_functions():
+    diagonal = tx.ColouredSampler(tx.colour(np.zeros((0, 2), int), size=30))
+    estimator = tx.HutchinsonEstimator(diagonal)
+    matrix = jnp.asarray(banded(30, (0, 1)).todense())
+    operator = lx.MatrixLinearOperator(matrix)
+    inverse = tx.InverseLinearOperator(operator, lx.LU())
+    symmetric = lx.MatrixLinearOperator(matrix @ matrix.T, lx.positive_semidefinite_tag)
+    root = tx.MatrixFunctionLinearOperator(symmetric, jnp.sqrt, 8)
+    tagged = lx.TaggedLinearOperator(inverse, lx.symmetric_tag)
+    for dense_one in (inverse, -inverse, 2.0 * inverse + operator, tagged, root):
+        with pytest.raises(ValueError, match=r"got an inverse.*pass .*exact=False"):
+            tx.trace(jr.key(0), dense_one, 1, estimator)
+
+
 #
 # Lattices
 #

@@ -12,9 +12,8 @@ from jaxtyping import Array, ArrayLike, Inexact, Int
 
 from ._arguments import kind_of, require
 from ._colours import Colours
-from ._operators.block import apply_block, columns_at_once
-from ._operators.inverse import InverseLinearOperator
-from ._samplers import RademacherSampler, Sampler
+from ._operators.block import Dense, apply_block, columns_at_once, has_part
+from ._samplers import RademacherSampler, Sampler, ShardedSampler
 
 _WHERE = "ColouredSampler"
 _SIGNS = RademacherSampler()
@@ -100,7 +99,8 @@ class ColouredSampler(Sampler):
         single = isinstance(sampler, Sampler) and sampler.round_size == 1
         hint = "pass an instance, such as traceax.NormalSampler()"
         require(single, _WHERE, what, sampler, hint, TypeError)
-        signs = isinstance(sampler, RademacherSampler) or not self.exact
+        drawn = sampler.sampler if isinstance(sampler, ShardedSampler) else sampler
+        signs = isinstance(drawn, RademacherSampler) or not self.exact
         what, hint = "exact traces take signs", "leave out sampler, or pass exact=False"
         require(signs, _WHERE, what, type(sampler).__name__, hint)
 
@@ -119,11 +119,12 @@ class ColouredSampler(Sampler):
         return self.exact
 
     def check(self, operator, where):
-        if self._of_pattern and isinstance(operator, InverseLinearOperator):
+        if self._of_pattern and has_part(operator, Dense):
             raise ValueError(
                 f"{where}: colours of a pattern are exact of operators of that pattern, "
-                "got an inverse; pass traceax.ColouredSampler(colours, exact=False), or "
-                "exact=True if they separate what the inverse couples."
+                "got an inverse or a function of an operator; pass "
+                "traceax.ColouredSampler(colours, exact=False), or exact=True if they "
+                "separate what that couples."
             )
 
     def sample(self, key, n, k, dtype):
@@ -179,7 +180,7 @@ class ColouredSampler(Sampler):
 
     def _check_length(self, n: int) -> None:
         what = f"colours must have an entry for each of the operator's {n} unknowns"
-        hint = "they are in the flattened order of its input"
+        hint = "they are in the flattened order of its input; of pairs pass size=n"
         right = np.shape(self.colours) == (n,)
         require(right, _WHERE, what, self.colours, hint)
 

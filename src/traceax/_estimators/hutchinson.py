@@ -111,6 +111,10 @@ class HutchinsonEstimator(GrowingEstimator):
     def products_per_unit(self) -> int:  # pyright: ignore
         return self.sampler.round_size
 
+    @property
+    def _sees_off_diagonal(self) -> bool:
+        return self.sampler.round_size > 1 or self.sampler._is_exact
+
     def check(self, operator, where):
         self.sampler.check(operator, where)
 
@@ -123,7 +127,9 @@ class HutchinsonEstimator(GrowingEstimator):
         if not isinstance(state.functional, Trace):
             moments = empty_moments(state.functional, n, dtype)
             return SampleMoments(moments, jnp.zeros(room, bool))
-        few = min(room, GRAM_PROBES, self._columns(n))
+        # Two rounds tell whether they differ, however many are alive at once.
+        least = 2 if self._sees_off_diagonal else 1
+        few = min(room, GRAM_PROBES, max(self._columns(n), least))
         return TraceSamples(
             jnp.zeros(room, dtype),
             jnp.zeros(room, state.space.real_dtype),
@@ -169,7 +175,7 @@ class HutchinsonEstimator(GrowingEstimator):
             samples, norms, (Omega, Y) = buffers
             active = active_units(len(samples), count)
             variation = None
-            if self.sampler.round_size > 1 or self.sampler._is_exact:
+            if self._sees_off_diagonal:
                 few = None if active is None else active[: Omega.shape[0]]
                 variation = off_diagonal_size(Omega.T, Y.T, few)
             bar = independent_samples(

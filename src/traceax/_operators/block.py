@@ -155,9 +155,18 @@ class OnePass(lx.AbstractLinearOperator):
 
 def has_one_pass(operator: lx.AbstractLinearOperator) -> bool:
     """Whether such an operator is, or is a part of, this one."""
+    return has_part(operator, OnePass)
+
+
+class Dense(lx.AbstractLinearOperator):
+    """Abstract base class of functions of an operator, whose sparsity they don't have."""
+
+
+def has_part(operator: lx.AbstractLinearOperator, kind: type) -> bool:
+    """Whether an operator of that class is, or is a part of, this one."""
 
     def is_one(x):
-        return isinstance(x, OnePass)
+        return isinstance(x, kind)
 
     return any(map(is_one, jtu.tree_leaves(operator, is_leaf=is_one)))
 

@@ -9,13 +9,13 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PyTree
 
 from .._arguments import kind_of
-from .block import as_function, is_known, register
+from .block import Dense, as_function, is_known, register
 from .check import checked_operator
 
 _WHERE = "traceax.InverseLinearOperator"
 
 
-class InverseLinearOperator(lx.AbstractLinearOperator):
+class InverseLinearOperator(Dense):
     r"""The operator `A^-1`, applied by `lineax.linear_solve`.
 
     ```python

@@ -15,7 +15,7 @@ from .blocks import function_product
 from .function import SpectralFunction, spectral_function
 
 
-class MatrixFunctionLinearOperator(lx.AbstractLinearOperator):
+class MatrixFunctionLinearOperator(block.Dense):
     r"""The operator `f(A)` of a symmetric or Hermitian A, applied by Lanczos.
 
     ```python
