@@ -58,8 +58,10 @@ def _refuse_misread(jaxpr: Any, where: str) -> None:
         depends.update(eqn.outvars)
         if eqn.primitive.name == "scan":
             what = "folx misreads loops that stack what depends on x"
-            stacked = len(eqn.outvars) - eqn.params["num_carry"]
-            require(not stacked, where, what, "a jax.lax.scan", _HINT, ValueError)
+            each = eqn.params["jaxpr"].jaxpr.outvars
+            ranks = [[v.aval.ndim for v in outputs] for outputs in (eqn.outvars, each)]
+            same = ranks[0] == ranks[1]
+            require(same, where, what, "a jax.lax.scan", _HINT, ValueError)
         elif eqn.primitive.name == "jit":
             name = eqn.params["name"]
             what = "folx loses the digits of determinants next to singular"
