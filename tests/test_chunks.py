@@ -103,7 +103,7 @@ def test_memory_does_not_grow_with_the_number_of_probes(gradient):
     [
         (tx.HutchPlusPlusEstimator(), 16, (5.1, 7)),
         (tx.XTraceEstimator(), 12, (8, 11)),
-        (tx.XNysTraceEstimator(), 24, (4.9, 8)),
+        (tx.XNysTraceEstimator(), 24, (5.6, 8)),  # 4.9 before jax 0.12
     ],
     ids=["hutch++", "xtrace", "xnystrace"],
 )

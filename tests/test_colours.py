@@ -285,6 +285,7 @@ def test_rounds_that_differ_disprove_what_is_called_exact():
 
 
 @pytest.mark.x64
+@pytest.mark.wrong_types
 def test_what_is_refused_and_what_to_do():
     sampler, operator = SAMPLERS["signs"], dense(30)
     key, lanczos = jr.key(0), tx.LanczosQuadratureEstimator

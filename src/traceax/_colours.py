@@ -197,7 +197,7 @@ def _positive(x: Any, name: str, where: str, what: str) -> int:
 #
 
 # For each of n nodes those next to it, and itself: `nodes[starts[i] : starts[i + 1]]`.
-_Graph = tuple[Int[np.ndarray, " n+1"], Int[np.ndarray, " m"]]
+_Graph = tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]
 
 
 def _entries(pattern: Any, size: int | None, where: str):

@@ -30,7 +30,7 @@ from ._trace import CHOICES, estimate_whole, set_choice
 def divergence(
     key: Key[Array, ""],
     fn: Callable[[PyTree[Array]], PyTree[Array]],
-    x: PyTree[Array],
+    x: PyTree[ArrayLike],
     k: int | None = None,
     estimator: TraceEstimator | None = None,
     *,
