@@ -152,6 +152,21 @@ def test_error_bars_below_32_bits(dtype, estimator):
     assert 0.6 < np.sqrt(np.mean(errors**2)) / rms < 1.7
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_exact_answers_below_32_bits_have_the_rounding_of_products(key, dtype):
+    x = jnp.linspace(0.2, 0.9, 40).astype(dtype)
+    exact = np.asarray(x, np.float64)
+    terms = 4 * np.cos(2 * exact) - 4 * exact * np.sin(2 * exact)
+    truth, size = np.sum(terms), np.sum(np.abs(terms))
+    whole = tx.laplacian(key, lambda x: jnp.sum(jnp.sin(2 * x) * x), x, 40)[2]
+    colours = tx.ColouredSampler(np.zeros(40, int), exact=True)
+    field = jax.grad(lambda x: jnp.sum(jnp.sin(2 * x) * x))
+    one = tx.divergence(key, field, x, colours=colours)[1]
+    for estimate in (whole, one):
+        error = abs(float(estimate.value) - truth)
+        assert 0 < error <= float(estimate.standard_error) < 0.05 * size
+
+
 #
 # What is exact but for rounding, and functions near the end of their domain
 #

@@ -133,7 +133,8 @@ class TraceEstimator(Estimator):
         space, functional = state_space(state), functional_of(state)
         identity = jnp.eye(space.size, dtype=space.compute_dtype)
         entries = jnp.diagonal(apply_block(state.operator, identity))
-        bar = exact_bar(functional.sum(entries), functional.sum(jnp.abs(entries)))
+        sizes = space.rounding * functional.sum(jnp.abs(entries))
+        bar = exact_bar(functional.sum(entries), sizes)
         return *bar[:2], {"num_matvecs": space.size}, (identity, identity)
 
     def _finish(self, state, computed):

@@ -204,11 +204,8 @@ def _laplacian_forward(where: str, key, fn, x, k, estimator, forward, throw: boo
     z = NormalSampler().sample(state.key, n, 1, dtype)
     magnitude = n**0.5 * jnp.linalg.norm(apply_block(operator, z))
     laplacian = laplacian.astype(dtype)
-    # What folx propagates is rounded to the dtypes of x, which may have fewer digits.
-    coarsest = max(jnp.finfo(leaf.dtype).eps for leaf in jtu.tree_leaves(x))
-    digits = float(coarsest) / float(jnp.finfo(dtype).eps)
-    magnitude = digits * jnp.maximum(magnitude, jnp.abs(laplacian))
-    laplacian, error, _ = exact_bar(laplacian, magnitude)
+    magnitude = jnp.maximum(magnitude, jnp.abs(laplacian))
+    laplacian, error, _ = exact_bar(laplacian, state.space.rounding * magnitude)
     stats = {"num_matvecs": 1, "choice": CHOICES.forward}
     outcome = make_outcome(laplacian, error, stats, dtype, real=True)
     estimate = Estimate(*outcome[:4], state)

@@ -192,7 +192,8 @@ class HutchinsonEstimator(GrowingEstimator):
             error = bar.standard_error * jnp.sqrt(left)
             bar = bar._replace(standard_error=error)
         if self.sampler._is_exact and variation is not None:
-            rounding = exact_bar(bar.mean, _size_of_sum(buffers, count))
+            size = state.space.rounding * _size_of_sum(buffers, count)
+            rounding = exact_bar(bar.mean, size)
             # Rounds that differ by more disprove the claim; of one there is nothing to see.
             is_wrong = variation > rounding.standard_error
             bar = jtu.tree_map(ft.partial(jnp.where, is_wrong), bar, rounding)

@@ -57,6 +57,12 @@ class Space(NamedTuple):
         """The dtype of real numbers that belong to blocks, such as error bars."""
         return jnp.finfo(self.compute_dtype).dtype
 
+    @property
+    def rounding(self) -> float:
+        """The rounding of products in units of that of blocks: 1, and more in 16 bits."""
+        coarsest = max((jnp.finfo(leaf.dtype).eps for leaf in self.leaves), default=0)
+        return max(float(coarsest) / float(jnp.finfo(self.compute_dtype).eps), 1.0)
+
 
 def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
     """The structure of arrays like these that are made here, inside `jax.shard_map` too.
