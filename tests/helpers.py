@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
+import scipy.sparse
+from jax.experimental import sparse
 
 import traceax as tx
 
@@ -143,8 +145,21 @@ def many(estimator, operator, k, num_keys, seed=0):
     return np.asarray(values), np.asarray(errors)
 
 
+def banded(n, offsets, seed=0):
+    """Random entries on some diagonals, as a SciPy matrix."""
+    rng = np.random.default_rng(seed)
+    diagonals = [rng.normal(size=n - abs(i)) for i in offsets]
+    return scipy.sparse.diags_array(diagonals, offsets=offsets).tocoo()
+
+
+def as_bcoo(matrix):
+    indices = np.stack([matrix.row, matrix.col], axis=1)
+    data = jnp.asarray(matrix.data, float_dtype())
+    return sparse.BCOO((data, indices), shape=matrix.shape)
+
+
 def coverage(run, truth, num_keys=2000):
-    """The share of keys whose interval holds the truth; and the values."""
+    """The share of keys whose interval holds the truth, of values without bias."""
 
     def one(key):
         estimate = run(key)

@@ -8,31 +8,16 @@ import lineax as lx
 import numpy as np
 import pytest
 from helpers import (
+    as_bcoo,
     assert_close,
+    banded,
     coverage,
     float_dtype,
     is_rounding,
     is_x64,
 )
-from jax.experimental import sparse
 
 import traceax as tx
-
-scipy_sparse = pytest.importorskip("scipy.sparse")
-
-
-def banded(n, offsets, seed=0):
-    """Random entries on some diagonals, as a SciPy matrix."""
-    rng = np.random.default_rng(seed)
-    diagonals = [rng.normal(size=n - abs(i)) for i in offsets]
-    return scipy_sparse.diags_array(diagonals, offsets=offsets).tocoo()
-
-
-def as_bcoo(matrix):
-    indices = np.stack([matrix.row, matrix.col], axis=1)
-    data = jnp.asarray(matrix.data, float_dtype())
-    return sparse.BCOO((data, indices), shape=matrix.shape)
-
 
 #
 # Exact traces

@@ -9,7 +9,9 @@ import lineax as lx
 import numpy as np
 import pytest
 from helpers import (
+    as_bcoo,
     assert_close,
+    banded,
     complex_dtype,
     coverage,
     float_dtype,
@@ -20,8 +22,6 @@ from jax.experimental import sparse
 
 import traceax as tx
 
-scipy_sparse = pytest.importorskip("scipy.sparse")
-
 
 def grid_pairs(*shape):
     """The edges of a grid of open ends."""
@@ -31,19 +31,6 @@ def grid_pairs(*shape):
         for axis in range(len(shape))
     ]
     return np.concatenate([np.stack([x.ravel(), y.ravel()], 1) for x, y in along])
-
-
-def banded(n, offsets, seed=0):
-    """Random entries on some diagonals, as a SciPy matrix."""
-    rng = np.random.default_rng(seed)
-    diagonals = [rng.normal(size=n - abs(i)) for i in offsets]
-    return scipy_sparse.diags_array(diagonals, offsets=offsets).tocoo()
-
-
-def as_bcoo(matrix):
-    indices = np.stack([matrix.row, matrix.col], axis=1)
-    data = jnp.asarray(matrix.data, float_dtype())
-    return sparse.BCOO((data, indices), shape=matrix.shape)
 
 
 #

@@ -1,5 +1,6 @@
 """Checks of keys, budgets and numbers, in the words of error messages."""
 
+import importlib.util
 import operator as op
 from typing import Any
 
@@ -53,6 +54,16 @@ def require(
     if not condition:
         got = got if isinstance(got, str) else kind_of(got)
         raise error(f"{where}: {what}, got {got}; {hint}.")
+
+
+def check_installed(module: str, where: str) -> None:
+    """Refuses to go on without a module that only an extra installs."""
+    what, hint = (
+        f"{module} must be installed",
+        f"install it with `pip install {module}`",
+    )
+    spec = importlib.util.find_spec(module)
+    require(spec, where, what, "no such module", hint, ImportError)
 
 
 def native_arrays(tree: PyTree, where: str) -> PyTree:

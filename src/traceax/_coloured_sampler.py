@@ -8,7 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Inexact, Int
+from jaxtyping import Array, ArrayLike, Bool, Inexact, Int
 
 from ._arguments import kind_of, require
 from ._colours import Colours
@@ -54,9 +54,10 @@ class ColouredSampler(Sampler):
         occur, in the flattened order of the operator's input; or [`traceax.Colours`][], of
         [`traceax.colour`][] or [`traceax.lattice_colours`][].
     - `exact`: whether the operator couples no two unknowns of one colour, so that the error
-        bar is that of rounding. By default what `Colours` say, else `False`. It is believed:
-        colours of A at distance 1 are exact of A, and say nothing of its inverse, for which
-        pass `exact=False`. Functions of A by Lanczos quadrature are never taken for exact.
+        bar is that of rounding. By default what `Colours` say, else `False`. It is
+        believed, unless rounds differ, whose error bar is then that of samples. Colours of
+        A at distance 1 are exact of A, and say nothing of its inverse, for which pass
+        `exact=False`. Functions of A by Lanczos quadrature are never taken for exact.
     - `sampler`: of the `s_r`; [`traceax.RademacherSampler`][] by default, which `exact`
         needs. `traceax.NormalSampler()` for normals.
     - `num_colours`: p, an attribute.
@@ -64,7 +65,8 @@ class ColouredSampler(Sampler):
     **Raises:**
 
     - `TypeError` for colours that are no integers or are traced, `ValueError` if one between
-        0 and p - 1 is missing, and for another length than that of the operator's vectors.
+        0 and p - 1 is missing, for another length than that of the operator's vectors, and for an inverse
+        or a function of an operator where `Colours` say that they are exact.
 
     **Reference:** Tang and Saad, "A probing method for computing the diagonal of a matrix
     inverse", Numer. Linear Algebra Appl. 19 (2012), doi:10.1002/nla.779; Frommer, Rinelli
@@ -134,8 +136,7 @@ class ColouredSampler(Sampler):
         p = self.num_colours
         rounds = self.sampler.sample(key, n, -(-k // p), dtype)
         parts = jnp.repeat(rounds.T, p, axis=0)[:k]
-        which = jnp.arange(k, dtype=jnp.int32) % p
-        here = jnp.asarray(self.colours)[None, :] == which[:, None]
+        here = self._mask(0, k)
         return jnp.where(here, math.sqrt(p) * parts, 0).T
 
     def _draw_range(self, key, start, width, most, space):
@@ -143,14 +144,12 @@ class ColouredSampler(Sampler):
         return self.sampler._draw_range(key, start, width, most, space)
 
     def _apply(self, operator, block):
-        colours = jnp.asarray(self.colours)
         rows, p = block.T, self.num_colours
         m, n = rows.shape
         width = min(max(columns_at_once(n) // m, 1), p)
 
         def add(total, start, width: int):
-            which = jnp.arange(width, dtype=jnp.int32) + start
-            here = (colours[None, :] == which[:, None])[:, None, :]
+            here = self._mask(start, width)[:, None, :]
             parts = jnp.where(here, rows[None], 0).reshape(width * m, n)
             products = apply_block(operator, parts.T).T.reshape(width, m, n)
             return total + jnp.sum(jnp.where(here, products, 0), axis=0)
@@ -169,14 +168,20 @@ class ColouredSampler(Sampler):
     ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]:
         """`s_r` and `B s_r`, from whole rounds of probes and products with them."""
         p, scale = self.num_colours, math.sqrt(self.num_colours)
-        which = jnp.arange(probes.shape[1], dtype=jnp.int32) % p
-        here = jnp.asarray(self.colours)[None, :] == which[:, None]
+        here = self._mask(0, probes.shape[1])
 
         def of_rounds(block):
             parts = jnp.where(here, block.T, 0) / scale
             return jnp.sum(parts.reshape(-1, p, parts.shape[1]), axis=1).T
 
         return of_rounds(probes), of_rounds(products)
+
+    def _mask(
+        self, start: int | Int[Array, ""], width: int
+    ) -> Bool[Array, "{width} n"]:
+        """Which unknowns are of the colours of the probes `start, start + 1, ...`."""
+        which = (jnp.arange(width, dtype=jnp.int32) + start) % self.num_colours
+        return jnp.asarray(self.colours)[None, :] == which[:, None]
 
     def _check_length(self, n: int) -> None:
         what = f"colours must have an entry for each of the operator's {n} unknowns"

@@ -1,7 +1,6 @@
 """Value, gradient and Laplacian of a function from one forward pass, by folx."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from ._arguments import require
+from ._arguments import check_installed, require
 
 # For jitted functions of these names folx takes rules of its own, whatever they compute.
 _RULES: tuple[Any, ...] = (
@@ -27,9 +26,7 @@ def forward_laplacian(
     fn: Callable[[PyTree[Array]], Float[Array, ""]], x: PyTree[Array], where: str
 ) -> tuple[Float[Array, ""], PyTree[Array], Float[Array, ""]]:
     """The value, the gradient and the Laplacian of a real scalar function."""
-    found = importlib.util.find_spec("folx")
-    what, hint = "folx must be installed", "install it with `pip install folx`"
-    require(found, where, what, "no such module", hint, ImportError)
+    check_installed("folx", where)
     jaxpr = jax.make_jaxpr(fn)(x)
     _refuse_misread(jaxpr.jaxpr, where)
     propagate = importlib.import_module("folx").forward_laplacian
@@ -60,12 +57,11 @@ def _refuse_misread(jaxpr: Any, where: str) -> None:
             what = "folx misreads loops that stack what depends on x"
             each = eqn.params["jaxpr"].jaxpr.outvars
             ranks = [[v.aval.ndim for v in outputs] for outputs in (eqn.outvars, each)]
-            same = ranks[0] == ranks[1]
-            require(same, where, what, "a jax.lax.scan", _HINT, ValueError)
+            require(ranks[0] == ranks[1], where, what, "a jax.lax.scan", _HINT)
         elif eqn.primitive.name == "jit":
             name = eqn.params["name"]
             what = "folx loses the digits of determinants next to singular"
-            require(name != "det", where, what, "jnp.linalg.det", _HINT, ValueError)
+            require(name != "det", where, what, "jnp.linalg.det", _HINT)
             what = "folx takes a jitted function for that of JAX of the same name"
             known = name not in _BY_NAME or _is_from_jax(eqn, _BY_NAME[name])
             got, hint = (

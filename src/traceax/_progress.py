@@ -2,7 +2,6 @@
 
 import abc
 import importlib
-import importlib.util
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from ._arguments import kind_of, require
+from ._arguments import check_installed, kind_of, require
 
 _WHOLE = 10_000  # hundredths of a percent: integers have no derivatives
 
@@ -128,9 +127,7 @@ class TqdmProgressMeter(ProgressMeter):
         require(
             isinstance(given, int) and given >= 1, where, what, kind_of(given), hint
         )
-        what, hint = "tqdm must be installed", "install it with `pip install tqdm`"
-        spec = importlib.util.find_spec("tqdm")
-        require(spec, where, what, "no such module", hint, ImportError)
+        check_installed("tqdm", where)
 
     def due(self, increase, steps):
         return steps % self.refresh_steps == 0
