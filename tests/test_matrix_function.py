@@ -256,3 +256,27 @@ def test_wrong_steps_and_functions():
         make(operator, 3, 3)
     with pytest.raises(TypeError, match="lineax linear operator"):
         make(jnp.exp, operator, 3)
+
+
+@COMPLEX
+@pytest.mark.parametrize("lower", [None, 1.0])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_roots_of_singular_operators(complex, lower, dtype):
+    # Rounding takes Ritz values below 0, or below a declared end of the spectrum.
+    b, vector = normal((50, 5), complex), normal(50, complex, seed=8)
+    end = 0.0 if lower is None else lower
+    left, sizes, _ = np.linalg.svd(b, full_matrices=False)
+    kind = np.result_type(dtype, np.complex64) if complex else dtype
+    a = jnp.asarray(b @ b.conj().T + end * np.eye(50), kind)
+    for order in (2, 3, 8):
+
+        def product(a, order=order):
+            operator = lx.MatrixLinearOperator(a, PSD)
+            root = tx.MatrixFunctionLinearOperator(
+                operator, lambda t: (t - end) ** (1 / order), 30, lower=lower
+            )
+            return root.mv(jnp.asarray(vector, kind))
+
+        truth = left @ (sizes ** (2 / order) * (left.conj().T @ vector))
+        off = np.linalg.norm(wide(product(a)) - truth) / np.linalg.norm(truth)
+        assert off < 100 * eps(dtype)

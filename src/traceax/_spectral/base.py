@@ -12,7 +12,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 
 from .._accuracy.error_bar import ErrorBar
-from .._arguments import StoredKey, check_real_scalar
+from .._arguments import StoredKey
 from .._drive import Estimator
 from .._estimate import RESULTS, finite_or_failed
 from .._linalg.krylov import RitzPairs
@@ -23,7 +23,12 @@ from .._operators.block import Space, apply_block, complex_dtype, space_of
 from .._primitive import Outcome, make_outcome
 from .._state import State, init_state
 from .blocks import SpectralBlocks, Terms
-from .function import SpectralFunction, rounding_errors, spectral_function
+from .function import (
+    SpectralFunction,
+    checked_lower,
+    rounding_errors,
+    spectral_function,
+)
 from .ritz import ritz_values
 
 
@@ -197,9 +202,7 @@ def init_spectral_state(
             "is operator monotone, such as jnp.log or jnp.sqrt, or minus it is."
         )
     function = spectral_function(fn, real, where, monotone)
-    if lower is not None:
-        check_real_scalar(lower, "lower", where, "no eigenvalue may be below it.")
-        lower = jnp.asarray(lower).astype(real)
+    lower = checked_lower(lower, real, where)
     return SpectralState(state.key, state.operator, function, lower)
 
 

@@ -45,7 +45,8 @@ from .._linalg.small import divisor, eigh, matmul, squares
 from .._linalg.tall import column_dots, combine, inner, largest_entry, orthonormalise
 from .._operators.block import apply_block
 from .._primitive import StandIn
-from .function import SpectralFunction, derivative, divided_differences
+from .function import HIDDEN, SpectralFunction, derivative, divided_differences
+from .ritz import ritz_values
 
 
 class SpectralBlocks(StandIn):
@@ -232,7 +233,7 @@ def _solution_jvp(primals, tangents):
     operator, inverse = final(operator), SpectralFunction(jnp.reciprocal)
 
     def solve(x):
-        return function_product(operator, inverse, x, steps)
+        return function_product(operator, inverse, x, steps, None)
 
     return solution, jax.vmap(solve, 1, 1)(sum(parts))
 
@@ -264,6 +265,7 @@ def frechet(
     function: Callable[[Array], list[Array]],
     pairs: RitzPairs,
     W: Inexact[Array, "n p"],
+    lower: Float[Array, ""] | None = None,
 ) -> list[Inexact[Array, "n p"]]:
     """`L(A, dB) V D` for every leaf of a function, of `W = dB V`. Linear in W.
 
@@ -281,12 +283,12 @@ def frechet(
             return N.astype(W.dtype)
 
         def forward(_, W):
-            values, G = _space(operator, W, pairs)
+            values, G = _space(operator, W, pairs, lower)
             return combine(G, paired(weights(values) * inner(G, W)))
 
         def backward(_, cotangent):
             Y = cotangent.conj()
-            values, G = _space(operator, Y, pairs)
+            values, G = _space(operator, Y, pairs, lower)
             inside = weights(values).conj() * paired(inner(G, Y))
             return combine(G, inside).conj()
 
@@ -302,7 +304,10 @@ def linear(forward: Callable, backward: Callable, x: Any) -> Any:
 
 
 def _space(
-    operator: lx.AbstractLinearOperator, W: Inexact[Array, "n p"], pairs: RitzPairs
+    operator: lx.AbstractLinearOperator,
+    W: Inexact[Array, "n p"],
+    pairs: RitzPairs,
+    lower: Float[Array, ""] | None,
 ) -> tuple[Float[Array, " q"], Inexact[Array, "n q"]]:
     """Ritz pairs of A in a space that holds `L(A, dB) V`, for `W = dB V`."""
     n, p = W.shape
@@ -329,6 +334,7 @@ def _space(
         basis, _ = orthonormalise(whole[:n, m:])
     projected = inner(basis, apply_block(operator, basis))
     values, vectors = eigh((projected + projected.conj().T) / 2)
+    values = ritz_values(values, jnp.zeros_like(values[0]), operator, lower).values
     return values, combine(basis, vectors)
 
 
@@ -337,51 +343,66 @@ def _space(
 #
 
 
-def _in_krylov_space(operator, function, x, steps):
-    """`V f(Theta) c`, with the vector's coordinates c; and the Ritz pairs."""
+def _in_krylov_space(operator, function, x, steps, lower):
+    """`V f(Theta) c`, with the vector's coordinates c; and the Ritz pairs.
+
+    A Ritz value that can't be told from `lower`, or from 0, is taken for it where f is
+    finite there: a root of high order makes much of rounding.
+    """
     product = ft.partial(apply_block, operator)
-    pairs = lanczos(product, x[:, None], steps).ritz_pairs()
-    (f,) = function(pairs.values)
+    krylov = lanczos(product, x[:, None], steps)
+    pairs = krylov.ritz_pairs()
+    values, noise, _ = ritz_values(pairs.values, krylov.asymmetry, operator, lower)
+    end = jnp.zeros_like(values[0]) if lower is None else lower
+    hidden = jnp.abs(values - end) <= HIDDEN * noise * largest_entry(values)
+    finite = jnp.stack([jnp.isfinite(f) for f in function(end)]).all()
+    values = jnp.where(hidden & finite, end, values)
+    pairs = eqx.tree_at(lambda x: x.values, pairs, values)
+    (f,) = function(values)
     inside = matmul(pairs.vectors, f[:, None].astype(x.dtype) * pairs.probes)
     return combine(pairs.basis, inside)[:, 0], pairs
 
 
 @eqx.filter_custom_jvp
-def function_product(operator, function, x, steps) -> Inexact[Array, " n"]:
-    """`f(A) x`, by Lanczos. Linear in x."""
+def function_product(operator, function, x, steps, lower) -> Inexact[Array, " n"]:
+    """`f(A) x`, by Lanczos. Linear in x. No eigenvalue is below `lower`."""
 
     def forward(_, x):
-        return _in_krylov_space(operator, function, x, steps)[0]
+        return _in_krylov_space(operator, function, x, steps, lower)[0]
 
     def backward(_, y):
         def conjugate(points):
             return [f.conj() for f in function(points)]
 
-        return _in_krylov_space(operator, conjugate, y.conj(), steps)[0].conj()
+        return _in_krylov_space(operator, conjugate, y.conj(), steps, lower)[0].conj()
 
     return linear(forward, backward, x)
 
 
 @function_product.def_jvp
 def _function_product_jvp(primals, tangents):
-    operator, function, x, steps = primals
-    t_operator, t_function, t_x, _ = tangents
-    y = function_product(operator, function, x, steps)
-    parts = [None if t_x is None else function_product(operator, function, t_x, steps)]
+    operator, function, x, steps, lower = primals
+    t_operator, t_function, t_x, *_ = tangents
+
+    def product(x):
+        return function_product(operator, function, x, steps, lower)
+
+    y = product(x)
+    parts = [None if t_x is None else product(t_x)]
     if jtu.tree_leaves((t_operator, t_function)):
         operator, function, x = final((operator, function, x))
     if jtu.tree_leaves(t_function):
         _, t_y = eqx.filter_jvp(
-            lambda fn: _in_krylov_space(operator, fn, x, steps)[0],
+            lambda fn: _in_krylov_space(operator, fn, x, steps, lower)[0],
             (function,),
             (t_function,),
         )
         parts.append(t_y)
     if jtu.tree_leaves(t_operator):
-        _, pairs = _in_krylov_space(operator, function, x, steps)
+        _, pairs = _in_krylov_space(operator, function, x, steps, lower)
         W = product_tangent(operator, t_operator, pairs.ritz_vectors)
         if W is not None:
-            (image,) = frechet(operator, function, pairs, W)
+            (image,) = frechet(operator, function, pairs, W, lower)
             # `L(A, dA) V D` with D = c c^*.
             c = pairs.probes / divisor(jnp.sum(squares(pairs.probes))).astype(x.dtype)
             parts.append(combine(image, c)[:, 0])

@@ -9,15 +9,15 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Bool, Float, Inexact, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
 
-from .._arguments import kind_of
+from .._arguments import check_real_scalar, kind_of
 from .._linalg.small import divisor
 from .._linalg.tall import largest_entry, power_of_two_scale
 
 # Errors of eigenvalues in units of eps and of the largest: the standard error, and what
 # none was found to exceed (Laplacians and Gram matrices of order 5 to 1,000, 32 bits).
-_MOVED, _HIDDEN = 1.0, 6.0
+_MOVED, HIDDEN = 1.0, 6.0
 
 _NEEDS_NUMBERS = (
     "fn is traced, for an eigenvalue that is not known yet; write it with jax.numpy, "
@@ -140,6 +140,16 @@ def spectral_function(
     return SpectralFunction(jtu.tree_map(as_data, made), monotone)
 
 
+def checked_lower(
+    lower: ArrayLike | None, dtype: Any, where: str
+) -> Float[Array, ""] | None:
+    """What no eigenvalue is below, of a dtype."""
+    if lower is None:
+        return None
+    check_real_scalar(lower, "lower", where, "no eigenvalue may be below it.")
+    return jnp.asarray(lower).astype(dtype)
+
+
 def derivative(
     function: Callable[[Array], list[Array]], points: Float[Array, "..."]
 ) -> list[Inexact[Array, "..."]]:
@@ -226,7 +236,7 @@ def rounding_errors(
     """
     largest = jnp.max(jnp.abs(values), initial=0)
     moved = _MOVED * noise * largest
-    hidden = (_HIDDEN if lower is None else 1) * noise * largest
+    hidden = (HIDDEN if lower is None else 1) * noise * largest
     down = values - moved if lower is None else jnp.maximum(values - moved, lower)
     down = jnp.where(jnp.abs(values) <= hidden, 0, down)
     counts = jnp.abs(weights) > jnp.sqrt(jnp.finfo(values.dtype).eps)

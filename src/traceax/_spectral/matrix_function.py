@@ -3,16 +3,18 @@
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.flatten_util as jfu
 import jax.numpy as jnp
 import lineax as lx
+from jaxtyping import Array, ArrayLike, Float
 
 from .._arguments import without_numpy
 from .._operators import block
 from .._operators.block import apply_block, as_data, is_known, space_of
 from .._operators.check import checked_operator
 from .blocks import function_product
-from .function import SpectralFunction, spectral_function
+from .function import SpectralFunction, checked_lower, spectral_function
 
 
 class MatrixFunctionLinearOperator(block.Dense):
@@ -35,6 +37,9 @@ class MatrixFunctionLinearOperator(block.Dense):
     - `fn`: a function of a real scalar.
     - `num_steps`: s, a positive int; more than n are not used.
     - `tags`: what is known of f(A), such as `lineax.positive_semidefinite_tag`.
+    - `lower`: a real scalar that no eigenvalue of A is below, where one is known, so that
+        rounding takes none out of the domain of `fn`; 0 of an operator that is tagged
+        positive semidefinite.
 
     **Raises:** `TypeError` and `ValueError` as [`traceax.trace_function`][] does, and
     `ValueError` for an operator that isn't known to be Hermitian.
@@ -44,6 +49,7 @@ class MatrixFunctionLinearOperator(block.Dense):
     fn: SpectralFunction
     num_steps: int = eqx.field(static=True)
     tags: frozenset[object] = eqx.field(static=True)
+    lower: Float[Array, ""] | None
 
     def __init__(
         self,
@@ -51,6 +57,8 @@ class MatrixFunctionLinearOperator(block.Dense):
         fn: Callable,
         num_steps: int,
         tags: object = (),
+        *,
+        lower: ArrayLike | None = None,
     ):
         where = "traceax.MatrixFunctionLinearOperator"
         operator = checked_operator(operator, where, "(operator, fn, num_steps)")
@@ -72,11 +80,14 @@ class MatrixFunctionLinearOperator(block.Dense):
         self.num_steps = min(num_steps, space.size)
         several = isinstance(tags, set | frozenset | tuple | list)
         self.tags = frozenset(tags if several else (tags,))
+        self.lower = jax.lax.stop_gradient(
+            checked_lower(lower, space.real_dtype, where)
+        )
 
     def mv(self, vector):
         flat, unravel = jfu.ravel_pytree(vector)
         x = flat.astype(space_of(self.operator).compute_dtype)
-        y = function_product(self.operator, self.fn, x, self.num_steps)
+        y = function_product(self.operator, self.fn, x, self.num_steps, self.lower)
         return unravel(y.astype(flat.dtype))
 
     def as_matrix(self):
