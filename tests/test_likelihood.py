@@ -9,7 +9,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import assert_close, float_dtype, is_x64
+from helpers import PSD, assert_close, float_dtype, is_x64, z_score
 from kernels import Matern
 
 import traceax as tx
@@ -358,3 +358,41 @@ def test_nothing_to_see_and_equal_points():
         assert abs(value - exact) < 4 * error + (1e-9 if is_x64() else 1e-3) * abs(
             exact
         )
+
+
+@pytest.mark.x64
+def test_the_control_of_columns_has_no_bias():
+    # 40 points, 20 columns, 2 probes. Converged, so that probes are all of the error.
+    x, y = data(40)
+    p = problem(1e-3)
+    pivots = tx.choose_pivots(jr.key(5), p.kernel(x), 20, shift=p.noise)
+    A = p.dense(x)
+
+    def value(key):
+        K = lx.MatrixLinearOperator(A - p.noise * jnp.eye(40), PSD)
+        two = tx.KrylovAwareEstimator(num_probes=2)
+        return tx.logdet(key, K, 30, two, shift=p.noise, preconditioner=pivots).value
+
+    values = jax.jit(lambda keys: jax.lax.map(value, keys, batch_size=50))
+    samples = values(jr.split(jr.key(1), 4000))
+    truth = jnp.linalg.slogdet(A)[1]
+    assert z_score(samples, truth) < 5
+    assert z_score(samples + 0.1 * jnp.std(samples), truth) > 5  # a bias that was there
+
+
+@pytest.mark.x64
+def test_the_control_vanishes_where_the_space_has_found_all():
+    # Points on a line have a spectrum that decays: 60 products find it.
+    rng = np.random.default_rng(0)
+    x = np.sort(rng.uniform(0, 2, 200))
+    K = jnp.asarray(0.8 * np.exp(-((x[:, None] - x[None]) ** 2) / 0.125))
+    operator = lx.MatrixLinearOperator(K, PSD)
+    several = np.exp(rng.uniform(np.log(1e-3), 0, 200)) ** 2
+    for noise in (several, np.full(200, 1e-4)):
+        truth = np.linalg.slogdet(K + np.diag(noise))[1]
+
+        def estimate(key, noise=noise):
+            return tx.logdet(key, operator, 60, shift=noise, preconditioner=60)
+
+        found = jax.jit(jax.vmap(lambda key: estimate(key).value))
+        assert_close(found(jr.split(jr.key(2), 4)), truth, 0, 1e-5)

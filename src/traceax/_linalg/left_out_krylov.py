@@ -15,10 +15,12 @@ on T, without a product. Given B, leaving a probe out is unbiased as without it.
 Everywhere fewer steps may be taken than T and omega, which are 0 beyond, have room for.
 """
 
+import operator as op
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, Int
 
 from .pairs import PairedSamples
@@ -161,13 +163,20 @@ def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k c"]) -> SampleW
     Several, side by side, are one product.
     """
     lanes, p, k = left_out.spaces.shape
-    m = lanes // 2
     inside = matmul(left_out.spaces.reshape(-1, k), vectors.conj())
     of_spaces = jnp.sum(squares(inside).reshape(lanes, p, vectors.shape[1]), axis=1)
+    m = lanes // 2
+    of_spaces = SampleWeights(of_spaces[:m], of_spaces[m:], of_spaces[m:])
+    return jtu.tree_map(op.add, of_spaces, test_weights(left_out, vectors))
+
+
+def test_weights(left_out: LeftOut, vectors: Inexact[Array, "k c"]) -> SampleWeights:
+    """The part of `sample_weights` that is estimated, `d_i |g_i^* S|^2`."""
+    m = left_out.spaces.shape[0] // 2
 
     def of(g):
         tested = squares(matmul(g, vectors.conj()))
-        return of_spaces + left_out.dimensions[:, None] * tested
+        return left_out.dimensions[:, None] * tested
 
     own, following = of(left_out.own), of(left_out.following)
     return SampleWeights(own[:m], own[m:], following[m:])

@@ -2,6 +2,7 @@
 
 import functools as ft
 import math
+import operator as op
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from .._linalg.left_out_krylov import (
     paired_samples,
     sample_weights,
     shortened,
+    test_weights,
 )
 from .._linalg.tall import column_norms, inner
 from .._linalg.whitening import Whitening
@@ -128,7 +130,7 @@ def krylov_sums(
     weights, leaves = sample_weights(left_out, S), function(theta)
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
     samples, forms = _samples(weights, leaves), None
-    excess = _excess(state.preconditioner, left_out, basis)
+    controls = _controls(state.preconditioner, left_out, basis, S, leaves)
     if _has_bracket(state):
         lower = _lower_end(function, theta, state.lower)
         E = smallest_extension(T, R, (theta, S), lower, steps)
@@ -141,7 +143,11 @@ def krylov_sums(
             ends = inner(vectors, right), nodes
             noise = form_rounding(state, theta)
             forms = forms_between(inner(S, right), theta, ends, noise)
-        samples, others = (_controlled(x, excess) for x in (samples, others))
+        if controls is not None:
+            # Both ends by the same, which is no part of the bracket.
+            samples, others = (
+                jtu.tree_map(op.add, x, controls) for x in (samples, others)
+            )
         samples, ends = _middles(samples, others, jnp.min(theta) >= 0)
         # Before convergence the truth may be close to either end.
         half = jnp.where(jnp.min(theta) >= 0, jnp.asarray(0.5, theta.dtype), jnp.nan)
@@ -174,44 +180,55 @@ def _samples(
 #
 
 
-class _Excess(NamedTuple):
-    """How much more of that space samples weigh than there is, of `outside` dimensions."""
+def _controls(
+    preconditioner: Whitening | None,
+    left_out: LeftOut,
+    basis: Inexact[Array, "n k"],
+    S: Inexact[Array, "k k"],
+    leaves: list[Inexact[Array, " k"]],
+) -> list[SampleWeights] | None:
+    r"""What is chance in samples, of every leaf: control variates of mean 0.
 
-    weights: SampleWeights
-    outside: Float[Array, ""]
+    Let Pi be the matrix of known trace r of the columns' range, where f is about 0, as
+    `log(B)` is where a preconditioner makes B the identity. A test g of a complement of
+    d dimensions, which holds `r_i = r - tr(P_i Pi)` of Pi, estimates the total there, by
+    `d g^* f g`, and `r_i` by `d g^* Pi g`, which is known. The total spreads over the
+    `d - r_i` dimensions outside of Pi, so that a sample is too small by
 
+        d g^* f g / (d - r_i) (d g^* Pi g - r_i) .
 
-def _excess(
-    preconditioner: Whitening | None, left_out: LeftOut, basis: Inexact[Array, "n k"]
-) -> _Excess | None:
-    if preconditioner is None or preconditioner.basis.shape[1] == 0:
+    Nothing is estimated where the space has found all of f, and nothing is controlled
+    then. The first factor is taken from the two neighbours of probe i, in the spaces
+    without both: it doesn't depend on probe i, over which the second has mean 0.
+    """
+    m = len(left_out.spaces) // 2
+    if preconditioner is None or preconditioner.basis.shape[1] == 0 or m == 1:
         return None
     inside = preconditioner.inside(basis).conj().T
-    weights = jtu.tree_map(
-        lambda x: jnp.sum(x, axis=1) - preconditioner.trace_inside,
-        sample_weights(left_out, inside),
+    tested, found = (
+        jtu.tree_map(lambda x: jnp.sum(x, axis=1), of(left_out, inside))
+        for of in (test_weights, sample_weights)
     )
-    return _Excess(weights, basis.shape[0] - preconditioner.trace_inside)
+    excess = jtu.tree_map(lambda x: x - preconditioner.trace_inside, found)
+    # `d - r_i` of the spaces without two probes.
+    inside = tested.pairs_first - excess.pairs_first
+    outside = jnp.maximum(left_out.dimensions[m:] - inside, 1)
+    unfound = test_weights(left_out, S)
 
+    def of_leaf(f):
+        first, second = (
+            weighted_sums(x, f) / outside
+            for x in (unfound.pairs_first, unfound.pairs_second)
+        )
+        rates = (second + jnp.roll(first, 1)) / 2
+        mean = jnp.mean(rates)
+        return SampleWeights(
+            rates * excess.samples,
+            mean * excess.pairs_first,
+            mean * excess.pairs_second,
+        )
 
-def _controlled(
-    samples: list[SampleWeights], excess: _Excess | None
-) -> list[SampleWeights]:
-    """Samples without what is chance in how much of that space they weigh.
-
-    There f is about 0, as `log(B)` is where a preconditioner makes B the identity, and
-    elsewhere the mean of what is left: the total is `t = mean(t_i + t e_i / outside)`.
-    """
-    if excess is None:
-        return samples
-
-    def of_leaf(sample):
-        share = jnp.mean(excess.weights.samples) / excess.outside
-        total = jnp.mean(sample.samples) / (1 - jnp.minimum(share, 0.5))
-        mean = total / excess.outside
-        return jtu.tree_map(lambda t, e: t + mean * e, sample, excess.weights)
-
-    return [of_leaf(x) for x in samples]
+    return [of_leaf(f) for f in leaves]
 
 
 #
