@@ -363,7 +363,7 @@ def test_nothing_to_see_and_equal_points():
 @pytest.mark.x64
 def test_the_control_of_columns_has_no_bias():
     # 40 points, 20 columns, 2 probes. Converged, so that probes are all of the error.
-    x, y = data(40)
+    x, _ = data(40)
     p = problem(1e-3)
     pivots = tx.choose_pivots(jr.key(5), p.kernel(x), 20, shift=p.noise)
     A = p.dense(x)
