@@ -2,6 +2,7 @@
 
     JAX_ENABLE_X64=1 python benchmarks/likelihood.py [n] [columns] [products]
     JAX_ENABLE_X64=1 python benchmarks/likelihood.py fits
+    python benchmarks/likelihood.py stored
 
 The first table is of errors over keys: of the log-determinant, of its derivative by the
 length scale, and of the quadratic term, with the time of value and derivative over
@@ -13,6 +14,9 @@ gradient, medians of interleaved runs in one process, pivots held.
 `fits` are of length scales in every dimension, a scale and the noise, to data drawn from the
 prior, by 50 steps of L-BFGS from a bad start in three runs, each with pivots of its own: the
 exact loss where they end, beside that of a fit by Cholesky.
+
+`stored` is of what the limit below which kernel matrices are stored is chosen by: the CPU
+time of a log-determinant of 60 products, and the memory of its program, with and without.
 """
 
 import functools
@@ -28,6 +32,7 @@ import numpy as np
 import scipy.optimize
 
 import traceax as tx
+import traceax._operators.kernel
 
 try:
     import matfree.decomp
@@ -329,7 +334,43 @@ def fit(seed, n, d, kind, noise, columns=600, k=64):
     )
 
 
+def stored(n, d):
+    """The log-determinant with the matrix in memory and without: seconds, and MB."""
+    x, _ = data(d, 1.0, n)
+    results = []
+    for most in (n**2, 0):
+        traceax._operators.kernel._MOST_STORED = most
+        jax.clear_caches()
+
+        @jax.jit
+        def value(length):
+            K = tx.KernelLinearOperator(Kernel(length, "matern 3/2"), x)
+            key = jax.random.key(0)
+            return tx.logdet(key, K, 60, shift=0.1, throw=False).value
+
+        length = jnp.asarray(0.3)
+        program = value.lower(length).compile()
+        memory = program.memory_analysis().temp_size_in_bytes / 1e6
+        jax.block_until_ready(program(length))
+        times = []
+        for _ in range(REPEATS):
+            start = time.process_time()
+            jax.block_until_ready(program(length))
+            times.append(time.process_time() - start)
+        # What else runs on the machine only adds to it.
+        results.append(f"{min(times):.2f} | {memory:.0f}")
+    print(f"| {n} | {d} | {' | '.join(results)} |", flush=True)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["stored"]:
+        print(
+            "| n | d | stored, s | MB | in tiles, s | MB |\n|---|---|---|---|---|---|"
+        )
+        for d in (2, 8):
+            for n in (2000, 4000, 8000):
+                stored(n, d)
+        sys.exit()
     if sys.argv[1:] == ["fits"]:
         print("| data | Cholesky's loss | more | error bar |\n|---|---|---|---|")
         for seed, problem in enumerate(FITS):

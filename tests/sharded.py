@@ -242,6 +242,9 @@ def doors_of_each_device(_, mesh):
     n = 20
     a = jnp.asarray(rng.normal(size=(n, n)))
     positive = a @ a.T + jnp.eye(n)
+    # Points that aren't arguments of what is mapped.
+    point, rows = a[0], a[:, :2]
+    halves = {"a": a[0, :12], "b": a[0, 12:]}
 
     def values(key, scale):
         def energy(x):
@@ -250,6 +253,12 @@ def doors_of_each_device(_, mesh):
         kernel = lx.MatrixLinearOperator(scale * positive, PSD)
         hessian = tx.HessianLinearOperator(energy, {"a": a[0, :12], "b": a[0, 12:]})
         function = tx.as_operator(lambda v: scale * (a @ v), a[0])
+        jacobian = lx.JacobianLinearOperator(
+            lambda x, _: jax.tree.map(lambda leaf: jnp.sin(scale * leaf), x), halves
+        )
+        smooth = tx.KernelLinearOperator(
+            lambda p, q: jnp.exp(-scale * jnp.sum((p - q) ** 2)), rows
+        )
         mean = tx.MeanLinearOperator(
             lambda b: lx.MatrixLinearOperator(scale * b * a), jnp.arange(1.0, 4.0)
         )
@@ -262,11 +271,17 @@ def doors_of_each_device(_, mesh):
                 tx.trace(key, hessian, 9, rtol=0.5, **quiet).value,
                 jnp.sum(tx.diagonal(key, function, 6, **quiet).value ** 2),
                 tx.leaf_traces(key, hessian, 9, probes="blocks", **quiet)[0].value["a"],
+                tx.leaf_traces(key, jacobian, 9, probes="blocks", **quiet)[1].value,
+                tx.leaf_traces(key, hessian, n, **quiet)[0].value["b"],
                 tx.leaf_traces(key, hessian, 9, **quiet)[1].value,
                 tx.frobenius_norm_squared(key, function, 9, **quiet).value,
                 tx.divergence(key, lambda x: jnp.sin(scale * x), a[0], 3)[1].value,
+                tx.divergence(key, lambda x: jnp.sin(scale * x), point, n)[1].value,
                 tx.laplacian(key, lambda x: jnp.sum(x**3) * scale, a[0], 3)[2].value,
                 tx.logdet(key, kernel, 9, shift=0.1, **quiet).value,
+                tx.gaussian_log_likelihood(
+                    key, smooth, point, 9, shift=0.1, preconditioner=4, **quiet
+                ).value,
                 tx.logdet(key, kernel, 12, shift=0.1, rtol=0.5, **quiet).value,
                 tx.trace_inverse(key, kernel, n, shift=scale, **quiet).value,
                 tx.schatten_norm(key, kernel, 9, p=1.5, **quiet).value,

@@ -1,5 +1,8 @@
 """Probes in chunks: the same numbers, in memory that does not grow with their number."""
 
+from typing import Any, cast
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -119,6 +122,181 @@ def test_how_many_blocks_are_kept(estimator, columns, blocks):
     gradient = jax.value_and_grad(estimate, has_aux=True)
     for fn, most in zip((estimate, gradient), blocks, strict=True):
         assert _memory(fn, one) < 1.05 * most * columns * n * 4
+
+
+def _exact_answers(n):
+    """Exact answers of `_coupled`, as functions of its parameters."""
+    half = n // 2
+
+    def split(v):
+        return {"a": v[:half], "b": v[half:]}
+
+    def coupled(d, tree):
+        def product(v):
+            v = jnp.concatenate([v["a"], v["b"]]) if tree else v
+            out = d**2 * v + jnp.flip(d) * jnp.roll(v, 1)
+            return split(out) if tree else out
+
+        structure = jax.eval_shape(lambda: split(d) if tree else d)
+        return lx.FunctionLinearOperator(product, structure)
+
+    def weigh(x):
+        return jnp.sum(x * jnp.linspace(0, 1, len(x)).astype(x.dtype))
+
+    key, quiet = jr.key(0), cast(Any, {"throw": False})
+    return {
+        "trace": lambda d: tx.trace(key, coupled(d, False), n, **quiet).value,
+        "diagonal": lambda d: weigh(
+            tx.diagonal(key, coupled(d, False), n, **quiet).value
+        ),
+        "leaf traces": lambda d: tx.leaf_traces(key, coupled(d, True), n, **quiet)[
+            0
+        ].value["b"],
+        "Frobenius": lambda d: (
+            tx.frobenius_norm_squared(key, coupled(d, False), n, **quiet).value
+        ),
+    }, {
+        "trace": lambda d: jnp.sum(d**2),
+        "diagonal": lambda d: weigh(d**2),
+        "leaf traces": lambda d: jnp.sum(d[half:] ** 2),
+        "Frobenius": lambda d: jnp.sum(jnp.abs(d**2) ** 2) + jnp.sum(jnp.abs(d) ** 2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("door", "complex"),
+    [
+        ("trace", True),
+        ("diagonal", False),
+        ("leaf traces", True),
+        ("Frobenius", False),
+        ("Frobenius", True),
+    ],
+)
+def test_exact_answers_in_chunks_of_columns(door, complex):
+    # More columns than are multiplied at once, and a remainder.
+    n = 1100
+    assert columns_at_once(n) < n
+    estimated, exact = (of[door] for of in _exact_answers(n))
+    d = jnp.linspace(1, 2, n)
+    turn = jnp.asarray(np.exp(0.3j) if complex else 1.0)
+
+    def all_derivatives(value, d):
+        def real(d):
+            found = value(d.astype(turn.dtype) * turn)
+            return jnp.real(found) - 2 * jnp.imag(found)
+
+        return jax.value_and_grad(real)(d), jax.jvp(jax.grad(real), (d,), (d**3,))[1]
+
+    both = jax.jit(
+        jax.vmap(lambda d: [all_derivatives(fn, d) for fn in (estimated, exact)])
+    )
+    found, truth = both(jnp.stack([d, jnp.flip(d) / 2]))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+        assert_close(x, y, rtol=1e-10, atol=1e-10 * float(jnp.max(jnp.abs(y))))
+
+
+@pytest.mark.parametrize("door", ["trace", "diagonal", "leaf traces", "Frobenius"])
+def test_exact_answers_hold_a_few_columns(door):
+    n = 4000
+    value = _exact_answers(n)[0][door]
+
+    def second(d):
+        return jax.jvp(jax.grad(value), (d,), (d,))
+
+    d = jnp.ones(n, jnp.float32)
+    chunk = columns_at_once(n) * n * 4
+    assert _memory(jax.value_and_grad(value), d) < 6 * chunk
+    assert _memory(second, d) < 8 * chunk
+
+
+def test_exact_blocks_hold_a_few_columns():
+    # The first leaf is smaller than a pilot.
+    small, large, k = 2000, 40_000, 32_000
+
+    def value(d):
+        def product(v):
+            return {"a": d**2 * v["a"], "b": d[0] * v["b"]}
+
+        like = {"a": d, "b": jnp.zeros(large, d.dtype)}
+        operator = lx.FunctionLinearOperator(product, jax.eval_shape(lambda: like))
+        found = tx.leaf_traces(jr.key(0), operator, k, probes="blocks", throw=False)
+        return found[0].value["a"]
+
+    d = jnp.linspace(1, 2, small, dtype=jnp.float32)
+    assert _memory(value, d) < 6 * columns_at_once(small) * small * 4
+
+
+class Counted(tx.Sampler):
+    """Normal probes, all at once. It counts how often they are drawn."""
+
+    draws: list = eqx.field(static=True)
+    rotation_invariant = True
+
+    def sample(self, key, n, k, dtype):
+        jax.debug.callback(lambda: self.draws.append(k))
+        return jr.normal(key, (k, n), dtype).T
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [
+        ("Hutchinson", {}),
+        ("Hutchinson", {"rtol": 1e-9, "throw": False}),
+        ("rounds", {"rtol": 1e-9, "throw": False}),
+        ("XTrace", {"rtol": 1e-9, "throw": False}),
+    ],
+)
+def test_probes_that_are_drawn_at_once_are_drawn_once(kind, tolerance):
+    n, k, draws = 100, 40, []
+    sampler = Counted(draws)
+    estimator = {
+        "Hutchinson": tx.HutchinsonEstimator(sampler, chunk_size=3),
+        "rounds": tx.HutchinsonEstimator(
+            tx.ColouredSampler(np.arange(n) % 2, sampler=sampler), chunk_size=4
+        ),
+        "XTrace": tx.XTraceEstimator(sampler),
+    }[kind]
+
+    def value(d):
+        operator = lx.FunctionLinearOperator(lambda v: d * v + jnp.mean(v), shape)
+        return tx.trace(jr.key(0), operator, k, estimator, **tolerance).value
+
+    shape = jax.ShapeDtypeStruct((n,), jnp.result_type(float))
+    jax.block_until_ready(jax.jit(jax.value_and_grad(value))(jnp.linspace(1, 2, n)))
+    jax.effects_barrier()
+    assert len(draws) == 1
+
+
+class Widths(tx.IndexedSampler):
+    """Signs. It notes how many are drawn at once."""
+
+    seen: list = eqx.field(static=True)
+    rotation_invariant = False
+
+    def probes(self, key, start, n, k, dtype):
+        self.seen.append(k)
+        return tx.RademacherSampler().probes(key, start, n, k, dtype)
+
+
+def test_chunks_are_those_of_the_device_that_computes(monkeypatch):
+    cpu, n, k = jax.devices("cpu")[0], 3001, 700
+    # As on a machine with an accelerator.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def widths(d):
+        seen = []
+        estimator = tx.HutchinsonEstimator(Widths(seen))
+        operator = _stencil(d, d[0], n)
+        estimator.estimate(estimator.init(jr.key(0), operator), k)
+        return seen
+
+    d = np.linspace(1, 2, n, dtype=np.float32)
+    assert columns_at_once(n) > k
+    for device in (cpu, "cpu"):
+        with jax.default_device(device):
+            assert columns_at_once(n) < k
+    assert max(widths(jax.device_put(d, cpu))) < k
 
 
 def test_chunks_by_default():

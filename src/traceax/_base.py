@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Inexact, Key, PyTree
 
 from ._accuracy.error_bar import exact_bar
 from ._drive import Estimator
-from ._operators.block import apply_block, has_real_trace
-from ._primitive import Blocks, StandIn, make_outcome
+from ._operators.block import has_real_trace
+from ._operators.columns import diagonal_by_products
+from ._primitive import Blocks, Identity, StandIn, make_outcome
 from ._state import check_state, functional_of, init_state, state_space
 
 
@@ -131,11 +132,10 @@ class TraceEstimator(Estimator):
 
     def _exact(self, state):
         space, functional = state_space(state), functional_of(state)
-        identity = jnp.eye(space.size, dtype=space.compute_dtype)
-        entries = jnp.diagonal(apply_block(state.operator, identity))
+        entries = diagonal_by_products(state.operator)
         sizes = space.rounding * functional.sum(jnp.abs(entries))
         bar = exact_bar(functional.sum(entries), sizes)
-        return *bar[:2], {"num_matvecs": space.size}, (identity, identity)
+        return *bar[:2], {"num_matvecs": space.size}, Identity(state.operator)
 
     def _finish(self, state, computed):
         value, error, stats, blocks = computed

@@ -31,7 +31,14 @@ from ._accuracy.error_bar import (
 from ._functional import TRACE
 from ._linalg.small import divisor
 from ._linalg.tall import column_dots, column_norms
-from ._operators.block import Space, apply_block, has_real_trace
+from ._operators.block import (
+    Space,
+    apply_block,
+    columns_at_once,
+    has_real_trace,
+    structure_of,
+)
+from ._operators.columns import diagonal_by_products, unit_vectors
 from ._primitive import Algorithm, Columns, StandIn, make_outcome
 from ._samplers import Sampler
 
@@ -54,7 +61,7 @@ def block_of(
     def mv(x):
         return jax.jvp(product, (zeros[index],), (x,))[1]
 
-    return lx.FunctionLinearOperator(mv, leaves[index])
+    return lx.FunctionLinearOperator(mv, structure_of(leaves[index]))
 
 
 class ByBlock(Algorithm):
@@ -123,7 +130,7 @@ class _Block(eqx.Module):
 
     def probes(self, start, width: int) -> Inexact[Array, "n {width}"]:
         if self.exact:
-            return jnp.eye(self.size, dtype=self.dtype)
+            return unit_vectors(start, self.size, width, self.dtype)
         space = Space(self.size, self.dtype, self.dtype)
         return self.sampler._draw_range(self.key, start, width, self.most, space)
 
@@ -131,7 +138,14 @@ class _Block(eqx.Module):
         return apply_block(block_of(operator, self.index), V)
 
     def tested(self, operator, start, width: int):
-        """Samples, `|A w_j|`, and the first probes and products."""
+        """Samples, `|A w_j|`, and the first probes and products.
+
+        Of an exact block the entries of the diagonal, and nothing more that is looked at.
+        """
+        if self.exact:
+            entries = diagonal_by_products(block_of(operator, self.index))
+            entries = entries.astype(self.dtype)
+            return entries, jnp.abs(entries), None
         Omega = self.probes(start, width)
         Y = self.product(operator, Omega)
         return column_dots(Omega, Y), column_norms(Y), gram_of(Omega, Y)
@@ -186,7 +200,7 @@ class _Probes(Columns):
     def __init__(self, block: _Block, share: Int[Array, ""]):
         self.block, self.most = block, block.most
         self.count = block.most if block.exact else block.pilot + share
-        few = block.most if block.exact else max(block.pilot, 8)
+        few = columns_at_once(block.size) if block.exact else max(block.pilot, 8)
         self.size = min(few, block.most)
 
     def product(self, operator, V):

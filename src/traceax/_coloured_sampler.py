@@ -143,6 +143,10 @@ class ColouredSampler(Sampler):
         self._check_length(space.size)
         return self.sampler._draw_range(key, start, width, most, space)
 
+    def _drawn(self, key, most, space):
+        drawn = self.sampler._drawn(key, most, space)
+        return eqx.tree_at(lambda x: x.sampler, self, drawn)
+
     def _apply(self, operator, block):
         rows, p = block.T, self.num_colours
         m, n = rows.shape

@@ -18,18 +18,19 @@ from ._base import TraceEstimator
 from ._by_block import ByBlock
 from ._estimate import UNKNOWN, Estimate, finite_or_failed, raise_failure
 from ._functional import Diagonal, LeafSums
-from ._linalg.small import squares
+from ._linalg.small import divisor, squares
 from ._linalg.tall import power_of_two_scale
 from ._operators.block import (
-    apply_block,
     as_data,
     has_real_trace,
     is_hermitian,
+    jitted,
     size_of_product,
     space_of,
     unflatten,
 )
 from ._operators.check import as_complex, checked_operator
+from ._operators.columns import map_columns
 from ._operators.known_diagonal import known_diagonal
 from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
@@ -257,12 +258,19 @@ def frobenius_norm_squared(
     return raise_failure(estimate) if throw else estimate
 
 
-@eqx.filter_jit
+@jitted
 def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
     space = space_of(operator)
-    products = apply_block(operator, jnp.eye(space.size, dtype=space.compute_dtype))
-    unit = jax.lax.stop_gradient(power_of_two_scale(products))
-    value = jnp.sum(squares(products / unit.astype(products.dtype))) * unit * unit
+
+    def norm(column, _):
+        unit = jax.lax.stop_gradient(power_of_two_scale(column))
+        return jnp.sum(squares(column / unit.astype(column.dtype))), unit
+
+    norms, units = map_columns(operator, norm)
+    # Zero columns have none.
+    units = jnp.where(norms == 0, 0, units)
+    unit = divisor(jnp.max(units, initial=0))
+    value = jnp.sum(norms * (units / unit) ** 2) * unit * unit
     bar = exact_bar(value, value)
     stats = {"num_matvecs": space.size}
     return make_outcome(*bar[:2], stats, space.compute_dtype, real=True)

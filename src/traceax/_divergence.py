@@ -18,7 +18,7 @@ from ._colours import Colours
 from ._estimate import Estimate, raise_failure
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._forward_laplacian import forward_laplacian
-from ._operators.block import apply_block, forward_mode, space_of
+from ._operators.block import apply_block, forward_mode, space_of, structure_of
 from ._operators.check import checked_operator
 from ._operators.curvature import HessianLinearOperator
 from ._primitive import make_outcome
@@ -90,7 +90,7 @@ def divergence(
     x = _arrays(x, where)
     with forward_mode():
         value, linear = jax.linearize(fn, x)
-    got, asked = (jax.eval_shape(lambda y: y, y) for y in (value, x))
+    got, asked = structure_of(value), structure_of(x)
     if got != asked:
         raise ValueError(
             f"{where}: fn must return the structure, shapes and dtypes of x, {asked}, got "
@@ -180,8 +180,7 @@ def laplacian(
 
     with forward_mode():
         gradient, hessian, value = jax.linearize(gradient_and_value, x, has_aux=True)
-    structure = jax.eval_shape(lambda: x)
-    operator = lx.FunctionLinearOperator(hessian, structure, lx.symmetric_tag)
+    operator = lx.FunctionLinearOperator(hessian, structure_of(x), lx.symmetric_tag)
     return value, gradient, _trace(where, key, operator, k, estimator, throw)
 
 

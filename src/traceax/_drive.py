@@ -13,6 +13,7 @@ from ._accuracy.tolerance import EXACT_SIZE, Stop, make_stop, tolerance_result
 from ._arguments import budget_of
 from ._estimate import Estimate, raise_failure
 from ._operators.block import as_data, columns_at_once
+from ._operators.columns import unit_columns
 from ._primitive import Algorithm, Outcome, StandIn, estimate
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._state import Kept, check_state, kept_of, replace_parts, state_space
@@ -155,7 +156,8 @@ class _Run(Algorithm):
         # dimensions the rule, which takes them again, made the training step 1.2 times
         # as long.
         size = state_space(state).size
-        small = self.k >= size and size <= columns_at_once(size)
+        most = min(columns_at_once(size), unit_columns(state.operator))
+        small = self.k >= size and size <= most
         return self.estimator._plain_exact and small
 
     def run(self, state):

@@ -16,7 +16,8 @@ from ._base import TraceEstimator
 from ._estimate import RESULTS
 from ._linalg.tall import put, side_by_side
 from ._primitive import Blocks, Columns
-from ._state import Kept, kept_of, replace_parts
+from ._samplers import with_drawn
+from ._state import Kept, kept_of, replace_parts, state_space
 
 
 class Grown(eqx.Module):
@@ -95,11 +96,12 @@ class GrowingEstimator(TraceEstimator):
         if other is not None:
             return other
         start = self._start(state, k)
+        drawn = self._drawn(state, start.room)
         buffers, count = start.buffers, start.count + start.num_new
         if start.num_new:
-            buffers = self.grow(state, buffers, start.count, start.num_new)
+            buffers = drawn.grow(state, buffers, start.count, start.num_new)
         grown = Grown(buffers, count, start.room)
-        return self._results(state, grown, self._check(state, buffers, grown.count))
+        return drawn._results(state, grown, self._check(state, buffers, grown.count))
 
     def compute_until(self, state, k, stop):
         minimum = max(LEAST_PRODUCTS // self.products_per_unit, 2)
@@ -113,10 +115,11 @@ class GrowingEstimator(TraceEstimator):
             # Too few products for a forecast: it is not known.
             return value, error, {**stats, "products_needed": jnp.inf}, blocks
         start = self._start(state, k)
+        drawn = self._drawn(state, start.room)
         step = step_width(start.num_new, minimum)
         loop = run_until(
             stop,
-            lambda buffers, count: self.grow(state, buffers, count, step),
+            lambda buffers, count: drawn.grow(state, buffers, count, step),
             lambda buffers, count: self._check(state, buffers, count),
             start.buffers,
             start=start.count,
@@ -125,9 +128,13 @@ class GrowingEstimator(TraceEstimator):
             minimum=min(minimum, max(start.num_new, 1)),
         )
         grown = Grown(loop.buffers, loop.count, start.room)
-        value, error, stats, blocks = self._results(state, grown, loop.check)
+        value, error, stats, blocks = drawn._results(state, grown, loop.check)
         stats["products_needed"] = self.products_per_unit * loop.forecast.needed
         return value, error, stats, blocks
+
+    def _drawn(self, state: Any, room: int) -> "GrowingEstimator":
+        """The estimator, whose samplers have drawn what they draw at once."""
+        return with_drawn(self, state.key, room, state_space(state))
 
     def _check(self, state, buffers, count) -> Check:
         bar, result = self.judge(state, buffers, count)

@@ -13,7 +13,14 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 from ._arguments import check_key, require, without_numpy
 from ._linalg.pivoted_cholesky import Pivots, choose
 from ._linalg.whitening import Whitening, scale_only, whiten
-from ._operators.block import apply_block, as_data, as_function, register, space_of
+from ._operators.block import (
+    apply_block,
+    as_data,
+    as_function,
+    jitted,
+    register,
+    space_of,
+)
 from ._operators.check import checked_operator
 from ._operators.columns import columns_of, diagonal_of
 
@@ -160,7 +167,7 @@ register(
 )
 
 
-@eqx.filter_jit
+@jitted
 def _choose(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
@@ -179,7 +186,7 @@ def _choose(
     return choose(key, columns, diagonal, number)
 
 
-@eqx.filter_jit
+@jitted
 def _make(
     operator: lx.AbstractLinearOperator,
     noise: Float[Array, " n"],

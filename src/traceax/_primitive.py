@@ -25,13 +25,21 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._estimate import RESULTS, UNKNOWN, finite_or_failed
 from ._functional import TRACE, Functional
 from ._linalg.tall import side_by_side
-from ._operators.block import apply_block, columns_at_once
+from ._operators.block import (
+    apply_block,
+    columns_at_once,
+    jitted,
+    space_of,
+)
+from ._operators.columns import unit_columns, unit_vectors
 
 
 class Outcome(NamedTuple):
@@ -182,7 +190,7 @@ estimate_p = eqxi.create_vprim(
 eqxi.register_impl_finalisation(estimate_p)
 
 
-@eqx.filter_jit
+@jitted
 def estimate(algorithm: Algorithm, state: PyTree) -> Outcome:
     """The outcome of an algorithm, differentiable with respect to the state's operator.
 
@@ -317,3 +325,22 @@ class Blocks(Columns):
 
         V, Z = zip(*jtu.tree_map(columns, self.pairs), strict=True)
         return side_by_side(*V), side_by_side(*Z)
+
+
+class Identity(Columns):
+    """The blocks `V = Z = I`, of which no more than a chunk is ever in memory."""
+
+    count: int | Int[Array, ""] = eqx.field(static=True)
+    most: int = eqx.field(static=True)
+    size: int = eqx.field(static=True)
+    dtype: np.dtype = eqx.field(static=True)
+
+    def __init__(self, operator: lx.AbstractLinearOperator):
+        space = space_of(operator)
+        self.count = self.most = space.size
+        self.size = min(unit_columns(operator), space.size)
+        self.dtype = space.compute_dtype
+
+    def chunk(self, start):
+        E = unit_vectors(start, self.most, self.size, self.dtype)
+        return E, E

@@ -3,11 +3,12 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, Key
@@ -74,9 +75,11 @@ class Sampler(eqx.Module):
     ) -> Inexact[Array, "n {width}"]:
         """The vectors w of the samples `start, ..., start + width - 1` of `most`, in an
         operator's space. Optional."""
-        block = self.sample(key, space.size, most, space.compute_dtype)
-        rows = jnp.pad(block.T, ((0, width), (0, 0)))
-        return jax.lax.dynamic_slice_in_dim(rows, start, width).T
+        return self._drawn(key, most, space)._draw_range(key, start, width, most, space)
+
+    def _drawn(self, key: Key[Array, ""], most: int, space: Space) -> "Sampler":
+        """The sampler with what it draws for all samples at once in memory. Optional."""
+        return _Drawn(self, self.sample(key, space.size, most, space.compute_dtype))
 
     def _apply(
         self, operator: lx.AbstractLinearOperator, block: Inexact[Array, "n m"]
@@ -119,6 +122,35 @@ class IndexedSampler(Sampler):
 
     def _draw_range(self, key, start, width, most, space):
         return self.probes(key, start, space.size, width, space.compute_dtype)
+
+    def _drawn(self, key, most, space):
+        return self
+
+
+class _Drawn(Sampler):
+    """A sampler whose first probes are in memory."""
+
+    sampler: Sampler
+    block: Inexact[Array, "n k"]
+
+    @property
+    def rotation_invariant(self) -> bool:  # pyright: ignore
+        return self.sampler.rotation_invariant
+
+    @property
+    def independent(self) -> bool:  # pyright: ignore
+        return self.sampler.independent
+
+    def sample(self, key, n, k, dtype):
+        return self.sampler.sample(key, n, k, dtype)
+
+    def _draw_range(self, key, start, width, most, space):
+        # A range may end beyond the last.
+        rows = jnp.pad(self.block.T, ((0, width), (0, 0)))
+        return jax.lax.dynamic_slice_in_dim(rows, start, width).T
+
+    def _drawn(self, key, most, space):
+        return self
 
 
 def _each(
@@ -191,8 +223,8 @@ class OrthogonalSampler(Sampler):
 
     Each alone is uniform on the sphere, and k of them together miss no direction twice:
     the variance of Hutchinson's estimator falls by `1 - k / n`, to 0 for k = n. Worth
-    its O(n k^2) time where k is not small against n. All probes are drawn at once,
-    also by an estimator that takes products in chunks.
+    its O(n k^2) time where k is not small against n. All probes are drawn at once, and
+    held, also by an estimator that takes products in chunks.
 
     Rotation invariant. Not independent: estimators that leave one probe out refuse it.
     Probe j depends on those before it, and a larger k extends the sequence.
@@ -280,6 +312,10 @@ class ShardedSampler(Sampler):
     def _draw_range(self, key, start, width, most, space):
         return self._laid_out(self.sampler._draw_range(key, start, width, most, space))
 
+    def _drawn(self, key, most, space):
+        drawn = self.sampler._drawn(key, most, space)
+        return eqx.tree_at(lambda x: x.sampler, self, drawn)
+
     def _laid_out(self, block):
         # Under a mesh of explicit axes estimates are made under one of automatic axes.
         mesh = jax.sharding.get_abstract_mesh()
@@ -288,6 +324,18 @@ class ShardedSampler(Sampler):
         if mesh.empty:
             return jax.lax.with_sharding_constraint(block, self.sharding)
         return jax.lax.with_sharding_constraint(block, self.sharding.spec)
+
+
+def with_drawn(tree: Any, key: Key[Array, ""], most: int, space: Space) -> Any:
+    """A module with its samplers' probes in memory, of those that draw all at once."""
+
+    def is_sampler(x):
+        return isinstance(x, Sampler)
+
+    def draw(x):
+        return x._drawn(key, most, space) if is_sampler(x) else x
+
+    return jtu.tree_map(draw, tree, is_leaf=is_sampler)
 
 
 def check_rounds(sampler: Sampler, k: int, where: str, *, at_most: bool) -> None:

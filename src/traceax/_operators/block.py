@@ -5,12 +5,14 @@ dtype. This file is the only one that knows of PyTrees, leaf dtypes and structur
 """
 
 import contextlib
+import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.extend.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -24,8 +26,10 @@ from .._linalg.tall import noise, power_of_two_scale
 # its cache. A stencil on 1e6 unknowns and 60 vectors takes half of the time so.
 _CACHED = 2**20
 # Vectors that are worth one pass over an operator, however long they are.
-_FEWEST = 4
+FEWEST = 4
 _ALL = 2**31 - 1
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Space(NamedTuple):
@@ -75,6 +79,20 @@ def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.eval_shape(
         lambda: jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structure)
     )
+
+
+def made_here(tree: PyTree[Array]) -> PyTree[Array]:
+    """The same arrays, with the types of such that are made here, see `structure_of`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jtu.tree_map(lambda x: x[None][0], tree)
+
+
+def out_structure_of(operator: lx.AbstractLinearOperator) -> PyTree[Any]:
+    """What products are, inside `jax.shard_map` too, where lineax doesn't always tell."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return operator.out_structure()
+    return jax.eval_shape(operator.mv, structure_of(operator.in_structure()))
 
 
 def space_of(operator: lx.AbstractLinearOperator) -> Space:
@@ -137,7 +155,35 @@ def is_data(leaf: Any) -> bool:
     return eqx.is_array_like(leaf) or isinstance(leaf, constant)
 
 
-@eqx.filter_jit
+def on_cpu() -> bool:
+    """Whether what is traced will run on a CPU: the default device is one."""
+    device = jax.config.jax_default_device  # pyright: ignore
+    if device is None:
+        return jax.default_backend() == "cpu"
+    return (device if isinstance(device, str) else device.platform) == "cpu"
+
+
+def jitted(fn: Callable[P, T]) -> Callable[P, T]:
+    """`eqx.filter_jit`, with the device of the data for the default one.
+
+    Of arrays that are traced it isn't known: there it is JAX's default.
+    """
+    compiled = eqx.filter_jit(fn)
+
+    @ft.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        arrays = [x for x in jtu.tree_leaves(args) if isinstance(x, jax.Array)]
+        known = [x for x in arrays if not isinstance(x, jax.core.Tracer)]
+        devices = [device for x in known if x.committed for device in x.devices()]
+        if not devices or (devices[0].platform == "cpu") == on_cpu():
+            return compiled(*args, **kwargs)
+        with jax.default_device(devices[0]):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+@jitted
 def size_of_product(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
     """A power of two of the size of the product with a vector of signs, or 1."""
     space = space_of(operator)
@@ -147,9 +193,9 @@ def size_of_product(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
 
 def columns_at_once(n: int) -> int:
     """How many vectors of length n are multiplied at once."""
-    if jax.default_backend() != "cpu":
+    if not on_cpu():
         return _ALL
-    return max(_FEWEST, _CACHED // max(n, 1))
+    return max(FEWEST, _CACHED // max(n, 1))
 
 
 class OnePass(lx.AbstractLinearOperator):

@@ -17,6 +17,7 @@ from .block import (
     forward_mode,
     is_data,
     is_known,
+    out_structure_of,
     register,
     structure_of,
 )
@@ -46,7 +47,10 @@ def checked_operator(
             )
     operator = native_arrays(operator, where)
     with forward_mode():
-        in_structure, out_structure = operator.in_structure(), operator.out_structure()
+        in_structure, out_structure = (
+            operator.in_structure(),
+            out_structure_of(operator),
+        )
     in_leaves, in_treedef = jtu.tree_flatten(in_structure)
     out_leaves, out_treedef = jtu.tree_flatten(out_structure)
     if in_treedef != out_treedef or any(

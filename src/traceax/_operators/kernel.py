@@ -19,20 +19,30 @@ from .._arguments import (
     without_numpy,
 )
 from .._linalg.small import matmul
-from .block import OnePass, is_data, register, space_of, structure_of
+from .block import (
+    OnePass,
+    is_data,
+    made_here,
+    on_cpu,
+    register,
+    space_of,
+    structure_of,
+)
 
 _WHERE = "traceax.KernelLinearOperator"
 # Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision, of
 # which derivatives take up to four times as much. An accelerator takes more at once, lest
 # it wait for the next tile.
 _NUMBERS_ON_CPU, _NUMBERS = 2**22, 2**26
-# Entries of a matrix that is stored: 256 MiB in 32-bit precision.
+# Entries of a matrix that is stored: 256 MiB in 32-bit precision. For n = 4,000 points of the
+# plane, in 32 bits, that takes as long as 4 products with 4 vectors in tiles, 79 ms, and a
+# product a quarter of one in tiles, 4.7 ms (jaxlib 0.10.2, CPU time). `benchmarks/likelihood.py
+# stored` has whole log-determinants. The limit itself is chosen.
 _MOST_STORED = 2**26
 
 
 class KernelLinearOperator(OnePass):
-    r"""The kernel matrix `K_ij = kernel(x_i, x_j)` of n rows, of which no more than a
-    tile is ever in memory.
+    r"""The kernel matrix `K_ij = kernel(x_i, x_j)` of n rows, in tiles.
 
     ```python
     class Matern(eqx.Module):
@@ -52,9 +62,13 @@ class KernelLinearOperator(OnePass):
     | | |
     |---|---|
     | time | a product with a block of vectors is one pass: `n^2` evaluations, and a matrix product for each tile |
-    | memory | that of a tile, beside the block, for products and for derivatives |
+    | memory | that of a tile, beside the block, for products and for derivatives; see below for spectral functions |
     | known to be | symmetric and positive semidefinite, as a kernel must be |
     | differentiable | with respect to `x` and to arrays of `kernel`, or that it closes over, to any order that `kernel` is |
+
+    Log-determinants, likelihoods and other spectral functions take many products, and keep
+    matrices of up to 2^26 entries for the value, 256 MiB in 32-bit precision, in each lane
+    of a `jax.vmap`: `jax.lax.map` keeps one at a time.
 
     A reverse-mode derivative computes each tile again. The kernel sees pairs of rows, and
     is as accurate as it is written: differences of rows lose no digits, where `|a|^2 +
@@ -111,6 +125,7 @@ class KernelLinearOperator(OnePass):
         self.x = jtu.tree_map(_as_array, native_arrays(x, _WHERE))
         _number_of_rows(self.x)
         row = jtu.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.x)
+        row = structure_of(row)
         fn: Any = native_arrays(kernel, _WHERE)
         value = eqx.filter_eval_shape(fn, row, row)
         real = isinstance(value, jax.ShapeDtypeStruct) and jnp.issubdtype(
@@ -147,12 +162,14 @@ class KernelLinearOperator(OnePass):
 
     def diagonal(self) -> Float[Array, " n"]:
         """The diagonal of the matrix, for n evaluations of the kernel."""
-        return jax.vmap(self.kernel)(self.x, self.x)
+        x = made_here(self.x)
+        return jax.vmap(self.kernel)(x, x)
 
     def _by_tiles(self, rows: PyTree[Array], fn: Callable[[Array], Array]) -> Array:
         """`fn` of the rows of the matrix that belong to `rows`, for a tile of them."""
-        n, m = _number_of_rows(self.x), jtu.tree_leaves(rows)[0].shape[0]
-        most = self.tile or _rows_of_tile(self.x, n)
+        x, rows = made_here((self.x, rows))
+        n, m = _number_of_rows(x), jtu.tree_leaves(rows)[0].shape[0]
+        most = self.tile or _rows_of_tile(x, n)
         # All about as long, so that few rows are padded. At least two, which stay a loop:
         # XLA on CPUs (jaxlib 0.10.2) fuses a single one with what is done with the
         # product, and gets `sum(W * (K V))` wrong by O(1).
@@ -163,7 +180,7 @@ class KernelLinearOperator(OnePass):
         @ft.partial(jax.checkpoint, prevent_cse=False)
         def of_tile(rows):
             against_all = jax.vmap(self.kernel, (None, 0))
-            return fn(jax.vmap(against_all, (0, None))(rows, self.x))
+            return fn(jax.vmap(against_all, (0, None))(rows, x))
 
         def split(a):
             # The last row again, fewer times than there are tiles.
@@ -190,7 +207,8 @@ class KernelLinearOperator(OnePass):
 def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """The operator with the matrices of kernels in memory, where they fit.
 
-    For many products, one after the other, in what isn't differentiated.
+    For many products, one after the other, in what isn't differentiated. Each lane of a
+    `vmap` stores its own: their number isn't known here.
     """
 
     def is_kernel(x):
@@ -205,7 +223,7 @@ def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
 
 
 def _rows_of_tile(x: PyTree[Array], n: int) -> int:
-    numbers = _NUMBERS_ON_CPU if jax.default_backend() == "cpu" else _NUMBERS
+    numbers = _NUMBERS_ON_CPU if on_cpu() else _NUMBERS
     size_of_row = sum(leaf.size // n for leaf in jtu.tree_leaves(x))
     return max(1, numbers // (n * (1 + size_of_row)))
 
