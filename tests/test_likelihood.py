@@ -9,7 +9,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import assert_close, float_dtype, is_x64
+from helpers import as_operator, assert_close, float_dtype, is_x64
 from kernels import Matern
 
 import traceax as tx
@@ -358,3 +358,20 @@ def test_nothing_to_see_and_equal_points():
         assert abs(value - exact) < 4 * error + (1e-9 if is_x64() else 1e-3) * abs(
             exact
         )
+
+
+@pytest.mark.parametrize("door", [tx.gaussian_log_likelihood, tx.inv_quad_logdet])
+def test_complex_observations_of_a_real_kernel_are_refused(door):
+    x, y = data(n=12)
+    with pytest.raises(TypeError, match=r"y must be real.*got an array.*two columns"):
+        door(jr.key(0), problem().kernel(x), jax.lax.complex(y, y), 12, shift=NOISE)
+
+
+def test_real_observations_of_a_complex_kernel():
+    x, y = data(n=12)
+    K = np.asarray(problem(0.0).dense(x))
+    K = K * np.exp(1j * np.subtract.outer(x[:, 0], x[:, 0]))
+    operator = as_operator(K, psd=True)
+    found = tx.inv_quad_logdet(jr.key(0), operator, y, 12, shift=NOISE).inv_quad.value
+    truth = np.vdot(y, np.linalg.solve(K + NOISE * np.eye(12), y)).real
+    assert_close(found, truth, rtol=1e-9 if is_x64() else 1e-3)

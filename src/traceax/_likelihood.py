@@ -15,7 +15,7 @@ from ._arguments import budget_of, check_key, require
 from ._drive import run_estimator
 from ._estimate import RESULTS, UNKNOWN, Estimate, finite_or_failed, raise_failure
 from ._linalg.whitening import Whitening
-from ._operators.block import as_data, space_of
+from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
 from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
 from ._progress import NO_PROGRESS_METER
@@ -92,7 +92,8 @@ def inv_quad_logdet(
     noise: above 1 more columns would save products.
 
     **Raises:** as [`traceax.trace_function`][]; `ValueError` for a y of another length, or
-    a noise that isn't positive.
+    a noise that isn't positive; `TypeError` for a complex y of a real operator, whose real
+    and imaginary parts are two right-hand sides.
 
     **Reference:** Gardner, Pleiss, Bindel, Weinberger and Wilson, "GPyTorch", NeurIPS
     (2018), arXiv:1809.11165, for both terms from the same products; Chen, Epperly, Tropp and
@@ -181,7 +182,7 @@ def _pose(
     P = make_preconditioner(key, operator, preconditioner, noise, where)
     shape, right = (space.size, 0), None
     if y is not None:
-        y = _check_right(y, space.size, where).astype(space.compute_dtype)
+        y = _check_right(y, space, where).astype(space.compute_dtype)
         shape, right = y.shape, P.apply(y.reshape(space.size, -1))
     one = jnp.ones((), space.real_dtype)
     B = PreconditionedLinearOperator(as_data(operator), P)
@@ -338,7 +339,8 @@ def _with_rounding(error, *parts) -> Float[Array, ""]:
     return jnp.where(known, jnp.hypot(error, rounding), UNKNOWN)
 
 
-def _check_right(y: Any, n: int, where: str) -> Inexact[Array, "n ..."]:
+def _check_right(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:
+    n = space.size
     hint = f"pass the n = {n} observations, or a column of them for each output"
     is_array = isinstance(y, jax.Array | np.ndarray)
     require(is_array, where, "y must be an array", y, hint, TypeError)
@@ -347,4 +349,11 @@ def _check_right(y: Any, n: int, where: str) -> Inexact[Array, "n ..."]:
     shaped = y.ndim in (1, 2) and y.shape[0] == n and y.size > 0
     what = f"y must be of shape ({n},) or ({n}, q)"
     require(shaped, where, what, y, hint)
+    real = space.is_complex or not jnp.iscomplexobj(y)
+    what = "y must be real, as the operator is"
+    hint = (
+        "pass its real and imaginary parts as two columns, "
+        "jnp.stack([y.real, y.imag], axis=1)"
+    )
+    require(real, where, what, y, hint, TypeError)
     return jnp.asarray(y)

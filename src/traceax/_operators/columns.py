@@ -61,6 +61,9 @@ def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """
     space = space_of(operator)
     dtype = space.compute_dtype
+    known = known_diagonal(operator)
+    if known is not None:
+        return known.read().astype(dtype)
     match operator:
         case KernelLinearOperator():
             diagonal = operator.diagonal()
@@ -79,10 +82,7 @@ def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
         case ShiftedLinearOperator():
             diagonal = diagonal_of(operator.operator) + _as(dtype, operator.shift)
         case _:
-            known = known_diagonal(operator)
-            diagonal = (
-                _diagonal_by_products(operator) if known is None else known.read()
-            )
+            diagonal = _diagonal_by_products(operator)
     return diagonal.astype(dtype)
 
 
