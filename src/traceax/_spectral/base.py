@@ -19,7 +19,13 @@ from .._linalg.krylov import RitzPairs
 from .._linalg.small import divisor, eigh, frobenius, squares
 from .._linalg.tall import combine, inner, power_of_two_scale
 from .._linalg.whitening import Whitening
-from .._operators.block import Space, apply_block, complex_dtype, space_of
+from .._operators.block import (
+    Space,
+    apply_block,
+    complex_dtype,
+    is_positive_semidefinite,
+    space_of,
+)
 from .._primitive import Outcome, make_outcome
 from .._state import State, init_state
 from .blocks import SpectralBlocks, Terms
@@ -173,6 +179,13 @@ class SpectralEstimator(Estimator):
             )
         return outcome, blocks
 
+    def stats_of_size(self, stats, size):
+        # More points of weight 0.
+        missing = size - stats["ritz_values"].shape[0]
+        points = jnp.pad(stats["ritz_values"], (0, missing), mode="edge")
+        weights = jnp.pad(stats["ritz_weights"], (0, missing))
+        return {**stats, "ritz_values": points, "ritz_weights": weights}
+
     def bar_of(self, outcome):
         if isinstance(outcome.value, Terms):
             freedom = outcome.stats["degrees_of_freedom"]
@@ -273,6 +286,9 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]
     result = outside_if(decided, result)
     stats = {"num_matvecs": space.size, "result": result, **function.unit}
+    if has_bracket(state):
+        value = function.tree(leaves, values.dtype)
+        stats["bracket"] = value, value
     pairs = RitzPairs(identity, values, vectors, identity, space.size)
     forms, coordinates = None, None
     if state.right is not None:
@@ -286,6 +302,12 @@ def _exact(state: SpectralState) -> SpectralOutcome:
 #
 # What estimators share
 #
+
+
+def has_bracket(state: SpectralState) -> bool:
+    """Whether the error of a Krylov space has bounds."""
+    bounded = state.lower is not None or is_positive_semidefinite(state.operator)
+    return state.function.monotone and bounded
 
 
 def forms_between(
