@@ -360,6 +360,51 @@ def test_nothing_to_see_and_equal_points():
         )
 
 
+@jax.jit
+def _at_extremes(logs):
+    x, y = data(n=24)
+
+    def value(logs):
+        length, scale, noise = jnp.exp(logs)
+        p = Problem(jnp.full(2, length), scale, noise)
+        found = tx.gaussian_log_likelihood(
+            jr.key(0), p.kernel(x), y, 16, shift=noise, preconditioner=6, throw=False
+        )
+        return found.value, found.result
+
+    return jax.value_and_grad(value, has_aux=True)(logs)
+
+
+@pytest.mark.parametrize("far", [-90, -60, 60, 90, 300])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_extreme_hyper_parameters_are_no_fault_of_the_kernel(which, far):
+    far = far if not is_x64() or abs(far) < 90 else 8 * far
+    logs = jnp.zeros(3, float_dtype()).at[which].set(far)
+    (value, result), gradient = _at_extremes(logs)
+    R = tx.RESULTS
+    blameless = R.successful, R.nonfinite, R.noise_not_positive, R.outside_domain
+    assert any(bool(result == x) for x in blameless)
+    assert jnp.isnan(value) == (result != R.successful)
+    if jnp.isnan(value):
+        assert jnp.all(jnp.isnan(gradient) | (gradient == 0))
+
+
+@pytest.mark.parametrize("shift", [0.0, -1.0, np.nan])
+def test_a_noise_that_is_not_positive_is_a_result(shift):
+    x, y = data(n=12)
+    K, options = problem().kernel(x), {"shift": shift, "throw": False}
+    for found in (
+        tx.gaussian_log_likelihood(jr.key(0), K, y, 6, **options),
+        tx.inv_quad_logdet(jr.key(0), K, y, 6, **options).inv_quad,
+        tx.logdet(jr.key(0), K, 6, preconditioner=3, **options),
+    ):
+        assert found.result == tx.RESULTS.noise_not_positive
+        assert jnp.isnan(found.value)
+    assert jnp.all(tx.choose_pivots(jr.key(0), K, 3, **options) < 12)
+    with pytest.raises(ValueError, match="shift must be positive"):
+        tx.gaussian_log_likelihood(jr.key(0), K, y, 6, shift=shift)
+
+
 @pytest.mark.parametrize("door", [tx.gaussian_log_likelihood, tx.inv_quad_logdet])
 def test_complex_observations_of_a_real_kernel_are_refused(door):
     x, y = data(n=12)

@@ -86,7 +86,7 @@ def _tagged_expressions():
     return {
         "multiple": (2.0 * D, 2 * d),
         "quotient": (D / 2.0, d / 2),
-        "negative": (-(-D), d),
+        "negative": (-D * -1.0, d),
         "sum": (D + 3.0 * stored, 4 * d),
         "composed": (D @ D, d**2),
         "cancelling": (other @ other, jnp.ones_like(d)),

@@ -101,11 +101,12 @@ def inv_quad_logdet(
     doi:10.1007/s10915-025-02799-z, for the brackets.
     """
     where = "traceax.inv_quad_logdet"
-    problem = _pose(where, key, operator, shift, preconditioner, y)
+    throw = options.get("throw", True)
+    problem = _pose(where, key, operator, shift, preconditioner, y, throw)
     estimate = problem.estimate(k, estimator, **options)
     logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
     solution = problem.solution(estimate)
-    if options.get("throw", True):
+    if throw:
         logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad)
     return InvQuadLogdet(logdet, inv_quad, solution)
 
@@ -146,9 +147,10 @@ def gaussian_log_likelihood(
     **Raises:** as [`traceax.inv_quad_logdet`][].
     """
     where = "traceax.gaussian_log_likelihood"
-    problem = _pose(where, key, operator, shift, preconditioner, y)
+    throw = options.get("throw", True)
+    problem = _pose(where, key, operator, shift, preconditioner, y, throw)
     estimate = problem.likelihood(problem.estimate(k, estimator, **options))
-    return raise_failure(estimate) if options.get("throw", True) else estimate
+    return raise_failure(estimate) if throw else estimate
 
 
 def preconditioned_logdet(
@@ -162,9 +164,10 @@ def preconditioned_logdet(
     **options: Unpack[Options],
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
-    problem = _pose(where, key, operator, shift, preconditioner, None)
+    throw = options.get("throw", True)
+    problem = _pose(where, key, operator, shift, preconditioner, None, throw)
     estimate = problem.logdet(problem.estimate(k, estimator, **options))
-    return raise_failure(estimate) if options.get("throw", True) else estimate
+    return raise_failure(estimate) if throw else estimate
 
 
 def _pose(
@@ -174,11 +177,12 @@ def _pose(
     shift: ArrayLike,
     preconditioner: Preconditioner,
     y: Any,
+    throw: bool,
 ) -> "_Problem":
     """The problem of these arguments, once checked."""
     key, operator = check_key(key, where), checked_operator(operator, where)
     space = space_of(operator)
-    noise = noise_of(operator, shift, where)
+    noise = noise_of(operator, shift, where, throw=throw)
     P = make_preconditioner(key, operator, preconditioner, noise, where)
     shape, right = (space.size, 0), None
     if y is not None:
@@ -316,8 +320,9 @@ class _Problem(NamedTuple):
         stats = {**kept, "num_columns": P.num_columns, "residual": residual}
         result = estimate.result
         for bad, reason in (
-            (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
             (~P.semidefinite, RESULTS.not_semidefinite),
+            (~jnp.isfinite(P.residual_trace), RESULTS.nonfinite),
+            (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
         ):
             result = RESULTS.where(bad, reason, result)
         result = finite_or_failed(value, result)

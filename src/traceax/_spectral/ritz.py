@@ -49,15 +49,19 @@ def ritz_values(
     eps = jnp.finfo(values.dtype).eps
     rounding = 8 * math.sqrt(values.shape[0]) * largest
     values = jnp.where((values < 0) & (values > -rounding * eps), 0, values)
-    result = RESULTS.successful
+    # Numbers that left the range say nothing about the operator.
+    finite = jnp.isfinite(values).all() & jnp.isfinite(asymmetry)
+    finite = finite & jnp.isfinite(cancelled)
+    result = RESULTS.where(finite, RESULTS.successful, RESULTS.nonfinite)
     if is_positive_semidefinite(operator):
-        wrong = jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest
+        wrong = finite & (jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest)
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
         values = jnp.where(wrong, values, jnp.maximum(values, 0))
     limit = max(
         _ASYMMETRY * eps, _SOLVERS, 4 * float(jnp.finfo(space_of(operator).dtype).eps)
     )
-    result = RESULTS.where(asymmetry > limit, RESULTS.not_hermitian, result)
+    asymmetric = finite & (asymmetry > limit)
+    result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)
     noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
     if lower is not None:
         below = values < lower - rounding * noise
