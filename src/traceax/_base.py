@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Inexact, Key, PyTree
 from ._accuracy.error_bar import exact_bar
 from ._drive import Estimator
 from ._operators.block import apply_block, has_real_trace
+from ._operators.inverse import solve_errors
 from ._primitive import Blocks, StandIn, make_outcome
 from ._state import check_state, functional_of, init_state, state_space
 
@@ -132,9 +133,15 @@ class TraceEstimator(Estimator):
     def _exact(self, state):
         space, functional = state_space(state), functional_of(state)
         identity = jnp.eye(space.size, dtype=space.compute_dtype)
-        entries = jnp.diagonal(apply_block(state.operator, identity))
+        products = apply_block(state.operator, identity)
+        entries = jnp.diagonal(products)
         sizes = space.rounding * functional.sum(jnp.abs(entries))
         bar = exact_bar(functional.sum(entries), sizes)
+        of_solves = solve_errors(state.operator, products)
+        if of_solves is not None:
+            # As good as the products. Their errors may all be of one sign.
+            more = functional.sum(of_solves.diagonal)
+            bar = bar._replace(standard_error=bar.standard_error + more)
         return *bar[:2], {"num_matvecs": space.size}, (identity, identity)
 
     def _finish(self, state, computed):

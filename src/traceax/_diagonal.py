@@ -19,7 +19,7 @@ from ._by_block import ByBlock
 from ._estimate import UNKNOWN, Estimate, finite_or_failed, raise_failure
 from ._functional import Diagonal, LeafSums
 from ._linalg.small import squares
-from ._linalg.tall import power_of_two_scale
+from ._linalg.tall import column_norms, power_of_two_scale
 from ._operators.block import (
     apply_block,
     as_data,
@@ -30,6 +30,7 @@ from ._operators.block import (
     unflatten,
 )
 from ._operators.check import as_complex, checked_operator
+from ._operators.inverse import solve_errors
 from ._operators.known_diagonal import known_diagonal
 from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
@@ -264,6 +265,10 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
     unit = jax.lax.stop_gradient(power_of_two_scale(products))
     value = jnp.sum(squares(products / unit.astype(products.dtype))) * unit * unit
     bar = exact_bar(value, value)
+    of_solves = solve_errors(operator, products)
+    if of_solves is not None:
+        more = 2 * jnp.sum(column_norms(products) * of_solves.columns)
+        bar = bar._replace(standard_error=bar.standard_error + more)
     stats = {"num_matvecs": space.size}
     return make_outcome(*bar[:2], stats, space.compute_dtype, real=True)
 

@@ -1,16 +1,19 @@
 """The inverse of an operator as an operator."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._arguments import kind_of
-from .block import Dense, as_function, is_known, register
-from .check import checked_operator
+from .._linalg.small import frobenius
+from .._linalg.tall import column_dots, column_norms
+from .block import Dense, apply_block, as_function, is_hermitian, is_known, register
+from .check import ComplexLinearOperator, checked_operator
+from .shifted import ShiftedLinearOperator
 
 _WHERE = "traceax.InverseLinearOperator"
 
@@ -25,6 +28,10 @@ class InverseLinearOperator(Dense):
 
     A product is a solve: a budget of k is k solves. Differentiable to any order. It is
     semidefinite, symmetric, diagonal or triangular where A is.
+
+    The error bar of an exact answer holds what the solver leaves, by residuals, which take
+    products with A; it is unknown where a solver that iterates is within a product of
+    operators, or in several terms of a sum.
 
     Where a solve fails, what comes out is NaN, and the `result` of an estimate is
     `traceax.RESULTS.nonfinite`.
@@ -81,6 +88,92 @@ class InverseLinearOperator(Dense):
 
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()
+
+
+# Of other solvers, which iterate, nothing is known but by their residuals.
+_DIRECT = (
+    lx.AutoLinearSolver,
+    lx.Cholesky,
+    lx.Diagonal,
+    lx.LU,
+    lx.QR,
+    lx.SVD,
+    lx.Triangular,
+    lx.Tridiagonal,
+)
+
+
+class SolveErrors(NamedTuple):
+    """What solves make of the diagonal of an operator, and of each of its columns."""
+
+    diagonal: Float[Array, " n"]
+    columns: Float[Array, " n"]
+
+
+def solve_errors(
+    operator: lx.AbstractLinearOperator, products: Inexact[Array, "n n"]
+) -> SolveErrors | None:
+    """The errors of the products with the identity; `None` if no solver made them.
+
+    With the residual `R = I - A X` the error of a solve is `A^-1 R`, and A^-1 is
+    `X (I - R)^-1`. Of a Hermitian A the error of entry i of the diagonal is
+    `x_i^* r_i + r_i^* A^-1 r_i`. Residuals take products with A, but no solve. Infinite
+    where a solver that iterates is inside of a product, or of a sum of several.
+    """
+    match operator:
+        case InverseLinearOperator():
+            return _residual_errors(operator.operator, products)
+        case lx.TaggedLinearOperator() | ComplexLinearOperator():
+            return solve_errors(operator.operator, products)
+        case lx.NegLinearOperator():
+            return solve_errors(operator.operator, -products)
+        case lx.MulLinearOperator() | lx.DivLinearOperator():
+            scalar = jnp.asarray(operator.scalar).astype(products.dtype)
+            scalar = (
+                1 / scalar if isinstance(operator, lx.DivLinearOperator) else scalar
+            )
+            inside = solve_errors(operator.operator, products / scalar)
+            return jtu.tree_map(lambda x: jnp.abs(scalar) * x, inside)
+        case ShiftedLinearOperator():
+            shift = operator.shift.astype(products.dtype)
+            identity = jnp.eye(len(products), dtype=products.dtype)
+            return solve_errors(operator.operator, products - shift * identity)
+        case lx.AddLinearOperator():
+            parts = operator.operator1, operator.operator2
+            solved = [x for x in parts if has_iterations(x)]
+            if len(solved) == 1:
+                other = parts[0] if solved[0] is parts[1] else parts[1]
+                identity = jnp.eye(len(products), dtype=products.dtype)
+                return solve_errors(solved[0], products - apply_block(other, identity))
+    if not has_iterations(operator):
+        return None
+    unknown = jnp.full_like(jnp.real(products[0]), jnp.inf)
+    return SolveErrors(unknown, unknown)
+
+
+def has_iterations(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a solver that iterates is a part of an operator."""
+
+    def is_inverse(x):
+        return isinstance(x, InverseLinearOperator)
+
+    parts = jtu.tree_leaves(operator, is_leaf=is_inverse)
+    return any(is_inverse(x) and not isinstance(x.solver, _DIRECT) for x in parts)
+
+
+def _residual_errors(
+    A: lx.AbstractLinearOperator, X: Inexact[Array, "n n"]
+) -> SolveErrors:
+    X = jax.lax.stop_gradient(X)
+    R = jnp.eye(len(X), dtype=X.dtype) - apply_block(A, X)
+    lengths = column_norms(R)
+    # At most; a residual as large as the right-hand side says nothing.
+    total = frobenius(R)
+    size = frobenius(X) / jnp.maximum(1 - total, 0)
+    columns = size * lengths
+    if not is_hermitian(A):
+        return SolveErrors(columns, columns)
+    return SolveErrors(jnp.abs(column_dots(X, R)) + size * lengths**2, columns)
 
 
 def _known(check, operator: InverseLinearOperator) -> bool:

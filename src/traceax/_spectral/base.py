@@ -26,6 +26,7 @@ from .._operators.block import (
     is_positive_semidefinite,
     space_of,
 )
+from .._operators.inverse import has_iterations, solve_errors
 from .._primitive import Outcome, make_outcome
 from .._state import State, init_state
 from .blocks import SpectralBlocks, Terms
@@ -275,8 +276,12 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     size = divisor(frobenius(hermitian / unit))
     asymmetry = frobenius((A - hermitian) / unit) / size
     values, vectors = eigh(hermitian)
+    error = None
+    if has_iterations(operator):
+        of_solves = jnp.linalg.norm(solve_errors(operator, A).columns)
+        error = of_solves / divisor(jnp.max(jnp.abs(values)))
     values, noise, result = ritz_values(
-        values, asymmetry, operator, state.lower, state.size
+        values, asymmetry, operator, state.lower, state.size, error
     )
     function = state.function.in_range(values)
     leaves = [jnp.sum(f) for f in function(values)]
@@ -284,6 +289,8 @@ def _exact(state: SpectralState) -> SpectralOutcome:
         function, values, jnp.ones_like(values), noise, state.lower
     )
     infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]
+    if error is not None:
+        errors = [jnp.where(jnp.isfinite(error), x, jnp.inf) for x in errors]
     result = outside_if(decided, result)
     stats = {"num_matvecs": space.size, "result": result, **function.unit}
     if has_bracket(state):

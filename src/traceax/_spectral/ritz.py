@@ -38,10 +38,12 @@ def ritz_values(
     operator: lx.AbstractLinearOperator,
     lower: Float[Array, ""] | None = None,
     size: Float[Array, ""] | None = None,
+    error: Float[Array, ""] | None = None,
 ) -> RitzValues:
     """`RitzValues`, given how far from symmetric the projected operator is.
 
-    `size` is that of the numbers that products are made of, where these cancel.
+    `size` is that of the numbers that products are made of, where these cancel; `error`
+    what is known of the error of products, relative to the largest.
     """
     largest = jnp.max(jnp.abs(values), initial=0)
     cancelled = 1 if size is None else jnp.maximum(size / divisor(largest), 1)
@@ -60,9 +62,11 @@ def ritz_values(
     limit = max(
         _ASYMMETRY * eps, _SOLVERS, 4 * float(jnp.finfo(space_of(operator).dtype).eps)
     )
+    limit = limit if error is None else jnp.maximum(limit, error)
     asymmetric = finite & (asymmetry > limit)
     result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)
     noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
+    noise = noise if error is None else jnp.maximum(noise, error)
     if lower is not None:
         below = values < lower - rounding * noise
         wrong = jnp.any(below) & (result == RESULTS.successful)
