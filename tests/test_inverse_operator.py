@@ -131,3 +131,29 @@ def test_functions_of_an_inverse():
     inverse = tx.InverseLinearOperator(as_operator(a, psd=True), lx.LU())
     estimate = tx.logdet(jr.key(0), inverse, N)
     assert_close(estimate.value, -np.linalg.slogdet(a)[1], rtol=1e4 * eps())
+
+
+@pytest.mark.parametrize("condition", [10, 1e4])
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-6, 1e-10])
+def test_bars_of_exact_answers_hold_what_the_solver_leaves(condition, tolerance):
+    n = 40
+    if not is_x64():
+        condition, tolerance = condition**0.5, tolerance**0.5
+    u = np.linalg.qr(normal((n, n)))[0]
+    a = np.asarray(as_array((u * np.geomspace(1 / condition, 1, n)) @ u.T), float)
+    a = (a + a.T) / 2
+    solver = lx.CG(tolerance, tolerance, max_steps=10_000)
+    inverse = tx.InverseLinearOperator(as_operator(a, psd=True), solver)
+    exact = np.linalg.inv(a)
+    key = jr.key(0)
+    for estimate, truth in (
+        (tx.trace(key, inverse, n), np.trace(exact)),
+        (tx.trace(key, 2.0 * inverse + as_operator(a), n), np.trace(2 * exact + a)),
+        (tx.diagonal(key, inverse, n), np.diag(exact)),
+    ):
+        error, bar = np.abs(estimate.value - truth), estimate.standard_error
+        assert np.all(error <= 2 * bar)
+        assert np.all(bar <= 1e3 * np.max(error) + 1e3 * eps() * np.abs(truth))
+    # By the errors of whole columns, which are of first order in the residual.
+    estimate = tx.frobenius_norm_squared(key, inverse, n)
+    assert abs(estimate.value - np.sum(exact**2)) <= estimate.standard_error

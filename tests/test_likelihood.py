@@ -9,7 +9,14 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import PSD, assert_close, float_dtype, is_x64, z_score
+from helpers import (
+    PSD,
+    as_operator,
+    assert_close,
+    float_dtype,
+    is_x64,
+    z_score,
+)
 from kernels import Matern
 
 import traceax as tx
@@ -396,3 +403,65 @@ def test_the_control_vanishes_where_the_space_has_found_all():
 
         found = jax.jit(jax.vmap(lambda key: estimate(key).value))
         assert_close(found(jr.split(jr.key(2), 4)), truth, 0, 1e-5)
+
+
+@jax.jit
+def _at_extremes(logs):
+    x, y = data(n=24)
+
+    def value(logs):
+        length, scale, noise = jnp.exp(logs)
+        p = Problem(jnp.full(2, length), scale, noise)
+        found = tx.gaussian_log_likelihood(
+            jr.key(0), p.kernel(x), y, 16, shift=noise, preconditioner=6, throw=False
+        )
+        return found.value, found.result
+
+    return jax.value_and_grad(value, has_aux=True)(logs)
+
+
+@pytest.mark.parametrize("far", [-90, -60, 60, 90, 300])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_extreme_hyper_parameters_are_no_fault_of_the_kernel(which, far):
+    far = far if not is_x64() or abs(far) < 90 else 8 * far
+    logs = jnp.zeros(3, float_dtype()).at[which].set(far)
+    (value, result), gradient = _at_extremes(logs)
+    R = tx.RESULTS
+    blameless = R.successful, R.nonfinite, R.noise_not_positive, R.outside_domain
+    assert any(bool(result == x) for x in blameless)
+    assert jnp.isnan(value) == (result != R.successful)
+    if jnp.isnan(value):
+        assert jnp.all(jnp.isnan(gradient) | (gradient == 0))
+
+
+@pytest.mark.parametrize("shift", [0.0, -1.0, np.nan])
+def test_a_noise_that_is_not_positive_is_a_result(shift):
+    x, y = data(n=12)
+    K, options = problem().kernel(x), {"shift": shift, "throw": False}
+    for found in (
+        tx.gaussian_log_likelihood(jr.key(0), K, y, 6, **options),
+        tx.inv_quad_logdet(jr.key(0), K, y, 6, **options).inv_quad,
+        tx.logdet(jr.key(0), K, 6, preconditioner=3, **options),
+    ):
+        assert found.result == tx.RESULTS.noise_not_positive
+        assert jnp.isnan(found.value)
+    assert jnp.all(tx.choose_pivots(jr.key(0), K, 3, **options) < 12)
+    with pytest.raises(ValueError, match="shift must be positive"):
+        tx.gaussian_log_likelihood(jr.key(0), K, y, 6, shift=shift)
+
+
+@pytest.mark.parametrize("door", [tx.gaussian_log_likelihood, tx.inv_quad_logdet])
+def test_complex_observations_of_a_real_kernel_are_refused(door):
+    x, y = data(n=12)
+    with pytest.raises(TypeError, match=r"y must be real.*got an array.*two columns"):
+        door(jr.key(0), problem().kernel(x), jax.lax.complex(y, y), 12, shift=NOISE)
+
+
+def test_real_observations_of_a_complex_kernel():
+    x, y = data(n=12)
+    K = np.asarray(problem(0.0).dense(x))
+    K = K * np.exp(1j * np.subtract.outer(x[:, 0], x[:, 0]))
+    operator = as_operator(K, psd=True)
+    found = tx.inv_quad_logdet(jr.key(0), operator, y, 12, shift=NOISE).inv_quad.value
+    truth = np.vdot(y, np.linalg.solve(K + NOISE * np.eye(12), y)).real
+    assert_close(found, truth, rtol=1e-9 if is_x64() else 1e-3)

@@ -60,6 +60,87 @@ def _standard_promotion():
         yield
 
 
+def test_complex_vectors_keep_their_imaginary_part():
+    x = jnp.linspace(0, 1, N, dtype=float_dtype())
+    v = jnp.asarray(np.random.default_rng(0).normal(size=(2, N)), float_dtype())
+    kernel = tx.KernelLinearOperator(lambda a, b: jnp.exp(-((a - b) ** 2)), x)
+    square = tx.MatrixFunctionLinearOperator(kernel, jnp.square, N)
+    for operator in (kernel, square):
+        parts = [operator.mv(x) for x in v]
+        product = operator.mv(jax.lax.complex(*v))
+        assert_close(product, jax.lax.complex(*parts), rtol=1e-5)
+
+
+#
+# Tags on expressions
+#
+
+
+def _tagged_expressions():
+    """Diagonal expressions of functions, and the exact diagonal of each."""
+    d = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 60), float_dtype())
+    space = jax.eval_shape(lambda: d)
+    D = lx.FunctionLinearOperator(lambda v: d * v, space)
+    other = lx.FunctionLinearOperator(lambda v: v[::-1], space)
+    stored = lx.MatrixLinearOperator(jnp.diag(d))
+    return {
+        "multiple": (2.0 * D, 2 * d),
+        "quotient": (D / 2.0, d / 2),
+        "negative": (-D * -1.0, d),
+        "sum": (D + 3.0 * stored, 4 * d),
+        "composed": (D @ D, d**2),
+        "cancelling": (other @ other, jnp.ones_like(d)),
+        "of tags": (lx.TaggedLinearOperator(D + D, lx.symmetric_tag) / 4.0, d / 2),
+    }
+
+
+@pytest.mark.parametrize("name", list(_tagged_expressions()))
+def test_a_tag_on_an_expression_is_believed(name, key):
+    expression, d = _tagged_expressions()[name]
+    tags = lx.diagonal_tag, PSD
+    operator = lx.TaggedLinearOperator(expression, tags)
+    estimate = tx.diagonal(key, operator, 4)
+    assert_close(estimate.value, d, rtol=1e-5)
+    assert estimate.stats["num_matvecs"] <= 1
+    if name != "multiple":
+        return
+    beside = operator + lx.TaggedLinearOperator(2.0 * expression, tags)
+    assert_close(tx.trace(key, beside, 4).value, 3 * jnp.sum(d), rtol=1e-5)
+    estimate = tx.logdet(key, 3.0 * operator, 4, shift=0.5)
+    assert_close(estimate.value, jnp.sum(jnp.log(3 * d + 0.5)), rtol=1e-5)
+
+
+def test_other_tags_on_expressions(key):
+    n = 30
+    rng = np.random.default_rng(1)
+    a = jnp.asarray(rng.normal(size=(n, n)), float_dtype())
+    bands = jnp.triu(jnp.tril(a, 1), -1)
+    function = lx.FunctionLinearOperator(
+        lambda v: bands @ v, jax.eval_shape(lambda: a[0])
+    )
+    tridiagonal = lx.TaggedLinearOperator(2.0 * function, lx.tridiagonal_tag)
+    estimate = tx.trace(key, tridiagonal, 4)
+    assert_close(estimate.value, 2 * jnp.trace(a), rtol=1e-4)
+    assert estimate.stats["num_matvecs"] == 2
+    lower = lx.MatrixLinearOperator(jnp.tril(a)) * 2.0 + lx.MatrixLinearOperator(a * 0)
+    lower = lx.TaggedLinearOperator(lower, lx.lower_triangular_tag)
+    estimate = tx.trace(key, lower, 4)
+    assert_close(estimate.value, 2 * jnp.trace(a), rtol=1e-4)
+    assert estimate.stats["num_matvecs"] == 0
+    unit = 2.0 * lx.TaggedLinearOperator(function + function, lx.unit_diagonal_tag)
+    assert tx.trace(key, unit, 4).value == 2 * n
+
+
+@pytest.mark.usefixtures("_standard_promotion")
+def test_a_tag_on_a_complex_expression(key):
+    d = jnp.linspace(1, 2, 40, dtype=float_dtype())
+    function = lx.FunctionLinearOperator(lambda v: d * v, jax.eval_shape(lambda: d))
+    operator = lx.TaggedLinearOperator(function * (1 + 2j), lx.diagonal_tag)
+    for x in (operator, operator * 1j):
+        factor = (1 + 2j) * (1 if x is operator else 1j)
+        assert_close(tx.diagonal(key, x, 4).value, factor * d, rtol=1e-5)
+
+
 @pytest.mark.x64
 @pytest.mark.usefixtures("_standard_promotion")
 def test_complex_multiples_of_real_operators(key):

@@ -240,6 +240,51 @@ def test_small_problems(key):
     assert exact.value == 30
 
 
+@pytest.mark.parametrize("k", [40, 44, 60, 200, None])
+def test_a_loop_that_fails_leaves_n_products_for_the_exact_answer(key, k):
+    n = 40
+    a = matrix("flat", n)
+    operator, taken = counting(jnp.asarray(a, float_dtype()))
+    operator = lx.TaggedLinearOperator(operator, PSD)
+    estimate = tx.trace(key, operator, k, rtol=1e-5, throw=False)
+    assert estimate.result == tx.RESULTS.successful
+    assert_close(estimate.value, np.trace(a), rtol=1e-5)
+    assert half_width(estimate) <= 1e-5 * estimate.value
+    number = taken(estimate)
+    assert number == estimate.stats["num_matvecs"] <= (k or 2 * n)
+    assert tx.CHOICES[estimate.stats["choice"]] == tx.CHOICES[tx.CHOICES.budget]
+    loose = tx.trace(key, operator, k, rtol=0.5, throw=False)
+    few = k is None or k > 50
+    assert (loose.stats["num_matvecs"] < n) == few
+
+
+def test_derivatives_where_lanes_end_with_the_exact_answer(key):
+    a = jnp.asarray(matrix("flat", 40), float_dtype())
+
+    def value(scale, rtol):
+        operator = lx.MatrixLinearOperator(scale**2 * a, PSD)
+        estimate = tx.trace(key, operator, 80, rtol=rtol, throw=False)
+        return estimate.value, estimate.stats["num_matvecs"]
+
+    rtols = jnp.asarray([0.5, 1e-9], float_dtype())
+    run = jax.jit(jax.vmap(jax.value_and_grad(value, has_aux=True), (None, 0)))
+    (values, products), gradients = run(1.5, rtols)
+    assert products[0] < 40 <= products[1] <= 80
+    truth = 2.25 * jnp.trace(a)
+    assert_close(values[0], truth, rtol=0.5)
+    assert_close(values[1], truth, rtol=1e-5)
+    assert_close(gradients[0], 2 * truth / 1.5, rtol=0.1)
+    assert_close(gradients[1], 2 * truth / 1.5, rtol=1e-5)
+
+
+def test_never_more_than_n_products_are_advised(key):
+    operator = as_operator(matrix("flat", 40), psd=True)
+    estimate = tx.trace(key, operator, 30, rtol=1e-6, throw=False)
+    assert estimate.result == tx.RESULTS.tolerance_not_met
+    assert estimate.stats["products_needed"] == 40
+    assert "about 40 products" in str(estimate)
+
+
 def test_failures(key):
     operator = as_operator(matrix("flat", N))
     with pytest.raises(Exception, match="tolerance was not met"):

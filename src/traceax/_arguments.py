@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Key, PyTree
 
 # Of a budget that isn't given.
-_FEWEST_OF_CAP, _ENTRIES_OF_CAP = 64, 2**27
+_FEWEST_OF_CAP, _MOST_OF_CAP, _ENTRIES_OF_CAP = 64, 1000, 2**27
 # NumPy's floating-point dtypes that are JAX's, too.
 _FLOATING = (np.float16, np.float32, np.float64, np.complex64, np.complex128)
 
@@ -175,7 +175,7 @@ def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
     """`k` as a positive Python int.
 
     Left out, with a tolerance, it is 1,000 products, and fewer where blocks of 2^27 entries
-    are full before.
+    are full before; 2 n where n is at most 1,000: the last n give the exact answer.
     """
     if k is not None:
         return check_budget(k, where)
@@ -184,7 +184,9 @@ def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
             f"{where}: k must be a Python int unless rtol or atol is given, got None of "
             "type NoneType; pass the number of matrix-vector products that may be used."
         )
-    return max(1, min(n, 1000, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // max(n, 1))))
+    if n <= _MOST_OF_CAP:
+        return max(1, 2 * n)
+    return min(_MOST_OF_CAP, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // n))
 
 
 def without_numpy(given: Any) -> Any:

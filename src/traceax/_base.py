@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Inexact, Key, PyTree
 from ._accuracy.error_bar import exact_bar
 from ._drive import Estimator
 from ._operators.block import has_real_trace
-from ._operators.columns import diagonal_by_products
+from ._operators.columns import map_columns
+from ._operators.inverse import errors_of_solves, solve_of_column, solver_tolerance
 from ._primitive import Blocks, Identity, StandIn, make_outcome
 from ._state import check_state, functional_of, init_state, state_space
 
@@ -132,13 +133,26 @@ class TraceEstimator(Estimator):
 
     def _exact(self, state):
         space, functional = state_space(state), functional_of(state)
-        entries = diagonal_by_products(state.operator)
+        operator = state.operator
+
+        def entry(column, j):
+            return column[j], solve_of_column(operator, column, j)
+
+        entries, solves = map_columns(operator, entry)
         sizes = space.rounding * functional.sum(jnp.abs(entries))
         bar = exact_bar(functional.sum(entries), sizes)
-        return *bar[:2], {"num_matvecs": space.size}, Identity(state.operator)
+        if solves is not None:
+            # As good as the products. Their errors may all be of one sign.
+            more = functional.sum(errors_of_solves(solves).diagonal)
+            bar = bar._replace(standard_error=bar.standard_error + more)
+        return *bar[:2], {"num_matvecs": space.size}, Identity(operator)
 
     def _finish(self, state, computed):
         value, error, stats, blocks = computed
+        tolerance = solver_tolerance(state.operator)
+        if tolerance is not None and not isinstance(blocks, Identity):
+            # Exact answers measure what solvers leave.
+            error = jnp.hypot(error, tolerance * jnp.abs(value))
         stand_in = blocks if isinstance(blocks, StandIn) else Blocks([blocks])
         dtype, real = state_space(state).compute_dtype, has_real_trace(state.operator)
         return make_outcome(value, error, stats, dtype, real=real), stand_in

@@ -31,6 +31,7 @@ from ._operators.block import (
 )
 from ._operators.check import as_complex, checked_operator
 from ._operators.columns import map_columns
+from ._operators.inverse import errors_of_solves, solve_of_column
 from ._operators.known_diagonal import known_diagonal
 from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
@@ -262,16 +263,21 @@ def frobenius_norm_squared(
 def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
     space = space_of(operator)
 
-    def norm(column, _):
+    def norm(column, j):
         unit = jax.lax.stop_gradient(power_of_two_scale(column))
-        return jnp.sum(squares(column / unit.astype(column.dtype))), unit
+        square = jnp.sum(squares(column / unit.astype(column.dtype)))
+        return square, unit, solve_of_column(operator, column, j)
 
-    norms, units = map_columns(operator, norm)
+    norms, units, solves = map_columns(operator, norm)
     # Zero columns have none.
     units = jnp.where(norms == 0, 0, units)
     unit = divisor(jnp.max(units, initial=0))
     value = jnp.sum(norms * (units / unit) ** 2) * unit * unit
     bar = exact_bar(value, value)
+    if solves is not None:
+        lengths = jax.lax.stop_gradient(units * jnp.sqrt(norms))
+        more = 2 * jnp.sum(lengths * errors_of_solves(solves).columns)
+        bar = bar._replace(standard_error=bar.standard_error + more)
     stats = {"num_matvecs": space.size}
     return make_outcome(*bar[:2], stats, space.compute_dtype, real=True)
 

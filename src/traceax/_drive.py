@@ -4,14 +4,22 @@ import abc
 from typing import Any, ClassVar
 
 import equinox as eqx
+import equinox.internal as eqxi
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
 from ._accuracy.error_bar import ErrorBar
-from ._accuracy.tolerance import EXACT_SIZE, Stop, make_stop, tolerance_result
+from ._accuracy.tolerance import (
+    LEAST_PRODUCTS,
+    Stop,
+    make_stop,
+    products_of_loop,
+    tolerance_result,
+)
 from ._arguments import budget_of
-from ._estimate import Estimate, raise_failure
+from ._estimate import RESULTS, Estimate, raise_failure
 from ._operators.block import as_data, columns_at_once
 from ._operators.columns import unit_columns
 from ._primitive import Algorithm, Outcome, StandIn, estimate
@@ -36,6 +44,14 @@ class Estimator(eqx.Module):
             "traceax.XTraceEstimator(), traceax.KrylovAwareEstimator() for spectral "
             "functions, or leave out rtol and atol."
         )
+
+    def least_of_loop(self, state: Any) -> int:
+        """The fewest products that a loop to a tolerance is worth beginning with. Optional."""
+        return LEAST_PRODUCTS
+
+    def stats_of_size(self, stats: dict[str, Any], size: int) -> dict[str, Any]:
+        """`stats` of a loop in the shapes of those of an exact answer. Optional."""
+        return stats
 
     def check_budget(self, k: int, *, at_most: bool) -> None:
         """Refuses budgets that can't be spent; `at_most`: caps of a tolerance. Optional."""
@@ -124,16 +140,24 @@ def run_estimator(
         if total >= size > k:
             # An exact answer takes n products of its own.
             total = max(size - 1, kept.budget)
-    if stop is not None and size > EXACT_SIZE:
-        # A loop that fails to meet the tolerance leaves nothing for an exact answer.
-        total = min(total, size - 1)
+    loop = (
+        k if stop is None else products_of_loop(k, size, estimator.least_of_loop(state))
+    )
+    # A loop that fails to meet the tolerance leaves n products for the exact answer.
+    then_exact = 0 < loop < size <= k
+    if then_exact:
+        spent = 0 if kept is None else kept.budget
+        total = max(min(spent + loop, size - 1), spent)
     if total < size:
         estimator.check_budget(k if stop is None else total, at_most=stop is not None)
     operator = as_data(state.operator)
     primal = state
     if operator is not state.operator:
         primal = eqx.tree_at(lambda x: x.operator, state, operator)
-    outcome = estimate(_Run(estimator, total, stop), primal)
+    run, at_n = _Run(estimator, total, stop), _Run(estimator, size, None)
+    outcome = (
+        _estimate_or_exact(run, at_n, primal) if then_exact else estimate(run, primal)
+    )
     kept = outcome.kept
     if kept is not None:
         if not isinstance(kept, Kept):
@@ -170,4 +194,34 @@ class _Run(Algorithm):
         outcome, stand_in = self.estimator._finish(state, computed)
         bar = self.estimator.bar_of(outcome)
         result = tolerance_result(self.stop, bar, outcome.result)
-        return outcome._replace(result=result), stand_in
+        needed = outcome.stats["products_needed"]
+        # Where it isn't known, it stays infinite.
+        most = jnp.asarray(state_space(state).size, needed.dtype)
+        needed = jnp.where(jnp.isfinite(needed), jnp.minimum(needed, most), needed)
+        stats = {**outcome.stats, "products_needed": needed}
+        return outcome._replace(result=result, stats=stats), stand_in
+
+
+@eqx.filter_jit
+def _estimate_or_exact(loop: _Run, exact: _Run, state: Any) -> Outcome:
+    """The estimate of a loop; the exact answer where it doesn't meet the tolerance."""
+    outcome = estimate(loop, state)
+    stats = loop.estimator.stats_of_size(outcome.stats, exact.k)
+    parts = (*outcome[:3], stats)
+    unmet = outcome.result == RESULTS.tolerance_not_met
+
+    def exactly():
+        found = estimate(exact, state)
+        used = stats["num_matvecs"] + found.stats["num_matvecs"]
+        needed = jnp.full_like(stats["products_needed"], exact.k)
+        counts = {"num_matvecs": used, "products_needed": needed}
+        others = {**stats, **found.stats, **counts}
+        return jtu.tree_map(
+            lambda new, old: jnp.where(unmet, new, old).astype(old.dtype),
+            (*found[:3], others),
+            parts,
+        )
+
+    # One condition for all lanes of a `vmap`, or all would take n products more.
+    parts = jax.lax.cond(eqxi.unvmap_any(unmet), exactly, lambda: parts)
+    return Outcome(*parts, outcome.kept)

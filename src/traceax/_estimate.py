@@ -53,15 +53,16 @@ class RESULTS(eqx.Enumeration):
         "semidefinite. Give a number below the spectrum, or none; or remove the tag."
     )
     noise_not_positive = (
-        "The noise is not positive: `shift` of a likelihood, or of a preconditioner. Keep it "
-        "positive, by its logarithm as a parameter for example."
+        "The noise is not positive, or rounds to 0: `shift` of a likelihood, or of a "
+        "preconditioner. Keep it positive, by its logarithm as a parameter for example, and "
+        "above the smallest number of its dtype."
     )
     tolerance_not_met = (
-        "The tolerance was not met with the products that were allowed, n - 1 at most. "
+        "The tolerance was not met with the products that were allowed. "
         "The value and its error bar are those of the products that were taken; "
-        'stats["products_needed"] is how many it would take at this rate. Allow for more '
-        "products, or a larger tolerance; n products without a tolerance give the exact "
-        "answer."
+        'stats["products_needed"] is how many it would take at this rate, and n at most, '
+        "which give the exact answer without a tolerance. Allow for more products, 2 n to "
+        "be sure, or a larger tolerance."
     )
     outside_domain = (
         "The function is not finite at an eigenvalue of the operator, such as a "
@@ -151,6 +152,13 @@ class Estimate(eqx.Module):
         state: PyTree,
         by: str = "",
     ):
+        # A number that must not be used is none.
+        failed = (result != RESULTS.successful) & (result != RESULTS.tolerance_not_met)
+        unusable = jnp.where(failed, jnp.nan, 1.0)  # a factor, so of derivatives too
+        value = jtu.tree_map(lambda x: x * unusable.astype(x.dtype), value)
+        standard_error = jtu.tree_map(
+            lambda x: jnp.where(failed, UNKNOWN, x), standard_error
+        )
         self.value = value
         self._by = by.removesuffix("Estimator")
         self._standard_error = jtu.tree_map(
@@ -229,7 +237,9 @@ class Estimate(eqx.Module):
         needed = float(np.max(self.stats.get("products_needed", math.inf)))
         if not math.isfinite(needed):
             return "how many products it would take is not known"
-        return f"at this rate it would take about {float(f'{needed:.2g}'):.0f} products"
+        # Rounded, not to more than n.
+        needed = min(float(f"{needed:.2g}"), math.ceil(needed))
+        return f"at this rate it would take about {needed:.0f} products"
 
     def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.

@@ -91,6 +91,9 @@ class GrowingEstimator(TraceEstimator):
         """Entries of `stats` besides those of all estimators. Optional."""
         return {}
 
+    def least_of_loop(self, state):
+        return max(LEAST_PRODUCTS, 2 * self.products_per_unit)
+
     def compute(self, state, k):
         other = self.fallback(state, k)
         if other is not None:

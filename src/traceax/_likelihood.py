@@ -15,7 +15,7 @@ from ._arguments import budget_of, check_key, require
 from ._drive import run_estimator
 from ._estimate import RESULTS, UNKNOWN, Estimate, finite_or_failed, raise_failure
 from ._linalg.whitening import Whitening
-from ._operators.block import as_data, space_of
+from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
 from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
 from ._progress import NO_PROGRESS_METER
@@ -92,7 +92,8 @@ def inv_quad_logdet(
     noise: above 1 more columns would save products.
 
     **Raises:** as [`traceax.trace_function`][]; `ValueError` for a y of another length, or
-    a noise that isn't positive.
+    a noise that isn't positive; `TypeError` for a complex y of a real operator, whose real
+    and imaginary parts are two right-hand sides.
 
     **Reference:** Gardner, Pleiss, Bindel, Weinberger and Wilson, "GPyTorch", NeurIPS
     (2018), arXiv:1809.11165, for both terms from the same products; Chen, Epperly, Tropp and
@@ -100,11 +101,12 @@ def inv_quad_logdet(
     doi:10.1007/s10915-025-02799-z, for the brackets.
     """
     where = "traceax.inv_quad_logdet"
-    problem = _pose(where, key, operator, shift, preconditioner, y)
+    throw = options.get("throw", True)
+    problem = _pose(where, key, operator, shift, preconditioner, y, throw)
     estimate = problem.estimate(k, estimator, **options)
     logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
     solution = problem.solution(estimate)
-    if options.get("throw", True):
+    if throw:
         logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad)
     return InvQuadLogdet(logdet, inv_quad, solution)
 
@@ -145,9 +147,10 @@ def gaussian_log_likelihood(
     **Raises:** as [`traceax.inv_quad_logdet`][].
     """
     where = "traceax.gaussian_log_likelihood"
-    problem = _pose(where, key, operator, shift, preconditioner, y)
+    throw = options.get("throw", True)
+    problem = _pose(where, key, operator, shift, preconditioner, y, throw)
     estimate = problem.likelihood(problem.estimate(k, estimator, **options))
-    return raise_failure(estimate) if options.get("throw", True) else estimate
+    return raise_failure(estimate) if throw else estimate
 
 
 def preconditioned_logdet(
@@ -161,9 +164,10 @@ def preconditioned_logdet(
     **options: Unpack[Options],
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
-    problem = _pose(where, key, operator, shift, preconditioner, None)
+    throw = options.get("throw", True)
+    problem = _pose(where, key, operator, shift, preconditioner, None, throw)
     estimate = problem.logdet(problem.estimate(k, estimator, **options))
-    return raise_failure(estimate) if options.get("throw", True) else estimate
+    return raise_failure(estimate) if throw else estimate
 
 
 def _pose(
@@ -173,15 +177,16 @@ def _pose(
     shift: ArrayLike,
     preconditioner: Preconditioner,
     y: Any,
+    throw: bool,
 ) -> "_Problem":
     """The problem of these arguments, once checked."""
     key, operator = check_key(key, where), checked_operator(operator, where)
     space = space_of(operator)
-    noise = noise_of(operator, shift, where)
+    noise = noise_of(operator, shift, where, throw=throw)
     P = make_preconditioner(key, operator, preconditioner, noise, where)
     shape, right = (space.size, 0), None
     if y is not None:
-        y = _check_right(y, space.size, where).astype(space.compute_dtype)
+        y = _check_right(y, space, where).astype(space.compute_dtype)
         shape, right = y.shape, P.apply(y.reshape(space.size, -1))
     one = jnp.ones((), space.real_dtype)
     B = PreconditionedLinearOperator(as_data(operator), P)
@@ -315,8 +320,9 @@ class _Problem(NamedTuple):
         stats = {**kept, "num_columns": P.num_columns, "residual": residual}
         result = estimate.result
         for bad, reason in (
-            (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
             (~P.semidefinite, RESULTS.not_semidefinite),
+            (~jnp.isfinite(P.residual_trace), RESULTS.nonfinite),
+            (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
         ):
             result = RESULTS.where(bad, reason, result)
         result = finite_or_failed(value, result)
@@ -338,7 +344,8 @@ def _with_rounding(error, *parts) -> Float[Array, ""]:
     return jnp.where(known, jnp.hypot(error, rounding), UNKNOWN)
 
 
-def _check_right(y: Any, n: int, where: str) -> Inexact[Array, "n ..."]:
+def _check_right(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:
+    n = space.size
     hint = f"pass the n = {n} observations, or a column of them for each output"
     is_array = isinstance(y, jax.Array | np.ndarray)
     require(is_array, where, "y must be an array", y, hint, TypeError)
@@ -347,4 +354,11 @@ def _check_right(y: Any, n: int, where: str) -> Inexact[Array, "n ..."]:
     shaped = y.ndim in (1, 2) and y.shape[0] == n and y.size > 0
     what = f"y must be of shape ({n},) or ({n}, q)"
     require(shaped, where, what, y, hint)
+    real = space.is_complex or not jnp.iscomplexobj(y)
+    what = "y must be real, as the operator is"
+    hint = (
+        "pass its real and imaginary parts as two columns, "
+        "jnp.stack([y.real, y.imag], axis=1)"
+    )
+    require(real, where, what, y, hint, TypeError)
     return jnp.asarray(y)

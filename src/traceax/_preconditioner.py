@@ -84,7 +84,7 @@ def choose_pivots(
     where = "traceax.choose_pivots"
     key, operator = check_key(key, where), checked_operator(operator, where)
     columns = _check_number(columns, space_of(operator).size, "columns", where)
-    noise = noise_of(operator, shift, where)
+    noise = noise_of(operator, shift, where, throw=throw)
     pivots = _choose(key, as_data(operator), noise, columns)
     indices = pivots.indices
     if throw:
@@ -234,9 +234,9 @@ def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
 
 
 def noise_of(
-    operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str
+    operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str, *, throw: bool
 ) -> Float[Array, " n"]:
-    """The noise of every unknown. Not positive only where it is traced."""
+    """The noise of every unknown. Not positive only where it is traced, or not to throw."""
     space = space_of(operator)
     hint = "it is the noise, a positive number or one for each observation"
     numbers = int | float | np.number | np.ndarray | jax.Array
@@ -249,7 +249,7 @@ def noise_of(
     real = any(jnp.issubdtype(given.dtype, x) for x in (jnp.floating, jnp.integer))
     what = f"shift must be real and of shape () or ({space.size},)"
     require(real and given.shape in ((), (space.size,)), where, what, shift, hint)
-    if not traced:
+    if throw and not traced:
         least = float(np.min(given))
         what = "shift must be positive with a preconditioner"
         require(least > 0, where, what, f"{least:.3g}", hint)

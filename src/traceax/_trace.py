@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.tolerance import EXACT_SIZE, Stop, make_stop
+from ._accuracy.tolerance import Stop, make_stop, products_of_loop
 from ._arguments import budget_of, check_key
 from ._base import TraceEstimator
 from ._drive import run_estimator
@@ -91,10 +91,11 @@ def trace(
     - `operator`: a square lineax operator, over arrays or PyTrees, real or complex.
     - `k`: a positive Python int, the budget of products. It may be left out with a
         tolerance: then 1,000 products are the most, and fewer where blocks of 2^27
-        entries are full before.
+        entries are full before; 2 n for `n <= 1000`, to end with the exact answer.
     - `estimator`: a [`traceax.TraceEstimator`][], used on the whole operator as given.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
-        `level` is at most `atol + rtol |value|`, and at most k of them. Each
+        `level` is at most `atol + rtol |value|`, and at most k of them. If `k >= n`, the
+        last n are for the exact answer, where those before don't meet the tolerance. Each
         a real number, which may be traced: one program serves all. The interval is
         valid though it was judged repeatedly; see the page on tolerances. Taken by
         [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
@@ -156,10 +157,10 @@ def estimate_whole(
     else:
         budget, choice = k - split.num_matvecs, CHOICES.given
         if estimator is None:
-            small = stop is None or space.size <= EXACT_SIZE
+            at_once = stop is None or products_of_loop(budget, space.size) == 0
             fixed = stop is None and isinstance(functional, Trace)
             estimator, choice = _choose(
-                split.remainder, budget, functional, exact=small, fixed=fixed
+                split.remainder, budget, functional, exact=at_once, fixed=fixed
             )
         if stop is not None:
             exact = None if split.exact is None else functional.sum(split.exact)
@@ -168,6 +169,9 @@ def estimate_whole(
         if not isinstance(functional, Trace):
             part = TraceState(part.key, part.operator, functional=functional)
         estimate = run_estimator(estimator, part, budget, stop, throw=False)
+        if stop is not None and choice is not CHOICES.given:
+            all_taken = estimate.stats["num_matvecs"] >= space.size
+            choice = CHOICES.where(all_taken, CHOICES.budget, choice)
     if split.exact is not None or split.factor is not None:
         real = has_real_trace(operator)
         # What was kept is of the rest alone: the state is one that begins anew.

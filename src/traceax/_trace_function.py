@@ -70,9 +70,10 @@ def trace_function(
         place of guessed: see [`traceax.KrylovAwareEstimator`][]. Nothing checks this.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, for every leaf of what `fn` returns,
-        and at most k of them. Each a real number, which may be traced: one
-        program serves all. Taken by [`traceax.KrylovAwareEstimator`][]; see the
-        page on tolerances.
+        and at most k of them. If `k >= n`, the last n are for the exact answer, where
+        those before don't meet the tolerance. Each a real number, which may be traced:
+        one program serves all. Taken by [`traceax.KrylovAwareEstimator`][]; see the page
+        on tolerances.
     - `level`: of that interval, a Python number between 0 and 1.
     - `progress_meter`: shows how far an estimate to a tolerance is; nothing by default.
     - `throw`: whether a failure raises an error at run time, or is only reported in

@@ -32,8 +32,8 @@ _WIDENING = 2.0
 # next one is at count // 3 more. Both are chosen, and in the rule that this script simulates.
 LEAST_PRODUCTS = 8
 _CHECK_DIVISOR = 3
-# Size of an operator up to which the answer is exact where the budget allows it; chosen.
-EXACT_SIZE = 32
+# Size of an operator up to which the answer is exact at once where the budget allows it; chosen.
+_EXACT_SIZE = 32
 # Powers of the number of units by which a forecast lets error bars fall: that of Monte Carlo
 # at least, and at most one that is chosen.
 _LEAST_POWER, _LARGEST_POWER = 0.5, 8.0
@@ -281,6 +281,18 @@ def run_until(
     loop = jax.lax.while_loop(proceed, body, loop)
     meter.close(loop.meter)
     return loop
+
+
+def products_of_loop(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
+    """How many of k products a loop may take: what the exact answer's n leave, less than n.
+
+    All of them where there are less than n. 0 where the answer is exact at once: where what
+    is left is below the least that a loop takes, and for few unknowns.
+    """
+    if k < size:
+        return k
+    left = min(k - size, size - 1)
+    return left if size > _EXACT_SIZE and left >= least else 0
 
 
 def step_width(limit: int, minimum: int) -> int:

@@ -148,7 +148,9 @@ def choose(
     search = jax.lax.while_loop(needs_more, another_round, start)
     trace = jnp.sum(search.residual)
     finite = jnp.isfinite(trace)
-    return Pivots(search.indices[:most], trace, search.semidefinite, finite)
+    # Numbers that left the range say nothing about K.
+    semidefinite = search.semidefinite | ~jnp.isfinite(jnp.sum(diagonal**2))
+    return Pivots(search.indices[:most], trace, semidefinite, finite)
 
 
 def _eliminate(

@@ -32,8 +32,8 @@ class Whitening(eqx.Module):
     - `num_columns`: how many pivots are active.
     - `trace`, `residual_trace`: the traces of `N^-1 K` and of `N^-1 (K - F F^*)`: what
         columns bought.
-    - `semidefinite`: false if K is finite and is not, as its diagonal, the block of the
-        pivots or a residual shows.
+    - `semidefinite`: false if K is not, as its diagonal, the block of the pivots or a
+        residual shows, all of whose squares are in the range of numbers.
     """
 
     basis: Inexact[Array, "n r"]
@@ -138,7 +138,7 @@ def whiten(
     residual = diagonal - jnp.sum(squares(frozen), axis=1)
     # NaN is what the factorisation of a matrix makes that isn't definite.
     definite = jnp.all(residual >= -rounding_of(diagonal).negative)
-    finite = jnp.isfinite(jnp.sum(jnp.abs(columns)) + jnp.sum(diagonal))
+    finite = jnp.isfinite(jnp.sum(squares(columns)) + jnp.sum(diagonal**2))
     return Whitening(
         basis,
         root,

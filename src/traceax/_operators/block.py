@@ -17,6 +17,7 @@ import jax.extend.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import lineax.internal as lxi
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
@@ -152,6 +153,8 @@ def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperato
 def is_data(leaf: Any) -> bool:
     """Whether a leaf is what it is for good, as arrays and constants are."""
     constant = str | jax.extend.core.Jaxpr | jax.stages.Wrapped
+    if any(leaf is norm for norm in (lxi.max_norm, lxi.rms_norm, lxi.two_norm)):
+        return True  # of lineax's solvers
     return eqx.is_array_like(leaf) or isinstance(leaf, constant)
 
 

@@ -77,6 +77,9 @@ def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """
     space = space_of(operator)
     dtype = space.compute_dtype
+    known = known_diagonal(operator)
+    if known is not None:
+        return known.read().astype(dtype)
     match operator:
         case KernelLinearOperator():
             diagonal = operator.diagonal()
@@ -95,8 +98,7 @@ def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
         case ShiftedLinearOperator():
             diagonal = diagonal_of(operator.operator) + _as(dtype, operator.shift)
         case _:
-            known = known_diagonal(operator)
-            diagonal = diagonal_by_products(operator) if known is None else known.read()
+            diagonal = diagonal_by_products(operator)
     return diagonal.astype(dtype)
 
 

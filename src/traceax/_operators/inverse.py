@@ -1,16 +1,18 @@
 """The inverse of an operator as an operator."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
 
 from .._arguments import kind_of
-from .block import Dense, as_function, is_known, register
-from .check import checked_operator
+from .._linalg.tall import column_norms
+from .block import Dense, apply_block, as_function, is_hermitian, is_known, register
+from .check import ComplexLinearOperator, checked_operator
+from .shifted import ShiftedLinearOperator
 
 _WHERE = "traceax.InverseLinearOperator"
 
@@ -25,6 +27,10 @@ class InverseLinearOperator(Dense):
 
     A product is a solve: a budget of k is k solves. Differentiable to any order. It is
     semidefinite, symmetric, diagonal or triangular where A is.
+
+    The error bar of an exact answer holds what the solver leaves, by residuals, which take
+    products with A; it is unknown where a solver that iterates is within a product of
+    operators, or in several terms of a sum.
 
     Where a solve fails, what comes out is NaN, and the `result` of an estimate is
     `traceax.RESULTS.nonfinite`.
@@ -81,6 +87,128 @@ class InverseLinearOperator(Dense):
 
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()
+
+
+_ITERATIVE = (lx.CG, lx.BiCGStab, lx.GMRES, lx.LSMR)
+# Of other solvers, which iterate, nothing is known but by their residuals.
+_DIRECT = (
+    lx.AutoLinearSolver,
+    lx.Cholesky,
+    lx.Diagonal,
+    lx.LU,
+    lx.QR,
+    lx.SVD,
+    lx.Triangular,
+    lx.Tridiagonal,
+)
+
+
+class SolveErrors(NamedTuple):
+    """What solves make of the diagonal of an operator, and of each of its columns."""
+
+    diagonal: Float[Array, " n"]
+    columns: Float[Array, " n"]
+
+
+class Solves(NamedTuple):
+    """Solutions x of `A x = e_j`, with residuals r: a scalar each, or one a column.
+
+    - `residuals`: `|r|`.
+    - `sizes`: `|x|`.
+    - `forms`: `|x^* r|`; infinite where A isn't Hermitian.
+    """
+
+    residuals: Float[Array, "..."]
+    sizes: Float[Array, "..."]
+    forms: Float[Array, "..."]
+
+
+def solve_of_column(
+    operator: lx.AbstractLinearOperator, column: Inexact[Array, " n"], j: Int[Array, ""]
+) -> Solves | None:
+    """The solve that column j of an operator is made of; `None` if no solver iterated.
+
+    Its residual takes a product with A, but no solve. Infinite where such a solver is
+    inside of a product, or of a sum of several.
+    """
+    if not has_iterations(operator):
+        return None
+    column = jax.lax.stop_gradient(column)
+    unit = (jnp.arange(len(column), dtype=j.dtype) == j).astype(column.dtype)
+
+    def product(operator, x):
+        return apply_block(operator, x[:, None])[:, 0]
+
+    match operator:
+        case InverseLinearOperator():
+            A = operator.operator
+            r = unit - product(A, column)
+            lengths = [
+                column_norms(x[:, None])[0] for x in (r, column, product(A, unit))
+            ]
+            residual, size, size_of_A = lengths
+            rounding = jnp.finfo(size.dtype).eps * size_of_A * size
+            form = jnp.abs(jnp.vdot(column, r)) if is_hermitian(A) else jnp.inf
+            return Solves(residual + rounding, size, form + rounding * size)
+        case lx.TaggedLinearOperator() | ComplexLinearOperator():
+            return solve_of_column(operator.operator, column, j)
+        case lx.NegLinearOperator():
+            return solve_of_column(operator.operator, -column, j)
+        case lx.MulLinearOperator() | lx.DivLinearOperator():
+            factor = jnp.asarray(operator.scalar).astype(column.dtype)
+            factor = (
+                1 / factor if isinstance(operator, lx.DivLinearOperator) else factor
+            )
+            inside = solve_of_column(operator.operator, column / factor, j)
+            return inside and inside._replace(
+                sizes=jnp.abs(factor) * inside.sizes,
+                forms=jnp.abs(factor) * inside.forms,
+            )
+        case ShiftedLinearOperator():
+            shift = operator.shift.astype(column.dtype)
+            return solve_of_column(operator.operator, column - shift * unit, j)
+        case lx.AddLinearOperator():
+            parts = operator.operator1, operator.operator2
+            solved = [x for x in parts if has_iterations(x)]
+            if len(solved) == 1:
+                other = parts[0] if solved[0] is parts[1] else parts[1]
+                return solve_of_column(solved[0], column - product(other, unit), j)
+    unknown = jnp.full((), jnp.inf, jnp.finfo(column.dtype).dtype)
+    return Solves(unknown, unknown, unknown)
+
+
+def errors_of_solves(solves: Solves) -> SolveErrors:
+    """The errors of all columns of an inverse.
+
+    With the residual `R = I - A X` the error of a solve is `A^-1 R`, and A^-1 is
+    `X (I - R)^-1`. Of a Hermitian A the error of entry i of the diagonal is
+    `x_i^* r_i + r_i^* A^-1 r_i`. A residual as large as the right-hand side says nothing.
+    """
+    residuals, sizes, forms = solves
+    total = jnp.linalg.norm(residuals)
+    size = jnp.linalg.norm(sizes) / jnp.maximum(1 - total, 0)
+    columns = size * residuals
+    return SolveErrors(jnp.minimum(forms + size * residuals**2, columns), columns)
+
+
+def has_iterations(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a solver that iterates is a part of an operator."""
+    return solver_tolerance(operator) is not None
+
+
+def solver_tolerance(operator: lx.AbstractLinearOperator) -> ArrayLike | None:
+    """The largest relative tolerance of solvers that iterate; `None` without such."""
+
+    def is_inverse(x):
+        return isinstance(x, InverseLinearOperator)
+
+    parts = jtu.tree_leaves(operator, is_leaf=is_inverse)
+    solvers = [x.solver for x in parts if is_inverse(x)]
+    iterating = [x for x in solvers if not isinstance(x, _DIRECT)]
+    if not iterating:
+        return None
+    known = [x.rtol for x in iterating if isinstance(x, _ITERATIVE)]
+    return max(known, default=0.0)
 
 
 def _known(check, operator: InverseLinearOperator) -> bool:

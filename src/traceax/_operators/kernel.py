@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
+from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree, Shaped
 
 from .._arguments import (
     check_optional_integer,
@@ -28,6 +28,7 @@ from .block import (
     space_of,
     structure_of,
 )
+from .check import ComplexLinearOperator
 
 _WHERE = "traceax.KernelLinearOperator"
 # Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision, of
@@ -146,7 +147,9 @@ class KernelLinearOperator(OnePass):
             fn = eqx.filter_closure_convert(called, row, row)
         self.kernel = cast(Any, fn)
 
-    def mv(self, vector: Float[Array, " n"]) -> Float[Array, " n"]:
+    def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
+        if jnp.iscomplexobj(vector):
+            return ComplexLinearOperator(self).mv(vector)
         # Under `vmap` over vectors, one matrix product for each tile.
         dtype = space_of(self).compute_dtype
         vector = vector.astype(dtype)

@@ -1,5 +1,6 @@
 """Diagonals that the structure of an operator gives away."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Inexact
 
 from .block import apply_block, complex_dtype, is_known, space_of
-from .check import ComplexLinearOperator
+from .check import ComplexLinearOperator, as_complex
 from .shifted import ShiftedLinearOperator
 
 _CHECKS = (
@@ -36,53 +37,64 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     Diagonal, tridiagonal, triangular and unit-diagonal operators, by class or by tag,
     and their compositions. `None` for any other.
     """
-    known = {check for check in _CHECKS if is_known(check, operator)}
-    if not known:
-        return None
+    known = any(is_known(check, operator) for check in _CHECKS)
+    return _readable(operator) if known else None
+
+
+def _readable(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
+    """The diagonal, also where the entries are stored; by the fewest products."""
     space = space_of(operator)
-    dtype, n = space.compute_dtype, space.size
-    if lx.has_unit_diagonal in known:
-        return KnownDiagonal(0, lambda: jnp.ones(n, dtype))
-    inner = operator
-    while isinstance(inner, lx.TaggedLinearOperator | ComplexLinearOperator):
-        inner = inner.operator
-    match inner:
+    if is_known(lx.has_unit_diagonal, operator):
+        return KnownDiagonal(0, lambda: jnp.ones(space.size, space.compute_dtype))
+    ways = [_from_parts(operator, space.compute_dtype)]
+    # A tag holds of the expression that it is on, whatever is known of its parts. A
+    # triangular function takes n products to read.
+    for products, check in ((1, lx.is_diagonal), (2, lx.is_tridiagonal)):
+        if is_known(check, operator):
+            read = ft.partial(_coloured_diagonal, operator, products)
+            ways.append(KnownDiagonal(products, read))
+    found = [way for way in ways if way is not None]
+    return min(found, key=lambda way: way.num_matvecs, default=None)
+
+
+def _from_parts(operator: lx.AbstractLinearOperator, dtype) -> KnownDiagonal | None:
+    """The diagonal by stored entries, and by the diagonals of the operator's parts."""
+    match operator:
+        case lx.TaggedLinearOperator() | ComplexLinearOperator():
+            return _combined(lambda d: d, operator.operator)
         case lx.DiagonalLinearOperator():
-            leaves = jtu.tree_leaves(inner.diagonal)
+            leaves = jtu.tree_leaves(operator.diagonal)
             return KnownDiagonal(0, lambda: _concatenate(leaves, dtype))
         case lx.IdentityLinearOperator():
-            return KnownDiagonal(0, lambda: jnp.ones(n, dtype))
+            size = space_of(operator).size
+            return KnownDiagonal(0, lambda: jnp.ones(size, dtype))
         case lx.TridiagonalLinearOperator():
-            return KnownDiagonal(0, lambda: inner.diagonal.astype(dtype))
+            return KnownDiagonal(0, lambda: operator.diagonal.astype(dtype))
         case lx.MatrixLinearOperator():
-            return KnownDiagonal(0, lambda: jnp.diagonal(inner.matrix).astype(dtype))
+            return KnownDiagonal(0, lambda: jnp.diagonal(operator.matrix).astype(dtype))
         case lx.PyTreeLinearOperator():
-            return KnownDiagonal(0, lambda: _pytree_diagonal(inner, dtype))
+            return KnownDiagonal(0, lambda: _pytree_diagonal(operator, dtype))
         case lx.ComposedLinearOperator():
-            parts = inner.operator1, inner.operator2
+            parts = operator.operator1, operator.operator2
             return _combined(jnp.multiply, *parts) if _multiplies(*parts) else None
         case lx.NegLinearOperator():
-            return _combined(jnp.negative, inner.operator)
+            return _combined(jnp.negative, operator.operator)
         case lx.MulLinearOperator():
-            return _combined(lambda d: d * inner.scalar, inner.operator)
+            return _combined(lambda d: d * operator.scalar, operator.operator)
         case ShiftedLinearOperator():
-            return _combined(lambda d: d + inner.shift, inner.operator)
+            return _combined(lambda d: d + operator.shift, operator.operator)
         case lx.DivLinearOperator():
-            return _combined(lambda d: d / inner.scalar, inner.operator)
+            return _combined(lambda d: d / operator.scalar, operator.operator)
         case lx.AddLinearOperator():
-            return _combined(jnp.add, inner.operator1, inner.operator2)
-    if lx.is_diagonal in known:
-        return KnownDiagonal(1, lambda: _coloured_diagonal(operator, 1))
-    if lx.is_tridiagonal in known:
-        return KnownDiagonal(2, lambda: _coloured_diagonal(operator, 2))
-    return None  # a triangular function: n products to read
+            return _combined(jnp.add, operator.operator1, operator.operator2)
+    return None
 
 
 def _combined(
     fn: Callable[..., Array], *operators: lx.AbstractLinearOperator
 ) -> KnownDiagonal | None:
     """`fn` of the diagonals; complex where a scalar makes it so."""
-    parts = [known_diagonal(x) for x in operators]
+    parts = [_readable(x) for x in operators]
     known = [x for x in parts if x is not None]
     if len(known) < len(parts):
         return None
@@ -139,6 +151,9 @@ def _coloured_diagonal(
 ) -> Inexact[Array, " n"]:
     # Column c of the block is 1 at every entry of colour c. Entries of one colour are
     # too far apart to meet in a row of the operator.
+    operator = as_complex(
+        operator
+    )  # within one on complex vectors it acts on real ones
     space = space_of(operator)
     colour = np.arange(space.size) % colours
     block = jnp.asarray(colour[:, None] == np.arange(colours)[None, :])

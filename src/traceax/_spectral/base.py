@@ -1,6 +1,7 @@
 """The abstract class of estimators of spectral functions."""
 
 import abc
+import functools as ft
 import math
 from typing import Any, NamedTuple
 
@@ -19,7 +20,14 @@ from .._linalg.krylov import RitzPairs
 from .._linalg.small import divisor, eigh, frobenius, squares
 from .._linalg.tall import combine, inner, power_of_two_scale
 from .._linalg.whitening import Whitening
-from .._operators.block import Space, apply_block, complex_dtype, space_of
+from .._operators.block import (
+    Space,
+    apply_block,
+    complex_dtype,
+    is_positive_semidefinite,
+    space_of,
+)
+from .._operators.inverse import errors_of_solves, has_iterations, solve_of_column
 from .._primitive import Outcome, make_outcome
 from .._state import State, init_state
 from .blocks import SpectralBlocks, Terms
@@ -178,6 +186,13 @@ class SpectralEstimator(Estimator):
             )
         return outcome, blocks
 
+    def stats_of_size(self, stats, size):
+        # More points of weight 0.
+        missing = size - stats["ritz_values"].shape[0]
+        points = jnp.pad(stats["ritz_values"], (0, missing), mode="edge")
+        weights = jnp.pad(stats["ritz_weights"], (0, missing))
+        return {**stats, "ritz_values": points, "ritz_weights": weights}
+
     def bar_of(self, outcome):
         if isinstance(outcome.value, Terms):
             freedom = outcome.stats["degrees_of_freedom"]
@@ -265,8 +280,14 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     size = divisor(frobenius(hermitian / unit))
     asymmetry = frobenius((A - hermitian) / unit) / size
     values, vectors = eigh(hermitian)
+    error = None
+    if has_iterations(operator):
+        indices = jnp.arange(space.size, dtype=jnp.int32)
+        solves = jax.vmap(ft.partial(solve_of_column, operator), (1, 0))(A, indices)
+        of_solves = jnp.linalg.norm(errors_of_solves(solves).columns)
+        error = of_solves / divisor(jnp.max(jnp.abs(values)))
     values, noise, result = ritz_values(
-        values, asymmetry, operator, state.lower, state.size
+        values, asymmetry, operator, state.lower, state.size, error
     )
     function = state.function.in_range(values)
     leaves = [jnp.sum(f) for f in function(values)]
@@ -274,8 +295,13 @@ def _exact(state: SpectralState) -> SpectralOutcome:
         function, values, jnp.ones_like(values), noise, state.lower
     )
     infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]
+    if error is not None:
+        errors = [jnp.where(jnp.isfinite(error), x, jnp.inf) for x in errors]
     result = outside_if(decided, result)
     stats = {"num_matvecs": space.size, "result": result, **function.unit}
+    if has_bracket(state):
+        value = function.tree(leaves, values.dtype)
+        stats["bracket"] = value, value
     pairs = RitzPairs(identity, values, vectors, identity, space.size)
     forms, coordinates = None, None
     if state.right is not None:
@@ -289,6 +315,12 @@ def _exact(state: SpectralState) -> SpectralOutcome:
 #
 # What estimators share
 #
+
+
+def has_bracket(state: SpectralState) -> bool:
+    """Whether the error of a Krylov space has bounds."""
+    bounded = state.lower is not None or is_positive_semidefinite(state.operator)
+    return state.function.monotone and bounded
 
 
 def forms_between(

@@ -93,6 +93,9 @@ class KrylovAwareEstimator(SpectralEstimator):
         check_optional_integer(self.num_probes, "num_probes", name, least=1, what=what)
         check_sampler(self.sampler, name, resphere=True, independent=True)
 
+    def least_of_loop(self, state):
+        return LEAST_PRODUCTS + 2 * _kept(state)
+
     def compute(self, state, k):
         m, steps = probes_and_steps(self.num_probes, k, best_probes(k), _kept(state))
         product, start = self._begin(state, m)

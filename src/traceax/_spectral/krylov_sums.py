@@ -29,13 +29,13 @@ from .._linalg.left_out_krylov import (
 )
 from .._linalg.tall import column_norms, inner
 from .._linalg.whitening import Whitening
-from .._operators.block import is_positive_semidefinite
 from .base import (
     Forms,
     SpectralState,
     bar_of_leaves,
     form_rounding,
     forms_between,
+    has_bracket,
     likelihood_bar,
     outside_if,
 )
@@ -131,7 +131,7 @@ def krylov_sums(
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
     samples, forms = _samples(weights, leaves), None
     controls = _controls(state.preconditioner, left_out, basis, S, leaves)
-    if _has_bracket(state):
+    if has_bracket(state):
         lower = _lower_end(function, theta, state.lower)
         E = smallest_extension(T, R, (theta, S), lower, steps)
         nodes, vectors = ritz_pairs(E, width * steps, beside=width)
@@ -234,11 +234,6 @@ def _controls(
 #
 # The bracket of the Krylov error
 #
-
-
-def _has_bracket(state: SpectralState) -> bool:
-    bounded = state.lower is not None or is_positive_semidefinite(state.operator)
-    return state.function.monotone and bounded
 
 
 def _lower_end(

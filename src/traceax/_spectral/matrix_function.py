@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Float
 from .._arguments import without_numpy
 from .._operators import block
 from .._operators.block import apply_block, as_data, is_known, space_of
-from .._operators.check import checked_operator
+from .._operators.check import ComplexLinearOperator, checked_operator
 from .blocks import function_product
 from .function import SpectralFunction, checked_lower, spectral_function
 
@@ -86,7 +86,10 @@ class MatrixFunctionLinearOperator(block.Dense):
 
     def mv(self, vector):
         flat, unravel = jfu.ravel_pytree(vector)
-        x = flat.astype(space_of(self.operator).compute_dtype)
+        space = space_of(self.operator)
+        if jnp.iscomplexobj(flat) and not space.is_complex:
+            return ComplexLinearOperator(self).mv(vector)
+        x = flat.astype(space.compute_dtype)
         y = function_product(self.operator, self.fn, x, self.num_steps, self.lower)
         return unravel(y.astype(flat.dtype))
 

@@ -38,10 +38,12 @@ def ritz_values(
     operator: lx.AbstractLinearOperator,
     lower: Float[Array, ""] | None = None,
     size: Float[Array, ""] | None = None,
+    error: Float[Array, ""] | None = None,
 ) -> RitzValues:
     """`RitzValues`, given how far from symmetric the projected operator is.
 
-    `size` is that of the numbers that products are made of, where these cancel.
+    `size` is that of the numbers that products are made of, where these cancel; `error`
+    what is known of the error of products, relative to the largest.
     """
     largest = jnp.max(jnp.abs(values), initial=0)
     cancelled = 1 if size is None else jnp.maximum(size / divisor(largest), 1)
@@ -49,16 +51,22 @@ def ritz_values(
     eps = jnp.finfo(values.dtype).eps
     rounding = 8 * math.sqrt(values.shape[0]) * largest
     values = jnp.where((values < 0) & (values > -rounding * eps), 0, values)
-    result = RESULTS.successful
+    # Numbers that left the range say nothing about the operator.
+    finite = jnp.isfinite(values).all() & jnp.isfinite(asymmetry)
+    finite = finite & jnp.isfinite(cancelled)
+    result = RESULTS.where(finite, RESULTS.successful, RESULTS.nonfinite)
     if is_positive_semidefinite(operator):
-        wrong = jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest
+        wrong = finite & (jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest)
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
         values = jnp.where(wrong, values, jnp.maximum(values, 0))
     limit = max(
         _ASYMMETRY * eps, _SOLVERS, 4 * float(jnp.finfo(space_of(operator).dtype).eps)
     )
-    result = RESULTS.where(asymmetry > limit, RESULTS.not_hermitian, result)
+    limit = limit if error is None else jnp.maximum(limit, error)
+    asymmetric = finite & (asymmetry > limit)
+    result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)
     noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
+    noise = noise if error is None else jnp.maximum(noise, error)
     if lower is not None:
         below = values < lower - rounding * noise
         wrong = jnp.any(below) & (result == RESULTS.successful)
