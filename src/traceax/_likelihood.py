@@ -1,7 +1,7 @@
 """The likelihood of a Gaussian process: a log-determinant, a solve and a quadratic form."""
 
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 
-from ._accuracy.tolerance import Stop, make_stop
+from ._accuracy.tolerance import Stop
 from ._arguments import budget_of, check_key, require
 from ._drive import run_estimator
 from ._estimate import RESULTS, UNKNOWN, Estimate, finite_or_failed, raise_failure
@@ -18,7 +18,7 @@ from ._linalg.whitening import Whitening
 from ._operators.block import as_data, space_of
 from ._operators.check import checked_operator
 from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
-from ._progress import NO_PROGRESS_METER
+from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import SpectralState, likelihood_bar
 from ._spectral.blocks import Terms
 from ._spectral.function import LOG
@@ -54,7 +54,11 @@ def inv_quad_logdet(
     *,
     shift: ArrayLike,
     preconditioner: Preconditioner = None,
-    **options: Unpack[Options],
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> InvQuadLogdet:
     r"""Estimates `log det (K + N)`, and `y^T (K + N)^-1 y` with the solution.
 
@@ -101,10 +105,11 @@ def inv_quad_logdet(
     """
     where = "traceax.inv_quad_logdet"
     problem = _pose(where, key, operator, shift, preconditioner, y)
-    estimate = problem.estimate(k, estimator, **options)
+    options = Options(rtol, atol, level, progress_meter, throw)
+    estimate = problem.estimate(k, estimator, options)
     logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
     solution = problem.solution(estimate)
-    if options.get("throw", True):
+    if throw:
         logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad)
     return InvQuadLogdet(logdet, inv_quad, solution)
 
@@ -118,7 +123,11 @@ def gaussian_log_likelihood(
     *,
     shift: ArrayLike,
     preconditioner: Preconditioner = None,
-    **options: Unpack[Options],
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> Estimate:
     r"""Estimates the log density of y under a normal distribution of covariance `K + N`.
 
@@ -146,8 +155,9 @@ def gaussian_log_likelihood(
     """
     where = "traceax.gaussian_log_likelihood"
     problem = _pose(where, key, operator, shift, preconditioner, y)
-    estimate = problem.likelihood(problem.estimate(k, estimator, **options))
-    return raise_failure(estimate) if options.get("throw", True) else estimate
+    options = Options(rtol, atol, level, progress_meter, throw)
+    estimate = problem.likelihood(problem.estimate(k, estimator, options))
+    return raise_failure(estimate) if throw else estimate
 
 
 def preconditioned_logdet(
@@ -158,12 +168,12 @@ def preconditioned_logdet(
     estimator: Any,
     shift: ArrayLike,
     preconditioner: Preconditioner,
-    **options: Unpack[Options],
+    options: Options,
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
     problem = _pose(where, key, operator, shift, preconditioner, None)
-    estimate = problem.logdet(problem.estimate(k, estimator, **options))
-    return raise_failure(estimate) if options.get("throw", True) else estimate
+    estimate = problem.logdet(problem.estimate(k, estimator, options))
+    return raise_failure(estimate) if options.throw else estimate
 
 
 def _pose(
@@ -209,22 +219,11 @@ class _Problem(NamedTuple):
         """How many right-hand sides there are."""
         return math.prod(self.shape[1:])
 
-    def estimate(
-        self,
-        k: int | None,
-        estimator: Any,
-        *,
-        rtol: ArrayLike | None = None,
-        atol: ArrayLike | None = None,
-        level: float = 0.95,
-        progress_meter: Any = NO_PROGRESS_METER,
-        throw: bool = True,
-    ) -> Estimate:
+    def estimate(self, k: int | None, estimator: Any, options: Options) -> Estimate:
         """`tr log B`, and the quadratic forms."""
-        del throw
         state, where = self.state, self.where
         space = state.space
-        stop = make_stop(rtol, atol, level, progress_meter, space.compute_dtype, where)
+        stop = options.stop(space.compute_dtype, where)
         k = budget_of(k, stop, space.size, where)
         estimator = KrylovAwareEstimator() if estimator is None else estimator
         require(
