@@ -9,7 +9,7 @@ import lineax as lx
 from jaxtyping import Array, Inexact, PyTree
 
 from .._arguments import kind_of
-from .block import Dense, as_function, is_known, register
+from .block import Dense, as_data, as_function, is_known, register
 from .check import checked_operator
 
 _WHERE = "traceax.InverseLinearOperator"
@@ -57,7 +57,7 @@ class InverseLinearOperator(Dense):
                 f"{_WHERE}: solver must be a lineax solver, got {kind_of(solver)}; pass "
                 "lineax.CG(rtol=1e-6, atol=1e-6), for example."
             )
-        self.operator, self.solver = operator, solver
+        self.operator, self.solver = as_data(operator), solver
         self.options = {} if options is None else options
 
     def mv(self, vector):
