@@ -149,7 +149,7 @@ def gaussian_log_likelihood(
 
     **Returns:** a [`traceax.Estimate`][]. `stats["solution"]` is `(K + N)^-1 y`, from which
     predictions are made; `stats["bracket"]` the pair of ends between which the value would
-    be but for the error of probes.
+    be but for the error of probes, as far as K is positive semidefinite.
 
     **Raises:** as [`traceax.inv_quad_logdet`][].
     """
@@ -310,6 +310,9 @@ class _Problem(NamedTuple):
         P = self.preconditioner
         # Those of B say little of A.
         kept = {name: x for name, x in stats.items() if name not in _OF_B}
+        # Of exact answers the ends are equal.
+        exact = jnp.asarray(True)
+        kept["bracket_is_proven"] = estimate.stats.get("bracket_is_proven", exact)
         residual = jax.lax.stop_gradient(P.residual_trace) / self.state.space.size
         stats = {**kept, "num_columns": P.num_columns, "residual": residual}
         result = estimate.result
