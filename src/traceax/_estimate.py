@@ -56,6 +56,12 @@ class RESULTS(eqx.Enumeration):
         "The noise is not positive: `shift` of a likelihood, or of a preconditioner. Keep it "
         "positive, by its logarithm as a parameter for example."
     )
+    y_not_finite = (
+        "y, the observations of a likelihood, holds NaN or infinite numbers, and so nothing "
+        "is known of it. Leave these rows out, of y, of the operator (the points of a "
+        "kernel) and of `shift`; or give each of them a finite y, such as 0, and a large "
+        "noise, such as 1e10 in `shift`."
+    )
     tolerance_not_met = (
         "The tolerance was not met with the products that were allowed, n - 1 at most. "
         "The value and its error bar are those of the products that were taken; "
@@ -244,7 +250,7 @@ class Estimate(eqx.Module):
         **Returns:**
 
         A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the
-        standard error is NaN; `low == high` for an exact answer. For a complex value
+        standard error is NaN; `low == high` where it is 0. For a complex value
         the real parts bound the real part and the imaginary parts the imaginary part.
 
         **Raises:**

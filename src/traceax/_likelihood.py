@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
 from ._accuracy.tolerance import Stop
 from ._arguments import budget_of, check_key, require
@@ -83,7 +83,7 @@ def inv_quad_logdet(
     - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such
         as a [`traceax.KernelLinearOperator`][]. It need not be tagged.
     - `y`: an array of shape `(n,)`, or `(n, q)` for q right-hand sides. Each takes as many
-        products as a probe.
+        products as a probe. Of what is missing see `RESULTS.y_not_finite`.
     - `estimator`: a [`traceax.KrylovAwareEstimator`][].
     - `shift`: N, the noise: a positive number, or an array of one for each of the n
         observations.
@@ -189,13 +189,16 @@ def _pose(
     space = space_of(operator)
     noise = noise_of(operator, shift, where)
     P = make_preconditioner(key, operator, preconditioner, noise, where)
-    shape, right = (space.size, 0), None
+    shape, right, finite = (space.size, 0), None, jnp.asarray(True)
     if y is not None:
         y = _check_right(y, space.size, where).astype(space.compute_dtype)
         shape, right = y.shape, P.apply(y.reshape(space.size, -1))
+        finite = jnp.isfinite(y).all()
     one = jnp.ones((), space.real_dtype)
     B = PreconditionedLinearOperator(as_data(operator), P)
-    return _Problem(where, SpectralState(key, B, LOG, one, right, P), P, noise, shape)
+    return _Problem(
+        where, SpectralState(key, B, LOG, one, right, P), P, noise, shape, finite
+    )
 
 
 class _Problem(NamedTuple):
@@ -206,6 +209,7 @@ class _Problem(NamedTuple):
     - `preconditioner`: M, differentiable.
     - `noise`: N.
     - `shape`: that of y; `(n, 0)` without it.
+    - `finite`: whether y is.
     """
 
     where: str
@@ -213,6 +217,7 @@ class _Problem(NamedTuple):
     preconditioner: Whitening
     noise: Float[Array, " n"]
     shape: tuple[int, ...]
+    finite: Bool[Array, ""]
 
     @property
     def number(self) -> int:
@@ -319,9 +324,13 @@ class _Problem(NamedTuple):
         for bad, reason in (
             (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
             (~P.semidefinite, RESULTS.not_semidefinite),
+            (~self.finite, RESULTS.y_not_finite),
         ):
             result = RESULTS.where(bad, reason, result)
         result = finite_or_failed(value, result)
+        # A factor, which makes derivatives NaN as well.
+        known = jnp.where(self.finite, 1, jnp.nan).astype(value.dtype)
+        value, error = value * known, jnp.where(self.finite, error, UNKNOWN)
         return Estimate(value, error, result, stats, self.state, estimate._by)
 
 
