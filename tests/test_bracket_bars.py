@@ -228,9 +228,29 @@ def test_a_wrong_semidefinite_tag_is_reported_through_the_shift():
         tx.logdet(jr.key(0), operator, 12, shift=1.0).value.block_until_ready()
 
 
+def test_ends_are_proven_from_what_is_known():
+    a = as_array((haar(25) * np.linspace(1.0, 2.0, 25)) @ haar(25).T)
+    operator, tagged = lx.MatrixLinearOperator(a), lx.MatrixLinearOperator(a, PSD)
+    for fn, lower, expected in (
+        (jnp.log, 1.0, True),
+        (jnp.log, -1.0, False),
+        (jnp.sqrt, -1.0, False),
+        (jnp.sqrt, 0.0, True),
+    ):
+        found = _estimate(fn, operator, as_array(lower))
+        assert found.stats["bracket_is_proven"] == expected, (fn, lower)
+    # Infinite at 0: the smallest eigenvalue is guessed.
+    assert not _estimate(jnp.log, tagged).stats["bracket_is_proven"]
+    for shift, expected in ((1.0, True), (-1.5, False)):
+        found = tx.logdet(jr.key(0), tagged, 12, shift=shift, throw=False)
+        assert found.stats["bracket_is_proven"] == expected, shift
+
+
 def _has_bracket(entry, operator, **options):
     shapes = eqx.filter_eval_shape(entry, jr.key(0), operator, 12, **options)
-    return "bracket" in shapes.stats
+    names = {"bracket", "bracket_is_proven"} & set(shapes.stats)
+    assert len(names) != 1
+    return bool(names)
 
 
 @pytest.mark.wrong_types
@@ -270,6 +290,7 @@ def test_a_norm_has_the_bracket_of_the_root():
     operator = lx.MatrixLinearOperator(as_array(100 * matrix("poly", 60)), PSD)
     norm = tx.schatten_norm(jr.key(0), operator, 12, p=0.5)
     total = _estimate(jnp.sqrt, operator)
+    assert norm.stats["bracket_is_proven"] & total.stats["bracket_is_proven"]
     low, high = norm.stats["bracket"]
     for got, end in zip((low, high), total.stats["bracket"], strict=True):
         assert_close(got, end**2, rtol=1e-3)

@@ -172,3 +172,25 @@ def test_confidence_levels():
             estimate.confidence_interval(level)
     for level in (np.float32(0.5), jnp.asarray(0.5)):
         assert estimate.confidence_interval(level) == estimate.confidence_interval(0.5)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        tx.logdet,
+        tx.trace_inverse,
+        tx.schatten_norm,
+        tx.von_neumann_entropy,
+        tx.estrada_index,
+        tx.inv_quad_logdet,
+        tx.gaussian_log_likelihood,
+    ],
+)
+def test_options_that_a_function_does_not_have(fn):
+    arguments = (jr.key(0), _operator(), jnp.ones(N))
+    if fn not in (tx.inv_quad_logdet, tx.gaussian_log_likelihood):
+        arguments = arguments[:2]
+    for option in ("lower", "monotone", "preconditoner", "where"):
+        match = rf"^{fn.__name__}\(\) got an unexpected keyword argument '{option}'"
+        with pytest.raises(TypeError, match=match):
+            fn(*arguments, 4, **{option: 0.5})

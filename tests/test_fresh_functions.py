@@ -249,6 +249,7 @@ HOLDERS = {
     "object": lambda w: (setattr(MODEL, "w", w), lambda v: MODEL.w * v)[1],
     "closure": lambda w: lambda v: w * v,
     "partial": lambda w: functools.partial(jnp.multiply, w),
+    "jitted": lambda w: jax.jit(lambda v: w * v),
 }
 
 
@@ -257,6 +258,7 @@ HOLDERS = {
     [
         *(("object", maker) for maker in ("converted", "unconverted", "mean")),
         *(("closure", "jacobian"), ("partial", "custom")),
+        *(("jitted", "unconverted"), ("jitted", "custom"), ("jitted", "mean")),
     ],
 )
 def test_traced_values(holder, maker):
@@ -275,6 +277,16 @@ def test_traced_values(holder, maker):
     assert_close(pair, (4 * N, N))
     assert_close(of_lanes, N * lanes)
     assert_close(total, 5 * N)
+
+
+def test_inverses_of_functions_that_close_over_traced_values():
+    def value(w):
+        operator = lx.TaggedLinearOperator(_function(HOLDERS["jitted"](w)), PSD)
+        solver = lx.CG(rtol=1e-6, atol=1e-6)
+        return _trace(tx.InverseLinearOperator(operator, solver))
+
+    for transformed in (jax.value_and_grad(value), jax.jit(jax.value_and_grad(value))):
+        assert_close(transformed(jnp.asarray(2.0)), (N / 2, -N / 4))
 
 
 #

@@ -221,6 +221,7 @@ def test_noise_of_every_observation():
             assert abs(e.value - exact) < 4 * e.standard_error
             low, high = e.stats["bracket"]
             assert low <= high
+            assert e.stats["bracket_is_proven"]
         assert_close(terms.inv_quad.value, inv_quad, 1e-8 if is_x64() else 1e-3)
         assert jnp.linalg.norm(terms.solution - solution) < 1e-3 * jnp.linalg.norm(
             solution
@@ -341,11 +342,51 @@ def test_failures_are_reported():
         found = run(p.kernel(x.at[3, 0].set(jnp.nan)), y, noise, columns)
         assert found == tx.RESULTS.nonfinite
         found = run(p.kernel(x), y.at[0].set(jnp.nan), noise, columns)
-        assert found == tx.RESULTS.nonfinite
+        assert found == tx.RESULTS.y_not_finite
         found = run(p.kernel(x), y, -noise, columns)
         assert found == tx.RESULTS.noise_not_positive
         found = run(bad, y, noise, columns)
         assert found in (tx.RESULTS.not_semidefinite, tx.RESULTS.below_lower)
+
+
+@pytest.mark.parametrize(("k", "columns"), [(20, 30), (N, None)])
+def test_missing_observations_are_named(k, columns):
+    x, y = data(columns=(2,))
+    kernel = problem().kernel(x)
+    options = {"shift": NOISE, "preconditioner": columns}
+    for fn, bad in (
+        (tx.gaussian_log_likelihood, jnp.nan),
+        (tx.inv_quad_logdet, jnp.inf),
+    ):
+        missing = y.at[3, 1].set(bad)
+        found = fn(jr.key(0), kernel, missing, k, **options, throw=False)
+        single = isinstance(found, tx.Estimate)
+        for e in [found] if single else [found.logdet, found.inv_quad]:
+            assert e.result == tx.RESULTS.y_not_finite
+            assert {"bracket", "bracket_is_proven"} <= set(e.stats)
+            assert jnp.isnan(e.value).all()
+            assert jnp.isnan(e.standard_error).all()
+        with pytest.raises(Exception, match=r"y, the observations.*Leave these rows"):
+            jax.block_until_ready(fn(jr.key(0), kernel, missing, k, **options))
+
+
+def test_missing_observations_of_a_large_noise():
+    x, y = data()
+    missing = np.arange(N) % 7 == 0
+    noise = jnp.where(missing, 1e10, NOISE).astype(float_dtype())
+
+    def value(length, x, y, noise):
+        p = eqx.tree_at(lambda p: p.length, problem(), length)
+        e = tx.gaussian_log_likelihood(jr.key(0), p.kernel(x), y, N, shift=noise)
+        return e.value
+
+    of = jax.jit(jax.value_and_grad(value))
+    length = problem().length
+    found, slope = of(length, x, jnp.where(missing, 0, y), noise)
+    rest, slope_of_rest = of(length, x[~missing], y[~missing], noise[~missing])
+    constant = -missing.sum() / 2 * math.log(2 * math.pi * 1e10)
+    assert_close(found - constant, rest, rtol=1e-9 if is_x64() else 1e-3)
+    assert_close(slope, slope_of_rest, rtol=1e-7 if is_x64() else 1e-2)
 
 
 def test_nothing_to_see_and_equal_points():

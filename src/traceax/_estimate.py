@@ -57,6 +57,12 @@ class RESULTS(eqx.Enumeration):
         "preconditioner. Keep it positive, by its logarithm as a parameter for example, and "
         "above the smallest number of its dtype."
     )
+    y_not_finite = (
+        "y, the observations of a likelihood, holds NaN or infinite numbers, and so nothing "
+        "is known of it. Leave these rows out, of y, of the operator (the points of a "
+        "kernel) and of `shift`; or give each of them a finite y, such as 0, and a large "
+        "noise, such as 1e10 in `shift`."
+    )
     tolerance_not_met = (
         "The tolerance was not met with the products that were allowed. "
         "The value and its error bar are those of the products that were taken; "
@@ -254,7 +260,7 @@ class Estimate(eqx.Module):
         **Returns:**
 
         A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the
-        standard error is NaN; `low == high` for an exact answer. For a complex value
+        standard error is NaN; `low == high` where it is 0. For a complex value
         the real parts bound the real part and the imaginary parts the imaginary part.
 
         **Raises:**

@@ -1,16 +1,16 @@
 """The likelihood of a Gaussian process: a log-determinant, a solve and a quadratic form."""
 
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
-from ._accuracy.tolerance import Stop, make_stop
+from ._accuracy.tolerance import Stop
 from ._arguments import budget_of, check_key, require
 from ._drive import run_estimator
 from ._estimate import RESULTS, UNKNOWN, Estimate, finite_or_failed, raise_failure
@@ -18,7 +18,7 @@ from ._linalg.whitening import Whitening
 from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
 from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
-from ._progress import NO_PROGRESS_METER
+from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import SpectralState, likelihood_bar
 from ._spectral.blocks import Terms
 from ._spectral.function import LOG
@@ -54,7 +54,11 @@ def inv_quad_logdet(
     *,
     shift: ArrayLike,
     preconditioner: Preconditioner = None,
-    **options: Unpack[Options],
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> InvQuadLogdet:
     r"""Estimates `log det (K + N)`, and `y^T (K + N)^-1 y` with the solution.
 
@@ -79,7 +83,7 @@ def inv_quad_logdet(
     - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such
         as a [`traceax.KernelLinearOperator`][]. It need not be tagged.
     - `y`: an array of shape `(n,)`, or `(n, q)` for q right-hand sides. Each takes as many
-        products as a probe.
+        products as a probe. Of what is missing see `RESULTS.y_not_finite`.
     - `estimator`: a [`traceax.KrylovAwareEstimator`][].
     - `shift`: N, the noise: a positive number, or an array of one for each of the n
         observations.
@@ -101,9 +105,9 @@ def inv_quad_logdet(
     doi:10.1007/s10915-025-02799-z, for the brackets.
     """
     where = "traceax.inv_quad_logdet"
-    throw = options.get("throw", True)
     problem = _pose(where, key, operator, shift, preconditioner, y, throw)
-    estimate = problem.estimate(k, estimator, **options)
+    options = Options(rtol, atol, level, progress_meter, throw)
+    estimate = problem.estimate(k, estimator, options)
     logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
     solution = problem.solution(estimate)
     if throw:
@@ -120,7 +124,11 @@ def gaussian_log_likelihood(
     *,
     shift: ArrayLike,
     preconditioner: Preconditioner = None,
-    **options: Unpack[Options],
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> Estimate:
     r"""Estimates the log density of y under a normal distribution of covariance `K + N`.
 
@@ -142,14 +150,14 @@ def gaussian_log_likelihood(
 
     **Returns:** a [`traceax.Estimate`][]. `stats["solution"]` is `(K + N)^-1 y`, from which
     predictions are made; `stats["bracket"]` the pair of ends between which the value would
-    be but for the error of probes.
+    be but for the error of probes, as far as K is positive semidefinite.
 
     **Raises:** as [`traceax.inv_quad_logdet`][].
     """
     where = "traceax.gaussian_log_likelihood"
-    throw = options.get("throw", True)
     problem = _pose(where, key, operator, shift, preconditioner, y, throw)
-    estimate = problem.likelihood(problem.estimate(k, estimator, **options))
+    options = Options(rtol, atol, level, progress_meter, throw)
+    estimate = problem.likelihood(problem.estimate(k, estimator, options))
     return raise_failure(estimate) if throw else estimate
 
 
@@ -161,12 +169,12 @@ def preconditioned_logdet(
     estimator: Any,
     shift: ArrayLike,
     preconditioner: Preconditioner,
-    **options: Unpack[Options],
+    options: Options,
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
-    throw = options.get("throw", True)
+    throw = options.throw
     problem = _pose(where, key, operator, shift, preconditioner, None, throw)
-    estimate = problem.logdet(problem.estimate(k, estimator, **options))
+    estimate = problem.logdet(problem.estimate(k, estimator, options))
     return raise_failure(estimate) if throw else estimate
 
 
@@ -184,13 +192,16 @@ def _pose(
     space = space_of(operator)
     noise = noise_of(operator, shift, where, throw=throw)
     P = make_preconditioner(key, operator, preconditioner, noise, where)
-    shape, right = (space.size, 0), None
+    shape, right, finite = (space.size, 0), None, jnp.asarray(True)
     if y is not None:
         y = _check_right(y, space, where).astype(space.compute_dtype)
         shape, right = y.shape, P.apply(y.reshape(space.size, -1))
+        finite = jnp.isfinite(y).all()
     one = jnp.ones((), space.real_dtype)
     B = PreconditionedLinearOperator(as_data(operator), P)
-    return _Problem(where, SpectralState(key, B, LOG, one, right, P), P, noise, shape)
+    return _Problem(
+        where, SpectralState(key, B, LOG, one, right, P), P, noise, shape, finite
+    )
 
 
 class _Problem(NamedTuple):
@@ -201,6 +212,7 @@ class _Problem(NamedTuple):
     - `preconditioner`: M, differentiable.
     - `noise`: N.
     - `shape`: that of y; `(n, 0)` without it.
+    - `finite`: whether y is.
     """
 
     where: str
@@ -208,28 +220,18 @@ class _Problem(NamedTuple):
     preconditioner: Whitening
     noise: Float[Array, " n"]
     shape: tuple[int, ...]
+    finite: Bool[Array, ""]
 
     @property
     def number(self) -> int:
         """How many right-hand sides there are."""
         return math.prod(self.shape[1:])
 
-    def estimate(
-        self,
-        k: int | None,
-        estimator: Any,
-        *,
-        rtol: ArrayLike | None = None,
-        atol: ArrayLike | None = None,
-        level: float = 0.95,
-        progress_meter: Any = NO_PROGRESS_METER,
-        throw: bool = True,
-    ) -> Estimate:
+    def estimate(self, k: int | None, estimator: Any, options: Options) -> Estimate:
         """`tr log B`, and the quadratic forms."""
-        del throw
         state, where = self.state, self.where
         space = state.space
-        stop = make_stop(rtol, atol, level, progress_meter, space.compute_dtype, where)
+        stop = options.stop(space.compute_dtype, where)
         k = budget_of(k, stop, space.size, where)
         estimator = KrylovAwareEstimator() if estimator is None else estimator
         require(
@@ -316,6 +318,9 @@ class _Problem(NamedTuple):
         P = self.preconditioner
         # Those of B say little of A.
         kept = {name: x for name, x in stats.items() if name not in _OF_B}
+        # Of exact answers the ends are equal.
+        exact = jnp.asarray(True)
+        kept["bracket_is_proven"] = estimate.stats.get("bracket_is_proven", exact)
         residual = jax.lax.stop_gradient(P.residual_trace) / self.state.space.size
         stats = {**kept, "num_columns": P.num_columns, "residual": residual}
         result = estimate.result
@@ -323,9 +328,13 @@ class _Problem(NamedTuple):
             (~P.semidefinite, RESULTS.not_semidefinite),
             (~jnp.isfinite(P.residual_trace), RESULTS.nonfinite),
             (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
+            (~self.finite, RESULTS.y_not_finite),
         ):
             result = RESULTS.where(bad, reason, result)
         result = finite_or_failed(value, result)
+        # A factor, which makes derivatives NaN as well.
+        known = jnp.where(self.finite, 1, jnp.nan).astype(value.dtype)
+        value, error = value * known, jnp.where(self.finite, error, UNKNOWN)
         return Estimate(value, error, result, stats, self.state, estimate._by)
 
 

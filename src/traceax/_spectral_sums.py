@@ -3,7 +3,6 @@
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Unpack
 
 import equinox as eqx
 import jax
@@ -18,6 +17,7 @@ from ._estimate import Estimate, finite_or_failed, raise_failure
 from ._likelihood import Preconditioner, preconditioned_logdet
 from ._operators.block import is_positive_semidefinite, space_of
 from ._operators.shifted import ShiftedLinearOperator
+from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import SpectralEstimator
 from ._spectral.function import LOG, Power, SpectralFunction
 from ._state import init_state
@@ -56,7 +56,11 @@ def logdet(
     *,
     shift: ArrayLike = 0.0,
     preconditioner: Preconditioner = None,
-    **options: Unpack[Options],
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> Estimate:
     r"""Estimates `log det(A + shift I)` from at most `k` products with A.
 
@@ -79,15 +83,17 @@ def logdet(
 
     **Returns:** a [`traceax.Estimate`][]. `stats["bracket"]` holds the ends between which
     the value would be but for the error of probes, of operators that are tagged positive
-    semidefinite: see [`traceax.KrylovAwareEstimator`][].
+    semidefinite, and `stats["bracket_is_proven"]` says whether they are: see
+    [`traceax.KrylovAwareEstimator`][].
     """
     where = "traceax.logdet"
+    options = Options(rtol, atol, level, progress_meter, throw)
     if preconditioner is not None or np.ndim(shift) == 1:
         return preconditioned_logdet(
-            where, key, operator, k, estimator, shift, preconditioner, **options
+            where, key, operator, k, estimator, shift, preconditioner, options
         )
     operator, lower = _shifted(operator, shift, where)
-    return estimate_function(where, key, LOG, operator, k, estimator, lower, **options)
+    return estimate_function(where, key, LOG, operator, k, estimator, options, lower)
 
 
 def trace_inverse(
@@ -97,7 +103,11 @@ def trace_inverse(
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
-    **options: Unpack[Options],
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> Estimate:
     r"""Estimates `tr (A + shift I)^-1` from at most `k` products with A.
 
@@ -110,9 +120,10 @@ def trace_inverse(
     **Returns:** a [`traceax.Estimate`][].
     """
     where = "traceax.trace_inverse"
+    options = Options(rtol, atol, level, progress_meter, throw)
     operator, lower = _shifted(operator, shift, where)
     return estimate_function(
-        where, key, _RECIPROCAL, operator, k, estimator, lower, **options
+        where, key, _RECIPROCAL, operator, k, estimator, options, lower
     )
 
 
@@ -123,7 +134,11 @@ def schatten_norm(
     estimator: SpectralEstimator | None = None,
     *,
     p: ArrayLike = 1.0,
-    **options: Unpack[Options],
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> Estimate:
     r"""Estimates `(sum_i |lambda_i|^p)^(1/p)` of a symmetric or Hermitian operator.
 
@@ -142,19 +157,18 @@ def schatten_norm(
     hint = "write p=1.0 for the nuclear norm, p=2.0 for that of Frobenius."
     check_real_scalar(p, "p", where, hint)
     known = known_number(p)
-    if options.get("atol") is not None:
+    if atol is not None:
         raise TypeError(f"{where}: a norm takes no atol, got one; pass rtol.")
     if known is not None and not 0 < known < math.inf:
         raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}")
     space = space_of(init_state(key, operator, where).operator)
     power = jnp.asarray(p, space.real_dtype)
     # A relative error of the norm is one p times as large of the sum.
-    rtol, throw = options.get("rtol"), options.get("throw", True)
     if rtol is not None:
         rtol = power * check_tolerance(rtol, "rtol", space.real_dtype, where)
-    inside: Options = {**options, "rtol": rtol, "throw": False}
+    options = Options(rtol, None, level, progress_meter, throw=False)
     function = SpectralFunction(Power(power), monotone=known is not None and known <= 1)
-    total = estimate_function(where, key, function, operator, k, estimator, **inside)
+    total = estimate_function(where, key, function, operator, k, estimator, options)
     stats = dict(total.stats)
     unit = stats.pop("unit", jnp.ones((), space.real_dtype))
     root = ft.partial(_root, power=power, unit=unit)
@@ -187,7 +201,12 @@ def von_neumann_entropy(
     operator: lx.AbstractLinearOperator,
     k: int | None = None,
     estimator: SpectralEstimator | None = None,
-    **options: Unpack[Options],
+    *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> Estimate:
     r"""Estimates `-tr(A log A)` in nats, of a density matrix or a normalised Laplacian.
 
@@ -199,7 +218,8 @@ def von_neumann_entropy(
     **Returns:** a [`traceax.Estimate`][].
     """
     where = "traceax.von_neumann_entropy"
-    return estimate_function(where, key, _ENTROPY, operator, k, estimator, **options)
+    options = Options(rtol, atol, level, progress_meter, throw)
+    return estimate_function(where, key, _ENTROPY, operator, k, estimator, options)
 
 
 def estrada_index(
@@ -207,7 +227,12 @@ def estrada_index(
     operator: lx.AbstractLinearOperator,
     k: int | None = None,
     estimator: SpectralEstimator | None = None,
-    **options: Unpack[Options],
+    *,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
 ) -> Estimate:
     r"""Estimates `tr exp(A)`, of the adjacency matrix of a graph.
 
@@ -219,7 +244,8 @@ def estrada_index(
     Lett. 319 (2000), doi:10.1016/S0009-2614(00)00158-5.
     """
     where = "traceax.estrada_index"
-    return estimate_function(where, key, _EXP, operator, k, estimator, **options)
+    options = Options(rtol, atol, level, progress_meter, throw)
+    return estimate_function(where, key, _EXP, operator, k, estimator, options)
 
 
 class SpectralDensity(eqx.Module):
@@ -284,7 +310,7 @@ def spectral_density(
     """
     where = "traceax.spectral_density"
     estimate = estimate_function(
-        where, key, _IDENTITY, operator, k, estimator, throw=throw
+        where, key, _IDENTITY, operator, k, estimator, Options(throw=throw)
     )
     points, weights = jax.lax.stop_gradient(
         (estimate.stats["ritz_values"], estimate.stats["ritz_weights"])

@@ -1,13 +1,13 @@
 """Traces of functions of an operator: the front door, which other functions share."""
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from ._accuracy.tolerance import make_stop
+from ._accuracy.tolerance import Stop, make_stop
 from ._arguments import budget_of
 from ._drive import run_estimator
 from ._estimate import RESULTS, Estimate, raise_failure
@@ -84,7 +84,8 @@ def trace_function(
     A [`traceax.Estimate`][], whose value is of the structure that `fn` returns. Its
     error bar holds the error of probes and that of the Krylov space.
     For monotone functions `stats["bracket"]` is the pair of the ends between which the
-    value would be but for the error of probes. `stats["ritz_values"]` and
+    value would be but for the error of probes; `stats["bracket_is_proven"]` says whether
+    they are, or rest on a guess of the smallest eigenvalue. `stats["ritz_values"]` and
     `stats["ritz_weights"]` evaluate more functions without another product:
     `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
 
@@ -98,22 +99,25 @@ def trace_function(
     where = "traceax.trace_function"
     if not isinstance(operator, lx.AbstractLinearOperator):
         checked_operator(operator, where, "(key, fn, operator, k)")
-    options = Options(
-        rtol=rtol, atol=atol, level=level, progress_meter=progress_meter, throw=throw
-    )
+    options = Options(rtol, atol, level, progress_meter, throw)
     return estimate_function(
-        where, key, fn, operator, k, estimator, lower, monotone, **options
+        where, key, fn, operator, k, estimator, options, lower, monotone
     )
 
 
-class Options(TypedDict, total=False):
+class Options(NamedTuple):
     """The options that functions of this kind share; see [`traceax.trace_function`][]."""
 
-    rtol: ArrayLike | None
-    atol: ArrayLike | None
-    level: float
-    progress_meter: ProgressMeter
-    throw: bool
+    rtol: ArrayLike | None = None
+    atol: ArrayLike | None = None
+    level: float = 0.95
+    progress_meter: ProgressMeter = NO_PROGRESS_METER
+    throw: bool = True
+
+    def stop(self, dtype: Any, where: str) -> Stop | None:
+        """What a tolerance is, of an estimate of that dtype; `None` without one."""
+        rtol, atol, level, meter, _ = self
+        return make_stop(rtol, atol, level, meter, dtype, where)
 
 
 def estimate_function(
@@ -122,20 +126,15 @@ def estimate_function(
     fn: Callable[[Float[Array, ""]], Any],
     operator: lx.AbstractLinearOperator,
     k: int | None,
-    estimator: SpectralEstimator | None = None,
+    estimator: SpectralEstimator | None,
+    options: Options,
     lower: ArrayLike | None = None,
     monotone: bool = False,
-    *,
-    rtol: ArrayLike | None = None,
-    atol: ArrayLike | None = None,
-    level: float = 0.95,
-    progress_meter: ProgressMeter = NO_PROGRESS_METER,
-    throw: bool = True,
 ) -> Estimate:
     """`trace_function`, by another name in errors."""
     state = init_spectral_state(where, key, operator, fn, lower, monotone)
     space = state.space
-    stop = make_stop(rtol, atol, level, progress_meter, space.compute_dtype, where)
+    stop, throw = options.stop(space.compute_dtype, where), options.throw
     k = budget_of(k, stop, space.size, where)
     if estimator is None:
         exact = _sum_over_diagonal(state, k)

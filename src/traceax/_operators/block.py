@@ -136,12 +136,15 @@ def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     A program that is kept for later calls sees the values of array leaves alone. What a
     Python function, or any other object, reads may have changed since: an operator with
     such leaves is traced anew, as lineax traces its own. Functions that are jitted are
-    JAX's to keep.
+    JAX's to keep, unless they close over tracers.
     """
     leaves = jtu.tree_leaves(operator)
-    if all(is_data(x) for x in leaves):
+    data = all(is_data(x) for x in leaves)
+    if data and not any(isinstance(x, jax.stages.Wrapped) for x in leaves):
         return operator
-    return as_function(operator)
+    made = as_function(operator)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
+    return operator if data and not traced else made
 
 
 def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:

@@ -10,7 +10,15 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
 
 from .._arguments import kind_of
 from .._linalg.tall import column_norms
-from .block import Dense, apply_block, as_function, is_hermitian, is_known, register
+from .block import (
+    Dense,
+    apply_block,
+    as_data,
+    as_function,
+    is_hermitian,
+    is_known,
+    register,
+)
 from .check import ComplexLinearOperator, checked_operator
 from .shifted import ShiftedLinearOperator
 
@@ -63,7 +71,7 @@ class InverseLinearOperator(Dense):
                 f"{_WHERE}: solver must be a lineax solver, got {kind_of(solver)}; pass "
                 "lineax.CG(rtol=1e-6, atol=1e-6), for example."
             )
-        self.operator, self.solver = operator, solver
+        self.operator, self.solver = as_data(operator), solver
         self.options = {} if options is None else options
 
     def mv(self, vector):

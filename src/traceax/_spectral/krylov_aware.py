@@ -48,7 +48,8 @@ class KrylovAwareEstimator(SpectralEstimator):
     each `tr_i`. The value is the mean of their middles, `stats["bracket"]` holds the
     means of both ends, and the standard error half of their distance.
     Of operators tagged positive semidefinite the number is 0, or, where f is infinite
-    there, a quarter of the smallest Ritz value: no theorem then. Without a bracket the
+    there, a quarter of the smallest Ritz value: no theorem then, and
+    `stats["bracket_is_proven"]` is false. Without a bracket the
     value is that of f(T), and what more steps would change is extrapolated.
 
     | | |

@@ -132,7 +132,7 @@ def krylov_sums(
     samples, forms = _samples(weights, leaves), None
     controls = _controls(state.preconditioner, left_out, basis, S, leaves)
     if has_bracket(state):
-        lower = _lower_end(function, theta, state.lower)
+        lower, proven = _lower_end(function, theta, state)
         E = smallest_extension(T, R, (theta, S), lower, steps)
         nodes, vectors = ritz_pairs(E, width * steps, beside=width)
         nodes, vectors = jnp.maximum(nodes, lower), vectors[: len(T)]
@@ -155,6 +155,7 @@ def krylov_sums(
         stats["bracket"] = tuple(
             function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
         )
+        stats["bracket_is_proven"] = proven & (jnp.min(theta) >= 0)
     else:
         krylov = _quadrature_errors(function, projected, left_out, (theta, S), n, steps)
     means, errors, freedoms = [], [], []
@@ -237,21 +238,21 @@ def _controls(
 
 
 def _lower_end(
-    function: SpectralFunction,
-    theta: Float[Array, " k"],
-    lower: Float[Array, ""] | None,
-) -> Float[Array, ""]:
-    """A number below the spectrum, at which the function is finite.
+    function: SpectralFunction, theta: Float[Array, " k"], state: SpectralState
+) -> tuple[Float[Array, ""], Bool[Array, ""]]:
+    """A number below the spectrum, at which the function is finite; whether that is known.
 
     The known one, at least 0, as the function is one of positive numbers. Where it isn't
     finite there, a quarter of the smallest positive Ritz value, of which nothing is
     proven: the intervals of log-determinants of kernels cover.
     """
-    nothing = jnp.zeros_like(theta, shape=())
+    nothing, lower = jnp.zeros_like(theta, shape=()), state.lower
     known = nothing if lower is None else jnp.maximum(lower, nothing)
     smallest = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
     finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
-    return jnp.where(finite, known, smallest / 4)
+    tagged = is_positive_semidefinite(state.operator)
+    positive = jnp.asarray(tagged) if lower is None else tagged | (lower >= 0)
+    return jnp.where(finite, known, smallest / 4), finite & positive
 
 
 def _middles(
