@@ -9,7 +9,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import assert_close, float_dtype, is_x64
+from helpers import assert_close, counting, float_dtype, is_x64
 from kernels import Matern
 
 import traceax as tx
@@ -270,6 +270,27 @@ def test_columns_that_buy_nothing_are_not_used():
     )
     assert 0 < estimate.stats["num_columns"] <= 50
     assert estimate.stats["residual"] > 0
+
+
+def test_no_product_is_taken_for_columns():
+    # Of an operator known by its products a column would take one, and a diagonal n.
+    x, y = data()
+    operator, number = counting(problem().kernel(x).as_matrix())
+    key, pivots = jr.key(0), jnp.arange(8)
+    for columns in (8, pivots):
+        options = {"shift": NOISE, "preconditioner": columns}
+        for fn in (
+            lambda **o: tx.logdet(key, 2.0 * operator, 16, **o),
+            lambda **o: tx.inv_quad_logdet(key, operator, y, 16, **o),
+            lambda **o: tx.gaussian_log_likelihood(key, operator, y, 16, **o),
+            lambda **_: tx.choose_pivots(key, operator, 8, shift=NOISE),
+        ):
+            with pytest.raises(
+                TypeError, match=r"entries .* leave preconditioner= out"
+            ):
+                fn(**options)
+    estimate = tx.logdet(key, operator, 16, shift=jnp.full(N, NOISE))
+    assert number(estimate) == estimate.stats["num_matvecs"] <= 16
 
 
 BAD = {

@@ -15,7 +15,7 @@ from ._linalg.pivoted_cholesky import Pivots, choose
 from ._linalg.whitening import Whitening, scale_only, whiten
 from ._operators.block import apply_block, as_data, as_function, register, space_of
 from ._operators.check import checked_operator
-from ._operators.columns import columns_of, diagonal_of
+from ._operators.columns import columns_of, diagonal_of, has_known_entries
 
 # Probe j is drawn from `fold_in(key, j)`.
 _KEY_OF_PIVOTS = np.uint32(2**32 - 1)
@@ -58,8 +58,8 @@ def choose_pivots(
 
     - `key`: a typed key or a legacy `uint32` key.
     - `operator`: a positive semidefinite operator of n unknowns, such as a
-        [`traceax.KernelLinearOperator`][], a `lineax.MatrixLinearOperator`, or a sum of
-        such. Of any other a column takes a product, and the diagonal n.
+        [`traceax.KernelLinearOperator`][], a matrix, dense or sparse, or a sum of such,
+        whose entries can be read.
     - `columns`: how many at most, a Python int up to n.
     - `shift`: the noise: a positive scalar, or n of them.
     - `throw`: whether to raise an error at run time, if an array of `shift` isn't positive,
@@ -71,14 +71,16 @@ def choose_pivots(
     **Raises:**
 
     - `TypeError` and `ValueError` as [`traceax.trace`][] does for a wrong key or operator;
-        `TypeError` for `columns` that isn't an int, `ValueError` if it isn't from 1 to n,
-        and for a `shift` that isn't real, positive, and of shape `()` or `(n,)`.
+        `TypeError` for an operator known by its products alone, and for `columns` that
+        isn't an int; `ValueError` if it isn't from 1 to n, and for a `shift` that isn't
+        real, positive, and of shape `()` or `(n,)`.
     """
     where = "traceax.choose_pivots"
     key, operator = check_key(key, where), checked_operator(operator, where)
+    operator = _with_entries(operator, where)
     columns = _check_number(columns, space_of(operator).size, "columns", where)
     noise = noise_of(operator, shift, where)
-    pivots = _choose(key, as_data(operator), noise, columns)
+    pivots = _choose(key, operator, noise, columns)
     indices = pivots.indices
     if throw:
         for failed, message in (
@@ -107,7 +109,7 @@ def make_preconditioner(
     n = space.size
     if preconditioner is None:
         return scale_only(noise, space.compute_dtype)
-    operator = as_data(operator)
+    operator = _with_entries(operator, where)
     preconditioner = without_numpy(preconditioner)
     if isinstance(preconditioner, int):
         number = _check_number(preconditioner, n, "preconditioner", where)
@@ -197,6 +199,20 @@ def _make(
 #
 # Arguments
 #
+
+
+def _with_entries(
+    operator: lx.AbstractLinearOperator, where: str
+) -> lx.AbstractLinearOperator:
+    """The operator as data, of which no product is taken that k doesn't count."""
+    data = as_data(operator)
+    what = "operator must have entries that can be read, to take columns of it"
+    hint = (
+        "make it a traceax.KernelLinearOperator, or of a matrix by traceax.as_operator; "
+        "or leave preconditioner= out"
+    )
+    require(has_known_entries(data), where, what, operator, hint, TypeError)
+    return data
 
 
 def _check_number(given: Any, n: int, name: str, where: str) -> int:

@@ -1,13 +1,12 @@
 """Columns and diagonals of operators, read where they are known."""
 
-import jax
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Inexact, Int
 
-from .block import apply_block, columns_at_once, space_of
+from .block import apply_block, space_of
+from .convert import SparseLinearOperator
 from .kernel import KernelLinearOperator
-from .known_diagonal import known_diagonal
 from .shifted import ShiftedLinearOperator
 
 
@@ -16,8 +15,8 @@ def columns_of(
 ) -> Inexact[Array, "n r"]:
     """Columns of the matrix of an operator.
 
-    Those of kernels and matrices are read, also in sums and multiples of them; those of
-    any other operator are products with unit vectors.
+    - `operator`: one that `has_known_entries`, of which no product is taken that costs more
+        than to read them.
     """
     space = space_of(operator)
     dtype = space.compute_dtype
@@ -29,8 +28,10 @@ def columns_of(
     match operator:
         case KernelLinearOperator():
             columns = operator.columns(indices)
-        case lx.MatrixLinearOperator():
-            columns = operator.matrix.T[indices].T
+        case lx.MatrixLinearOperator() | lx.PyTreeLinearOperator():
+            columns = operator.as_matrix().T[indices].T
+        case SparseLinearOperator():
+            columns = operator.columns_at(indices)
         case lx.TaggedLinearOperator():
             columns = columns_of(operator.operator, indices)
         case lx.AddLinearOperator():
@@ -49,23 +50,16 @@ def columns_of(
         case ShiftedLinearOperator():
             columns = columns_of(operator.operator, indices)
             columns = columns + _as(dtype, operator.shift) * unit_vectors()
-        case _:
+        case _:  # diagonal or tridiagonal
             columns = apply_block(operator, unit_vectors())
     return columns.astype(dtype)
 
 
 def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
-    """The diagonal of the matrix of an operator.
-
-    That of an operator whose entries aren't known takes n products.
-    """
+    """The diagonal of the matrix of an operator that `has_known_entries`."""
     space = space_of(operator)
     dtype = space.compute_dtype
     match operator:
-        case KernelLinearOperator():
-            diagonal = operator.diagonal()
-        case lx.MatrixLinearOperator():
-            diagonal = jnp.diagonal(operator.matrix)
         case lx.TaggedLinearOperator():
             diagonal = diagonal_of(operator.operator)
         case lx.AddLinearOperator():
@@ -79,19 +73,22 @@ def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
         case ShiftedLinearOperator():
             diagonal = diagonal_of(operator.operator) + _as(dtype, operator.shift)
         case _:
-            known = known_diagonal(operator)
-            diagonal = (
-                _diagonal_by_products(operator) if known is None else known.read()
-            )
+            diagonal = lx.diagonal(operator)
     return diagonal.astype(dtype)
 
 
 def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
     """Whether columns and the diagonal are read, and take no products."""
     match operator:
-        case KernelLinearOperator() | lx.MatrixLinearOperator():
-            return True
-        case lx.DiagonalLinearOperator() | lx.IdentityLinearOperator():
+        case (
+            KernelLinearOperator()
+            | SparseLinearOperator()
+            | lx.MatrixLinearOperator()
+            | lx.PyTreeLinearOperator()
+            | lx.DiagonalLinearOperator()
+            | lx.IdentityLinearOperator()
+            | lx.TridiagonalLinearOperator()
+        ):
             return True
         case lx.AddLinearOperator():
             parts = operator.operator1, operator.operator2
@@ -109,16 +106,3 @@ def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
 
 def _as(dtype, scalar) -> Array:
     return jnp.asarray(scalar).astype(dtype)
-
-
-def _diagonal_by_products(
-    operator: lx.AbstractLinearOperator,
-) -> Inexact[Array, " n"]:
-    n, dtype = space_of(operator).size, space_of(operator).compute_dtype
-
-    def entry(i):
-        unit = (jnp.arange(n) == i).astype(dtype)
-        return apply_block(operator, unit[:, None])[i, 0]
-
-    few = min(n, columns_at_once(n))
-    return jax.lax.map(entry, jnp.arange(n), batch_size=few)
