@@ -293,6 +293,34 @@ def test_no_product_is_taken_for_columns():
     assert number(estimate) == estimate.stats["num_matvecs"] <= 16
 
 
+def test_pivots_that_leave_nothing_take_no_part():
+    x, y = data()
+    x = x.at[60:].set(x[:60])
+    key, p = jr.key(0), problem()
+    start, smooth, rough = (
+        eqx.tree_at(lambda p: p.length, p, p.length * factor) for factor in (8, 40, 0.2)
+    )
+
+    @jax.jit
+    def run(p, pivots):
+        e = likelihood(p, x, y, 64, preconditioner=pivots)
+        residual = e.stats["residual"]
+        return e.value, e.standard_error, e.stats["num_columns"], residual
+
+    chosen = tx.choose_pivots(key, start.kernel(x), 100, shift=NOISE)
+    assert jnp.sum(chosen >= 0) == 60
+    for pivots in (chosen, jnp.arange(20, 120)):
+        numbers = []
+        for at in (smooth, rough):
+            value, error, number, residual = run(at, pivots)
+            exact = by_cholesky(at, x, y)
+            rounding = (1e-9 if is_x64() else 1e-4) * abs(exact)
+            assert abs(value - exact) < 4 * error + rounding
+            assert residual < 0.01
+            numbers.append(int(number))
+        assert 5 < numbers[0] < 45 < numbers[1] <= 60
+
+
 BAD = {
     "length of y": (lambda x, y: (x, y[:-1], NOISE, None), ValueError, "shape"),
     "axes of y": (lambda x, y: (x, y[:, None, None], NOISE, None), ValueError, "shape"),

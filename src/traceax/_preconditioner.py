@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 
 from ._arguments import check_key, require, without_numpy
-from ._linalg.pivoted_cholesky import Pivots, choose
+from ._linalg.pivoted_cholesky import Pivots, choose, spread
 from ._linalg.whitening import Whitening, scale_only, whiten
 from ._operators.block import apply_block, as_data, as_function, register, space_of
 from ._operators.check import checked_operator
@@ -50,9 +50,13 @@ def choose_pivots(
     Outside of the loss that is minimised: pivots that are chosen anew at every
     evaluation make it jump. They are data, of which there is no derivative.
 
-    A randomly pivoted Cholesky factorisation, which reads as many columns of the
-    operator and its diagonal. It stops where the mean of the residual diagonal is below
-    0.001 of the noise, and where columns buy nothing, as those of the identity.
+    A randomly pivoted Cholesky factorisation, which reads as many columns of the operator
+    and its diagonal, until the mean of the residual diagonal is below 0.001 of the noise,
+    or columns buy nothing, as those of the identity. What is left of `columns` is spread
+    over the rows, for as many columns more, far from those chosen before: these are for
+    later, when length scales and the noise have shrunk. Along a fit they are left out of
+    the preconditioner wherever they leave too little beside the noise, and
+    `stats["num_columns"]` says how many took part.
 
     **Arguments:**
 
@@ -65,8 +69,8 @@ def choose_pivots(
     - `throw`: whether to raise an error at run time, if an array of `shift` isn't positive,
         or the operator is seen not to be finite and positive semidefinite.
 
-    **Returns:** an array of `columns` integers, the indices; the last ones are -1 where
-    fewer are enough.
+    **Returns:** an array of `columns` integers, the indices, no two equal; the last ones
+    are -1 where no row is left that differs from the others.
 
     **Raises:**
 
@@ -80,7 +84,7 @@ def choose_pivots(
     operator = _with_entries(operator, where)
     columns = _check_number(columns, space_of(operator).size, "columns", where)
     noise = noise_of(operator, shift, where)
-    pivots = _choose(key, operator, noise, columns)
+    pivots = _choose(key, operator, noise, columns, later=True)
     indices = pivots.indices
     if throw:
         for failed, message in (
@@ -168,7 +172,9 @@ def _choose(
     operator: lx.AbstractLinearOperator,
     noise: Float[Array, " n"],
     number: int,
+    later: bool = False,
 ) -> Pivots:
+    """Pivots that the noise asks for, and with `later` as many more as there is room for."""
     arrays, others = eqx.partition((operator, noise), eqx.is_array)
     operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), others)
     scale = jax.lax.rsqrt(noise)
@@ -178,7 +184,8 @@ def _choose(
         return block * (scale[:, None] * scale[indices][None, :]).astype(block.dtype)
 
     diagonal = jnp.real(diagonal_of(operator)) * scale**2
-    return choose(key, columns, diagonal, number)
+    pivots = choose(key, columns, diagonal, number)
+    return spread(key, columns, diagonal, pivots) if later else pivots
 
 
 @eqx.filter_jit
