@@ -13,6 +13,7 @@ from helpers import (
     PSD,
     as_operator,
     assert_close,
+    counting,
     float_dtype,
     is_x64,
     z_score,
@@ -278,6 +279,55 @@ def test_columns_that_buy_nothing_are_not_used():
     )
     assert 0 < estimate.stats["num_columns"] <= 50
     assert estimate.stats["residual"] > 0
+
+
+def test_no_product_is_taken_for_columns():
+    # Of an operator known by its products a column would take one, and a diagonal n.
+    x, y = data()
+    operator, number = counting(problem().kernel(x).as_matrix())
+    key, pivots = jr.key(0), jnp.arange(8)
+    for columns in (8, pivots):
+        options = {"shift": NOISE, "preconditioner": columns}
+        for fn in (
+            lambda **o: tx.logdet(key, 2.0 * operator, 16, **o),
+            lambda **o: tx.inv_quad_logdet(key, operator, y, 16, **o),
+            lambda **o: tx.gaussian_log_likelihood(key, operator, y, 16, **o),
+            lambda **_: tx.choose_pivots(key, operator, 8, shift=NOISE),
+        ):
+            with pytest.raises(
+                TypeError, match=r"entries .* leave preconditioner= out"
+            ):
+                fn(**options)
+    estimate = tx.logdet(key, operator, 16, shift=jnp.full(N, NOISE))
+    assert number(estimate) == estimate.stats["num_matvecs"] <= 16
+
+
+def test_pivots_that_leave_nothing_take_no_part():
+    x, y = data()
+    x = x.at[60:].set(x[:60])
+    key, p = jr.key(0), problem()
+    start, smooth, rough = (
+        eqx.tree_at(lambda p: p.length, p, p.length * factor) for factor in (8, 40, 0.2)
+    )
+
+    @jax.jit
+    def run(p, pivots):
+        e = likelihood(p, x, y, 64, preconditioner=pivots)
+        residual = e.stats["residual"]
+        return e.value, e.standard_error, e.stats["num_columns"], residual
+
+    chosen = tx.choose_pivots(key, start.kernel(x), 100, shift=NOISE)
+    assert jnp.sum(chosen >= 0) == 60
+    for pivots in (chosen, jnp.arange(20, 120)):
+        numbers = []
+        for at in (smooth, rough):
+            value, error, number, residual = run(at, pivots)
+            exact = by_cholesky(at, x, y)
+            rounding = (1e-8 if is_x64() else 1e-4) * abs(exact)
+            assert abs(value - exact) < 4 * error + rounding
+            assert residual < 0.01
+            numbers.append(int(number))
+        assert 5 < numbers[0] < 45 < numbers[1] <= 60
 
 
 BAD = {

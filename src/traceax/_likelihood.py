@@ -92,7 +92,7 @@ def inv_quad_logdet(
     - `rtol`, `atol`: of the Gaussian log likelihood that both terms make.
 
     **Returns:** a [`traceax.InvQuadLogdet`][]. `stats["num_columns"]` says how many columns
-    there are, `stats["residual"]` the mean diagonal of what they leave of K, beside the
+    take part, `stats["residual"]` the mean diagonal of what they leave of K, beside the
     noise: above 1 more columns would save products.
 
     **Raises:** as [`traceax.trace_function`][]; `ValueError` for a y of another length, or

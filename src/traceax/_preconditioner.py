@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 
 from ._arguments import check_key, require, without_numpy
-from ._linalg.pivoted_cholesky import Pivots, choose
+from ._linalg.pivoted_cholesky import Pivots, choose, spread
 from ._linalg.whitening import Whitening, scale_only, whiten
 from ._operators.block import (
     apply_block,
@@ -22,7 +22,7 @@ from ._operators.block import (
     space_of,
 )
 from ._operators.check import checked_operator
-from ._operators.columns import columns_of, diagonal_of
+from ._operators.columns import columns_of, diagonal_of, has_known_entries
 
 # Probe j is drawn from `fold_in(key, j)`.
 _KEY_OF_PIVOTS = np.uint32(2**32 - 1)
@@ -57,35 +57,41 @@ def choose_pivots(
     Outside of the loss that is minimised: pivots that are chosen anew at every
     evaluation make it jump. They are data, of which there is no derivative.
 
-    A randomly pivoted Cholesky factorisation, which reads as many columns of the
-    operator and its diagonal. It stops where the mean of the residual diagonal is below
-    0.001 of the noise, and where columns buy nothing, as those of the identity.
+    A randomly pivoted Cholesky factorisation, which reads as many columns of the operator
+    and its diagonal, until the mean of the residual diagonal is below 0.001 of the noise,
+    or columns buy nothing, as those of the identity. What is left of `columns` is spread
+    over the rows, for as many columns more, far from those chosen before: these are for
+    later, when length scales and the noise have shrunk. Along a fit they are left out of
+    the preconditioner wherever they leave too little beside the noise, and
+    `stats["num_columns"]` says how many took part.
 
     **Arguments:**
 
     - `key`: a typed key or a legacy `uint32` key.
     - `operator`: a positive semidefinite operator of n unknowns, such as a
-        [`traceax.KernelLinearOperator`][], a `lineax.MatrixLinearOperator`, or a sum of
-        such. Of any other a column takes a product, and the diagonal n.
+        [`traceax.KernelLinearOperator`][], a matrix, dense or sparse, or a sum of such,
+        whose entries can be read.
     - `columns`: how many at most, a Python int up to n.
     - `shift`: the noise: a positive scalar, or n of them.
     - `throw`: whether to raise an error at run time, if an array of `shift` isn't positive,
         or the operator is seen not to be finite and positive semidefinite.
 
-    **Returns:** an array of `columns` integers, the indices; the last ones are -1 where
-    fewer are enough.
+    **Returns:** an array of `columns` integers, the indices, no two equal; the last ones
+    are -1 where no row is left that differs from the others.
 
     **Raises:**
 
     - `TypeError` and `ValueError` as [`traceax.trace`][] does for a wrong key or operator;
-        `TypeError` for `columns` that isn't an int, `ValueError` if it isn't from 1 to n,
-        and for a `shift` that isn't real, positive, and of shape `()` or `(n,)`.
+        `TypeError` for an operator known by its products alone, and for `columns` that
+        isn't an int; `ValueError` if it isn't from 1 to n, and for a `shift` that isn't
+        real, positive, and of shape `()` or `(n,)`.
     """
     where = "traceax.choose_pivots"
     key, operator = check_key(key, where), checked_operator(operator, where)
+    operator = _with_entries(operator, where)
     columns = _check_number(columns, space_of(operator).size, "columns", where)
     noise = noise_of(operator, shift, where, throw=throw)
-    pivots = _choose(key, as_data(operator), noise, columns)
+    pivots = _choose(key, operator, noise, columns, later=True)
     indices = pivots.indices
     if throw:
         for failed, message in (
@@ -114,7 +120,7 @@ def make_preconditioner(
     n = space.size
     if preconditioner is None:
         return scale_only(noise, space.compute_dtype)
-    operator = as_data(operator)
+    operator = _with_entries(operator, where)
     preconditioner = without_numpy(preconditioner)
     if isinstance(preconditioner, int):
         number = _check_number(preconditioner, n, "preconditioner", where)
@@ -173,7 +179,9 @@ def _choose(
     operator: lx.AbstractLinearOperator,
     noise: Float[Array, " n"],
     number: int,
+    later: bool = False,
 ) -> Pivots:
+    """Pivots that the noise asks for, and with `later` as many more as there is room for."""
     arrays, others = eqx.partition((operator, noise), eqx.is_array)
     operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), others)
     scale = jax.lax.rsqrt(noise)
@@ -183,7 +191,8 @@ def _choose(
         return block * (scale[:, None] * scale[indices][None, :]).astype(block.dtype)
 
     diagonal = jnp.real(diagonal_of(operator)) * scale**2
-    return choose(key, columns, diagonal, number)
+    pivots = choose(key, columns, diagonal, number)
+    return spread(key, columns, diagonal, pivots) if later else pivots
 
 
 @jitted
@@ -204,6 +213,20 @@ def _make(
 #
 # Arguments
 #
+
+
+def _with_entries(
+    operator: lx.AbstractLinearOperator, where: str
+) -> lx.AbstractLinearOperator:
+    """The operator as data, of which no product is taken that k doesn't count."""
+    data = as_data(operator)
+    what = "operator must have entries that can be read, to take columns of it"
+    hint = (
+        "make it a traceax.KernelLinearOperator, or of a matrix by traceax.as_operator; "
+        "or leave preconditioner= out"
+    )
+    require(has_known_entries(data), where, what, operator, hint, TypeError)
+    return data
 
 
 def _check_number(given: Any, n: int, name: str, where: str) -> int:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
-from .small import inverse_conjugate_transpose, matmul, squares
+from .small import divisor, inverse_conjugate_transpose, matmul, squares
 
 # No more pivots where the mean of the residual diagonal is below this part of the noise:
 # they would only make K[S, S] singular.
@@ -151,6 +151,43 @@ def choose(
     # Numbers that left the range say nothing about K.
     semidefinite = search.semidefinite | ~jnp.isfinite(jnp.sum(diagonal**2))
     return Pivots(search.indices[:most], trace, semidefinite, finite)
+
+
+def spread(
+    key: Key[Array, ""],
+    columns: Columns,
+    diagonal: Float[Array, " n"],
+    pivots: Pivots,
+) -> Pivots:
+    """As many pivots more as there is room for, spread over the rows. O(n r) time.
+
+    Of a row the pivot nearest to it, alone, leaves `K_jj - |K_ij|^2 / K_ii`. That is 0 for
+    a row that repeats a pivot, and keeps its digits where all pivots together leave
+    rounding. One is drawn with a probability that is its square. Where length scales shrank
+    (13 kernels, 1 to 6 dimensions) such pivots left 0.5 to 1.3 of what those of a
+    factorisation to rounding do, and 0.002 to 1.1 of random rows; without the square up to
+    1.6 times as much.
+    """
+    n, most = diagonal.shape[0], pivots.indices.shape[0]
+    floor, _ = rounding_of(diagonal)
+
+    def another(i, state):
+        left, indices = state
+        chances = (left / divisor(jnp.max(left))) ** 2
+        chances = chances / divisor(jnp.sum(chances))
+        drawn = jax.random.choice(jax.random.fold_in(key, i), n, p=chances)
+        given, fresh = indices[i] >= 0, left[drawn] > 0
+        pivot = jnp.where(given, indices[i], drawn.astype(indices.dtype))
+        column = columns(pivot[None])[:, 0]
+        after = diagonal - squares(column) / divisor(diagonal[pivot])
+        left = jnp.where(after <= floor, 0, jnp.minimum(left, after)).at[pivot].set(0)
+        return left, indices.at[i].set(jnp.where(given | fresh, pivot, -1))
+
+    start = jnp.where(diagonal <= floor, 0, diagonal), pivots.indices
+    last = jnp.where(pivots.indices[-1] < 0, most, 0)
+    left, indices = jax.lax.fori_loop(0, last, another, start)
+    finite = pivots.finite & jnp.isfinite(jnp.sum(left))
+    return pivots._replace(indices=indices, finite=finite)
 
 
 def _eliminate(

@@ -13,6 +13,8 @@ from .tall import combine, inner
 
 # Added to the diagonal of K'[S, S], in units of the noise.
 JITTER = 1e-6
+# A pivot is left out of which those before it leave less, in units of the noise.
+_LEAST = 1e-4
 
 
 class Whitening(eqx.Module):
@@ -29,7 +31,7 @@ class Whitening(eqx.Module):
     - `size`: `|F F^*|_F / sqrt(n)` beside the noise. Rounding errors of products with
         `M (K + N) M^*` are eps times as large: what is of size 1 is made of what cancels.
     - `trace_inside`: `tr Q Q^*`, at most the number of columns.
-    - `num_columns`: how many pivots are active.
+    - `num_columns`: how many pivots take part.
     - `trace`, `residual_trace`: the traces of `N^-1 K` and of `N^-1 (K - F F^*)`: what
         columns bought.
     - `semidefinite`: false if K is not, as its diagonal, the block of the pivots or a
@@ -100,26 +102,36 @@ def whiten(
     would do, so that derivatives are those of R2 alone. M and log det P are those of one
     F, to rounding, whatever the errors of this F are.
 
-    Pivots of -1, wherever they are, have columns of 0 and the identity in all factors.
+    Pivots of -1, wherever they are, have columns of 0 and the identity in all factors; so
+    have those of which the ones before leave little beside the noise, or what rounding
+    hides: held for other hyper-parameters, they would make `K[S, S]` singular here.
     """
     r, dtype = columns.shape[1], columns.dtype
     eps = jnp.finfo(dtype).eps
     one = jnp.eye(r, dtype=dtype)
-    active = pivots >= 0
-    S = jnp.where(active, pivots, 0)
-    num_columns = jnp.sum(active, dtype=jnp.int32)
+    given = pivots >= 0
+    S = jnp.where(given, pivots, 0)
     scale = jax.lax.rsqrt(noise)
-    # Errors of sums over columns, above those of a Cholesky factorisation.
-    units = (num_columns + 32).astype(scale.dtype) * eps
-
     columns = columns * (scale[:, None] * scale[S][None, :]).astype(dtype)
-    columns = jnp.where(active[None, :], columns, 0)
     diagonal = jax.lax.stop_gradient(diagonal * scale**2)
-    block = columns[S]
-    both = active[:, None] & active[None, :]
-    block = jnp.where(both, (block + block.conj().T) / 2, one)
-    added = jnp.where(active, jnp.maximum(jitter, units * jnp.abs(diagonal[S])), 0)
-    _, inverse = _cholesky(block + jnp.diag(added).astype(dtype))
+    block = (columns[S] + columns[S].conj().T) / 2
+
+    def regular(active):
+        # Errors of sums over columns, above those of a Cholesky factorisation.
+        units = (jnp.sum(active) + 32).astype(scale.dtype) * eps
+        added = jnp.where(active, jnp.maximum(jitter, units * jnp.abs(diagonal[S])), 0)
+        H = jnp.where(active[:, None] & active[None, :], block, one)
+        return H + jnp.diag(added).astype(dtype), added, units
+
+    H, added, _ = regular(given)
+    lower, _ = cholesky(jax.lax.stop_gradient(H))
+    left = squares(jnp.diagonal(lower)) - added
+    # Of a pivot that is there twice as much is left as is added. NaN stays.
+    active = given & ~(left <= jnp.maximum(_LEAST, 2 * added))
+    num_columns = jnp.sum(active, dtype=jnp.int32)
+    columns = jnp.where(active[None, :], columns, 0)
+    H, _, units = regular(active)
+    _, inverse = _cholesky(H)
     F = combine(columns, inverse.conj().T)
 
     frozen = jax.lax.stop_gradient(F)

@@ -18,8 +18,8 @@ from .block import (
     out_structure_of,
     space_of,
 )
+from .convert import SparseLinearOperator
 from .kernel import KernelLinearOperator
-from .known_diagonal import known_diagonal
 from .shifted import ShiftedLinearOperator
 
 # Entries of a block of columns of the identity on accelerators, and of operators of which
@@ -32,21 +32,23 @@ def columns_of(
 ) -> Inexact[Array, "n r"]:
     """Columns of the matrix of an operator.
 
-    Those of kernels and matrices are read, also in sums and multiples of them; those of
-    any other operator are products with unit vectors.
+    - `operator`: one that `has_known_entries`, of which no product is taken that costs more
+        than to read them.
     """
     space = space_of(operator)
     dtype = space.compute_dtype
 
-    def unit_vectors():
+    def at_indices():
         rows = jnp.arange(space.size, dtype=indices.dtype)
         return (rows[None, :] == indices[:, None]).T.astype(dtype)
 
     match operator:
         case KernelLinearOperator():
             columns = operator.columns(indices)
-        case lx.MatrixLinearOperator():
-            columns = operator.matrix.T[indices].T
+        case lx.MatrixLinearOperator() | lx.PyTreeLinearOperator():
+            columns = operator.as_matrix().T[indices].T
+        case SparseLinearOperator():
+            columns = operator.columns_at(indices)
         case lx.TaggedLinearOperator():
             columns = columns_of(operator.operator, indices)
         case lx.AddLinearOperator():
@@ -64,27 +66,17 @@ def columns_of(
             columns = -columns_of(operator.operator, indices)
         case ShiftedLinearOperator():
             columns = columns_of(operator.operator, indices)
-            columns = columns + _as(dtype, operator.shift) * unit_vectors()
-        case _:
-            columns = apply_block(operator, unit_vectors())
+            columns = columns + _as(dtype, operator.shift) * at_indices()
+        case _:  # diagonal or tridiagonal
+            columns = apply_block(operator, at_indices())
     return columns.astype(dtype)
 
 
 def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
-    """The diagonal of the matrix of an operator.
-
-    That of an operator whose entries aren't known takes n products.
-    """
+    """The diagonal of the matrix of an operator that `has_known_entries`."""
     space = space_of(operator)
     dtype = space.compute_dtype
-    known = known_diagonal(operator)
-    if known is not None:
-        return known.read().astype(dtype)
     match operator:
-        case KernelLinearOperator():
-            diagonal = operator.diagonal()
-        case lx.MatrixLinearOperator():
-            diagonal = jnp.diagonal(operator.matrix)
         case lx.TaggedLinearOperator():
             diagonal = diagonal_of(operator.operator)
         case lx.AddLinearOperator():
@@ -98,16 +90,22 @@ def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
         case ShiftedLinearOperator():
             diagonal = diagonal_of(operator.operator) + _as(dtype, operator.shift)
         case _:
-            diagonal = diagonal_by_products(operator)
+            diagonal = lx.diagonal(operator)
     return diagonal.astype(dtype)
 
 
 def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
     """Whether columns and the diagonal are read, and take no products."""
     match operator:
-        case KernelLinearOperator() | lx.MatrixLinearOperator():
-            return True
-        case lx.DiagonalLinearOperator() | lx.IdentityLinearOperator():
+        case (
+            KernelLinearOperator()
+            | SparseLinearOperator()
+            | lx.MatrixLinearOperator()
+            | lx.PyTreeLinearOperator()
+            | lx.DiagonalLinearOperator()
+            | lx.IdentityLinearOperator()
+            | lx.TridiagonalLinearOperator()
+        ):
             return True
         case lx.AddLinearOperator():
             parts = operator.operator1, operator.operator2

@@ -130,6 +130,16 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         zeros = jnp.zeros(self.shape, self.data.dtype)
         return zeros.at[self.rows, self.columns].add(self.data, mode="drop")
 
+    def columns_at(self, indices: Int[Array, " r"]) -> Inexact[Array, "m r"]:
+        """Columns of the matrix, in O(nse + m r)."""
+        r = indices.shape[0]
+        place = jnp.full(self.shape[1], r).at[indices].set(jnp.arange(r))
+        places = place.at[self.columns].get(mode="fill", fill_value=r)
+        zeros = jnp.zeros((self.shape[0], r), self.data.dtype)
+        found = zeros.at[self.rows, places].add(self.data, mode="drop")
+        # Of an index that is repeated one place has the column.
+        return found.T[place[indices]].T
+
     def transpose(self):
         m, n = self.shape
         return SparseLinearOperator(self.data, self.columns, self.rows, (n, m))
