@@ -1,5 +1,6 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
+import functools as ft
 import math
 import warnings
 from typing import Any
@@ -10,9 +11,9 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact, PyTree
 
-from ._student_t import Level, check_level, student_t_quantile, two_sided
+from ._student_t import check_level, student_t_quantile
 
 # So many estimates of a `vmap` are printed.
 _LANES = 8
@@ -231,7 +232,7 @@ class Estimate(eqx.Module):
             return "how many products it would take is not known"
         return f"at this rate it would take about {float(f'{needed:.2g}'):.0f} products"
 
-    def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Any, Any]:
+    def confidence_interval(self, level: float = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.
 
         A Student t interval about `value` with `stats["degrees_of_freedom"]`.
@@ -239,7 +240,7 @@ class Estimate(eqx.Module):
 
         **Arguments:**
 
-        - `level`: the probability, between 0 and 1.
+        - `level`: the probability, a Python number between 0 and 1.
 
         **Returns:**
 
@@ -249,17 +250,16 @@ class Estimate(eqx.Module):
 
         **Raises:**
 
-        - `TypeError` if `level` isn't a real number, `ValueError` if it is known not to
-            lie between 0 and 1.
+        - `TypeError` if `level` isn't a Python number, `ValueError` if it doesn't lie
+            between 0 and 1.
         """
-        level = _checked(level)
+        level = check_level(level, "traceax.Estimate.confidence_interval")
         values, treedef = jtu.tree_flatten(self.value)
         errors = treedef.flatten_up_to(self._standard_error)
         infinite = treedef.unflatten([jnp.asarray(jnp.inf)] * len(values))
         freedoms = self.stats.get("degrees_of_freedom", infinite)
-        of = two_sided(level) if isinstance(level, float) else level
         intervals = [
-            _interval(*parts, of)
+            _interval(*parts, level)
             for parts in zip(
                 values, errors, treedef.flatten_up_to(freedoms), strict=True
             )
@@ -268,29 +268,11 @@ class Estimate(eqx.Module):
         return treedef.unflatten(low), treedef.unflatten(high)
 
 
-def _checked(level: Any) -> Any:
-    """A level as a Python number, or traced."""
-    where = "traceax.Estimate.confidence_interval"
-    is_number = isinstance(level, int | float | np.number | np.ndarray | jax.Array)
-    if not is_number or np.ndim(level) != 0 or np.iscomplexobj(level):
-        raise TypeError(
-            f"{where}: level must be a real number, got {level!r}; write 0.95 for an "
-            "interval of 95 %."
-        )
-    if isinstance(level, jax.core.Tracer):
-        return level
-    check_level(float(level), where)
-    return float(level)
-
-
-@jax.jit
+@ft.partial(jax.jit, static_argnames="level")
 def _interval(value, error, freedom, level):
-    # At least single precision; a level next to 1 would round to 1.
+    # At least single precision.
     if jnp.finfo(error.dtype).bits < 32:
         error = error.astype(jnp.float32)
-    if not isinstance(level, Level):
-        level = jnp.minimum(level, 1 - 2 * jnp.finfo(error.dtype).eps)
-        level = two_sided(level.astype(error.dtype))
     freedom = jnp.asarray(freedom).astype(error.dtype)
     quantile = student_t_quantile(level, freedom)
     half = jnp.where(error == 0, jnp.zeros_like(error), quantile * error)
