@@ -183,17 +183,10 @@ class Estimate(eqx.Module):
         return format(np.asarray(self.value)[()], spec) if spec else str(self)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise self._no_number()
-
-    def _no_number(self, *_: Any) -> Any:
         raise TypeError(
             "traceax.Estimate: an estimate is a value with an error bar, and no number or "
             "array; compute with estimate.value."
         )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_number
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __abs__ = _no_number
-    __lt__ = __le__ = __gt__ = __ge__ = _no_number
 
     def __str__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(self)):
@@ -296,24 +289,24 @@ def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:
 
 
 def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
-    """A real number with the digits that its error leaves, and its interval."""
+    """A number with the digits that its error leaves, and its interval."""
     if np.ndim(value):
         return f"array of shape {np.shape(value)}"
-    if np.iscomplexobj(value):
-        return f"{complex(value):.6g} +- {float(error):.2g}"
-    value, error = float(value), float(error)
+    number, error = np.asarray(value).item(), float(error)
     if error == 0:
-        return f"{value:.6g} (exact)"
-    if not math.isfinite(error) or not math.isfinite(value):
-        return f"{value:.4g} +- unknown"
-    above = math.floor(math.log10(max(abs(value), error))) - math.floor(
-        math.log10(error)
-    )
-    digits = min(2 + above, 17)
-    value, low, high = (
-        f"{float(x):#.{digits}g}".rstrip(".") for x in (value, low, high)
-    )
-    return f"{value} +- {f'{error:#.2g}'.rstrip('.')} (95 %: {low} to {high})"
+        return f"{number:.6g} (exact)"
+    if not math.isfinite(abs(number) + error):
+        return f"{number:.6g} +- unknown"
+    if isinstance(number, complex):
+        return f"{number:.6g} +- {error:.2g}"
+    sizes = max(abs(number), error), error
+    first, last = (math.floor(math.log10(x)) for x in sizes)
+
+    def rounded(x, digits):
+        return f"{float(x):#.{min(digits, 17)}g}".rstrip(".")
+
+    number, low, high = (rounded(x, 2 + first - last) for x in (number, low, high))
+    return f"{number} +- {rounded(error, 2)} (95 %: {low} to {high})"
 
 
 def raise_failure(estimate: Estimate) -> Estimate:
