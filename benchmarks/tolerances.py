@@ -41,7 +41,7 @@ from traceax._accuracy import tolerance as tolerance_module
 from traceax._accuracy.tolerance import LEAST_PRODUCTS, make_stop, step_width
 from traceax._operators.block import space_of
 from traceax._progress import NO_PROGRESS_METER
-from traceax._student_t import student_t_quantile, two_sided
+from traceax._student_t import student_t_quantile
 
 PSD = lx.positive_semidefinite_tag
 ESTIMATORS = {
@@ -78,7 +78,7 @@ def normal(chains):
                 mean = sums[:, m - 1] / m
                 s = np.sqrt((squares[:, m - 1] - m * mean**2) / (m - 1))
                 freedom = jnp.asarray(m - 1.0)
-                quantile = float(student_t_quantile(two_sided(0.95), freedom))
+                quantile = float(student_t_quantile(0.95, freedom))
                 half = quantile * s / np.sqrt(m) * (1 + 1 / (4 * (m - 1)))
                 half = half * (1 + widening / m)
                 stop = open_ & (half <= tolerance)

@@ -164,14 +164,14 @@ def test_a_wrong_tag():
 
 def test_confidence_levels():
     estimate = tx.trace(jr.key(0), _operator(), 5)
-    for level in (0, 1, 95, -0.5, np.float32(95), jnp.asarray(-0.5), math.nan):
+    for level in (0, 1, 95, -0.5, np.float32(95), math.nan):
         with pytest.raises(ValueError, match=r"strictly between .*write 0\.95"):
             estimate.confidence_interval(level)
-    for level in ("0.95", None, [0.95], jnp.asarray([0.9, 0.95]), 0.95 + 0j):
-        with pytest.raises(TypeError, match=r"real number, got .*write 0\.95"):
+    for level in ("0.95", None, [0.95], jnp.asarray(0.95), 0.95 + 0j, True):
+        with pytest.raises(TypeError, match=r"Python number, got .*write 0\.95"):
             estimate.confidence_interval(level)
-    for level in (np.float32(0.5), jnp.asarray(0.5)):
-        assert estimate.confidence_interval(level) == estimate.confidence_interval(0.5)
+    half = estimate.confidence_interval(0.5)
+    assert estimate.confidence_interval(np.float32(0.5)) == half
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,6 @@ def test_confidence_levels():
         tx.logdet,
         tx.trace_inverse,
         tx.schatten_norm,
-        tx.von_neumann_entropy,
-        tx.estrada_index,
         tx.inv_quad_logdet,
         tx.gaussian_log_likelihood,
     ],

@@ -480,8 +480,6 @@ def test_estimates_and_states_are_pickled_and_copied(key):
     for estimate in (
         tx.logdet(key, operator, 8, shift=0.1),
         tx.trace_inverse(key, diagonal, 8),
-        tx.estrada_index(key, diagonal, 8),
-        tx.von_neumann_entropy(key, diagonal, 8),
         tx.schatten_norm(key, diagonal, 8),
         tx.trace(key, operator, 8, tx.XTraceEstimator()),
     ):
@@ -591,5 +589,5 @@ def test_what_people_try_with_an_estimate(key):
         lambda: np.log(estimate),
         lambda: sum([estimate, estimate]),
     ):
-        with pytest.raises(TypeError, match=r"compute with estimate\.value"):
+        with pytest.raises(TypeError, match=r"with estimate\.value|'Estimate'"):
             wrong()

@@ -9,8 +9,7 @@ from helpers import ESTIMATORS
 
 import traceax as tx
 from traceax.testing import check_trace_estimator
-from traceax.testing._checks import failures
-from traceax.testing._subject import Subject
+from traceax.testing._checks import Subject, failures
 
 
 # It takes long: all the checks of the plainest, and of others those that are hard.
@@ -22,10 +21,10 @@ def test_estimators_conform():
 @pytest.mark.parametrize(
     ("name", "check"),
     [
-        *(("xnystrace", check) for check in ("unbiasedness", "scale", "exact", "edge")),
+        *(("xnystrace", check) for check in ("unbiased", "exact")),
         *(
             pytest.param("xtrace", check, marks=pytest.mark.x64)
-            for check in ("budget", "transforms", "failure", "prefix")
+            for check in ("budget", "transforms", "failure")
         ),
     ],
 )
@@ -75,7 +74,7 @@ class Faulty(tx.TraceEstimator):
             case "scale":
                 value = value + 1e-3
             case "certain":
-                error = jnp.nan_to_num(error)
+                error = jnp.where(jnp.isfinite(error), error, 0)
         return value, error, stats, blocks
 
 
@@ -84,10 +83,10 @@ class Faulty(tx.TraceEstimator):
 @pytest.mark.parametrize(
     ("fault", "check"),
     [
-        ("bias", "unbiasedness"),
+        ("bias", "unbiased"),
         ("greedy", "budget"),
-        ("error", "error bar"),
-        ("imaginary", "unbiasedness"),
+        ("error", "bar"),
+        ("imaginary", "unbiased"),
         ("wasteful", "budget"),
         ("early", "budget"),
         ("transposed", "budget"),
@@ -95,10 +94,10 @@ class Faulty(tx.TraceEstimator):
         ("gradient", "derivative"),
         ("conjugate", "derivative"),
         ("skew", "derivative"),
-        ("complex error", "error bar"),
-        ("vague", "error bar"),
-        ("scale", "scale"),
-        ("certain", "one product"),
+        ("complex error", "bar"),
+        ("vague", "bar"),
+        ("scale", "exact"),
+        ("certain", "bar"),
     ],
 )
 def test_checks_find_their_faults(fault, check):
@@ -110,7 +109,7 @@ def test_checks_find_their_faults(fault, check):
 @pytest.mark.x64
 @pytest.mark.parametrize(
     ("fault", "check"),
-    [("bias", "unbiasedness"), ("error", "error bar"), ("wasteful", "budget")],
+    [("bias", "unbiased"), ("error", "bar"), ("wasteful", "budget")],
 )
 def test_checks_find_faults_of_semidefinite_estimators(fault, check):
     found = failures(Subject(Faulty(fault, tx.XNysTraceEstimator()), 0), check)
@@ -131,8 +130,7 @@ def test_what_raises_is_listed_with_the_rest():
         check_trace_estimator(Broken())
     message = str(info.value)
     assert "Broken fails" in message
-    assert message.count("RuntimeError: not written yet") >= 8
-    assert "exact:" not in message  # the primitive answers those
+    assert message.count("RuntimeError: not written yet") == 7
 
 
 @pytest.mark.wrong_types
@@ -166,6 +164,6 @@ class Minimal(tx.TraceEstimator):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("check", ["error bar", "derivative", "pytree", "prefix"])
+@pytest.mark.parametrize("check", ["bar", "derivative", "transforms"])
 def test_a_right_estimator_without_extras_passes(check):
     assert not failures(Subject(Minimal(), 0), check)

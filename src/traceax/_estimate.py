@@ -1,5 +1,6 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
+import functools as ft
 import math
 import warnings
 from typing import Any
@@ -10,15 +11,12 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact, PyTree
 
-from ._student_t import Level, check_level, student_t_quantile, two_sided
+from ._student_t import check_level, student_t_quantile
 
 # So many estimates of a `vmap` are printed.
 _LANES = 8
-# Stands for a standard error that cannot be known. NaN inside a program would be taken
-# for a failure by `jax_debug_nans`.
-UNKNOWN = -1.0
 
 
 class RESULTS(eqx.Enumeration):
@@ -143,7 +141,8 @@ class Estimate(eqx.Module):
     """
 
     value: PyTree[Inexact[Array, "..."]]
-    _standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
+    # Infinite where it cannot be known: `jax_debug_nans` would take NaN for a failure.
+    _standard_error: PyTree[Float[Array, "..."]]
     result: RESULTS
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
@@ -168,7 +167,8 @@ class Estimate(eqx.Module):
         self.value = value
         self._by = by.removesuffix("Estimator")
         self._standard_error = jtu.tree_map(
-            lambda x: known_or(x, UNKNOWN), standard_error
+            lambda x: jax.lax.stop_gradient(jnp.where(jnp.isnan(x), jnp.inf, x)),
+            standard_error,
         )
         self.result = result
         self.stats = stats
@@ -178,11 +178,10 @@ class Estimate(eqx.Module):
     def standard_error(self) -> Any:
         """An estimate of the root mean square error; NaN where it cannot be known."""
 
-        def known(error):
-            return jnp.where(error < 0, jnp.full_like(error, jnp.nan), error)
-
         with jax.debug_nans(False):
-            return jtu.tree_map(known, self._standard_error)
+            return jtu.tree_map(
+                lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
+            )
 
     @property
     def state(self) -> PyTree:
@@ -196,17 +195,10 @@ class Estimate(eqx.Module):
         return format(np.asarray(self.value)[()], spec) if spec else str(self)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise self._no_number()
-
-    def _no_number(self, *_: Any) -> Any:
         raise TypeError(
             "traceax.Estimate: an estimate is a value with an error bar, and no number or "
             "array; compute with estimate.value."
         )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_number
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __abs__ = _no_number
-    __lt__ = __le__ = __gt__ = __ge__ = _no_number
 
     def __str__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(self)):
@@ -247,7 +239,7 @@ class Estimate(eqx.Module):
         needed = min(float(f"{needed:.2g}"), math.ceil(needed))
         return f"at this rate it would take about {needed:.0f} products"
 
-    def confidence_interval(self, level: ArrayLike = 0.95) -> tuple[Any, Any]:
+    def confidence_interval(self, level: float = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.
 
         A Student t interval about `value` with `stats["degrees_of_freedom"]`.
@@ -255,7 +247,7 @@ class Estimate(eqx.Module):
 
         **Arguments:**
 
-        - `level`: the probability, between 0 and 1.
+        - `level`: the probability, a Python number between 0 and 1.
 
         **Returns:**
 
@@ -265,17 +257,16 @@ class Estimate(eqx.Module):
 
         **Raises:**
 
-        - `TypeError` if `level` isn't a real number, `ValueError` if it is known not to
-            lie between 0 and 1.
+        - `TypeError` if `level` isn't a Python number, `ValueError` if it doesn't lie
+            between 0 and 1.
         """
-        level = _checked(level)
+        level = check_level(level, "traceax.Estimate.confidence_interval")
         values, treedef = jtu.tree_flatten(self.value)
         errors = treedef.flatten_up_to(self._standard_error)
         infinite = treedef.unflatten([jnp.asarray(jnp.inf)] * len(values))
         freedoms = self.stats.get("degrees_of_freedom", infinite)
-        of = two_sided(level) if isinstance(level, float) else level
         intervals = [
-            _interval(*parts, of)
+            _interval(*parts, level)
             for parts in zip(
                 values, errors, treedef.flatten_up_to(freedoms), strict=True
             )
@@ -284,42 +275,18 @@ class Estimate(eqx.Module):
         return treedef.unflatten(low), treedef.unflatten(high)
 
 
-def _checked(level: Any) -> Any:
-    """A level as a Python number, or traced."""
-    where = "traceax.Estimate.confidence_interval"
-    is_number = isinstance(level, int | float | np.number | np.ndarray | jax.Array)
-    if not is_number or np.ndim(level) != 0 or np.iscomplexobj(level):
-        raise TypeError(
-            f"{where}: level must be a real number, got {level!r}; write 0.95 for an "
-            "interval of 95 %."
-        )
-    if isinstance(level, jax.core.Tracer):
-        return level
-    check_level(float(level), where)
-    return float(level)
-
-
-@jax.jit
+@ft.partial(jax.jit, static_argnames="level")
 def _interval(value, error, freedom, level):
-    # At least single precision; a level next to 1 would round to 1.
+    # At least single precision.
     if jnp.finfo(error.dtype).bits < 32:
         error = error.astype(jnp.float32)
-    if not isinstance(level, Level):
-        level = jnp.minimum(level, 1 - 2 * jnp.finfo(error.dtype).eps)
-        level = two_sided(level.astype(error.dtype))
     freedom = jnp.asarray(freedom).astype(error.dtype)
     quantile = student_t_quantile(level, freedom)
     half = jnp.where(error == 0, jnp.zeros_like(error), quantile * error)
-    half = jnp.where(error < 0, jnp.full_like(error, jnp.inf), half)
     if jnp.iscomplexobj(value):
         half = jax.lax.complex(half, half)
     half = half.astype(value.dtype)
     return value - half, value + half
-
-
-def known_or(standard_error: Float[Array, "*s"], unknown: float) -> Float[Array, "*s"]:
-    """The standard error, with `unknown` for NaN."""
-    return jnp.where(jnp.isnan(standard_error), unknown, standard_error)
 
 
 def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:
@@ -330,24 +297,24 @@ def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:
 
 
 def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
-    """A real number with the digits that its error leaves, and its interval."""
+    """A number with the digits that its error leaves, and its interval."""
     if np.ndim(value):
         return f"array of shape {np.shape(value)}"
-    if np.iscomplexobj(value):
-        return f"{complex(value):.6g} +- {float(error):.2g}"
-    value, error = float(value), float(error)
+    number, error = np.asarray(value).item(), float(error)
     if error == 0:
-        return f"{value:.6g} (exact)"
-    if not math.isfinite(error) or not math.isfinite(value):
-        return f"{value:.4g} +- unknown"
-    above = math.floor(math.log10(max(abs(value), error))) - math.floor(
-        math.log10(error)
-    )
-    digits = min(2 + above, 17)
-    value, low, high = (
-        f"{float(x):#.{digits}g}".rstrip(".") for x in (value, low, high)
-    )
-    return f"{value} +- {f'{error:#.2g}'.rstrip('.')} (95 %: {low} to {high})"
+        return f"{number:.6g} (exact)"
+    if not math.isfinite(abs(number) + error):
+        return f"{number:.6g} +- unknown"
+    if isinstance(number, complex):
+        return f"{number:.6g} +- {error:.2g}"
+    sizes = max(abs(number), error), error
+    first, last = (math.floor(math.log10(x)) for x in sizes)
+
+    def rounded(x, digits):
+        return f"{float(x):#.{min(digits, 17)}g}".rstrip(".")
+
+    number, low, high = (rounded(x, 2 + first - last) for x in (number, low, high))
+    return f"{number} +- {rounded(error, 2)} (95 %: {low} to {high})"
 
 
 def raise_failure(estimate: Estimate) -> Estimate:

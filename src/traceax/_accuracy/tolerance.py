@@ -22,7 +22,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 from .._estimate import RESULTS
 from .._linalg.small import divisor
 from .._progress import ProgressMeter, check_meter
-from .._student_t import check_level, student_t_quantile, two_sided
+from .._student_t import check_level, student_t_quantile
 from .error_bar import ErrorBar
 
 # Error bars of m samples are multiplied by 1 + _WIDENING / m: the smallest integer for which
@@ -65,7 +65,7 @@ class Stop(eqx.Module):
         values the ratio is the largest. Infinite for an unknown error.
         """
         error, freedom = bar.standard_error, bar.degrees_of_freedom
-        quantile = student_t_quantile(two_sided(self.level), freedom)
+        quantile = student_t_quantile(self.level, freedom)
         scaled = jnp.abs(self.factor).astype(error.dtype) * error
         half_width = jnp.where(error == 0, 0, quantile * scaled)
         # The loop's value may be known to be real where the whole is not.
@@ -114,12 +114,7 @@ def make_stop(
     `dtype` is that of the value, and `where` names the caller in messages.
     """
     check_meter(meter, where)
-    if isinstance(level, bool) or not isinstance(level, float | int):
-        raise TypeError(
-            f"{where}: level must be a Python number, got {level!r} of type "
-            f"{type(level).__name__}; write 0.95 for an interval of 95 %."
-        )
-    check_level(level, where)
+    level = check_level(level, where)
     if rtol is None and atol is None:
         return None
     relative, absolute = (
@@ -128,7 +123,7 @@ def make_stop(
     )
     one = jnp.ones((), dtype)
     nothing = jnp.zeros_like(one)
-    return Stop(relative, absolute, float(level), meter, one, nothing, norm)
+    return Stop(relative, absolute, level, meter, one, nothing, norm)
 
 
 def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Float[Array, ""]:
