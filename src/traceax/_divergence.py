@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Int, Key, PyTree
 
-from ._arguments import check_budget, kind_of, native_arrays, require
+from ._arguments import check_budget, kind_of, require
 from ._base import TraceEstimator
 from ._coloured_sampler import ColouredSampler
 from ._colours import Colours
@@ -185,4 +185,4 @@ def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:
             )
         return array
 
-    return jtu.tree_map(check, native_arrays(x, where))
+    return jtu.tree_map(check, x)

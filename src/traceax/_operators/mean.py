@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Inexact, PyTree, Real, Shaped
 
-from .._arguments import native_arrays, require
+from .._arguments import require
 from .block import TAGS, as_function, register, space_of, tags_of
 from .check import as_complex
 
@@ -92,10 +92,8 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
         what = "make_operator must be a function of a minibatch"
         hint = "pass (make_operator, batches)"
         require(callable(make_operator), _WHERE, what, make_operator, hint, TypeError)
-        self.batches = jtu.tree_map(_as_array, native_arrays(batches, _WHERE))
-        self.weights = _check_weights(
-            native_arrays(weights, _WHERE), _number_of_batches(self.batches)
-        )
+        self.batches = jtu.tree_map(_as_array, batches)
+        self.weights = _check_weights(weights, _number_of_batches(self.batches))
         structures, inherited = _look(make_operator, self.batches)
         # Of dictionaries, for example, which can't be hashed.
         leaves, treedef = jtu.tree_flatten(structures)
