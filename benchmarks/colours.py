@@ -153,10 +153,11 @@ def inverses_by_solves():
         return error(lambda key: tx.trace(key, inverse, k, estimator), truth)
 
     coloured, plain = {}, {}
-    for distance in (1, 2, 4, 6):
-        colours = tx.colour(edges(shape), distance)
-        sampler = tx.ColouredSampler(colours, exact=False)
-        k = colours.number
+    x, y = np.indices(shape).reshape(2, -1)
+    for reach in (1, 2, 3):
+        # Perfect codes: what is within a distance of 2 * reach differs.
+        k = 2 * reach**2 + 2 * reach + 1
+        sampler = tx.ColouredSampler((reach * x + (reach + 1) * y) % k)
         coloured[k] = of_trace(k, tx.HutchinsonEstimator(sampler))
         plain[k] = of_trace(k)
     return coloured, plain

@@ -134,8 +134,15 @@ def work(process, processes, coordinator):
     results["tr H, a layer over devices"] = float(by_layer)
 
     # Probes over devices: each has the operator, and a part of the products.
-    layout = NamedSharding(mesh, jax.P(None, "d"))
-    estimator = tx.HutchinsonEstimator(tx.ShardedSampler(sharding=layout))
+    class SpreadSampler(tx.IndexedSampler):
+        rotation_invariant = False
+
+        def probes(self, key, start, n, k, dtype):
+            signs = tx.RademacherSampler().probes(key, start, n, k, dtype)
+            layout = NamedSharding(mesh, jax.P(None, "d"))
+            return jax.lax.with_sharding_constraint(signs, layout)
+
+    estimator = tx.HutchinsonEstimator(SpreadSampler())
 
     @jax.jit
     def kernel_trace(points, key):

@@ -2,13 +2,14 @@
 
 A network with one hidden layer learns to read scikit-learn's digits. After each of 50 steps
 the trace of its Hessian is estimated: from scratch, by XTrace, with 20 and with 40 products
-a step; and by `DeltaShiftEstimator` with 20, and 40 for the first. `refresh` hands the state
+a step; and by `DeltaShiftEstimator` with 20, in one `jax.lax.scan`. `refresh` hands the state
 of an estimate to the next step, which then needs half of the products for the same error.
 
     python examples/track_hessian_through_training.py [figure.png]
 """
 
 import sys
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -79,29 +80,26 @@ def from_scratch(key, path, k):
     return [estimate_alone(*given, k) for given in zip(keys, path, strict=True)]
 
 
-@eqx.filter_jit
-def estimate_next(past, key, parameters, k):
-    """An estimate with the help of the state of the last one, `None` for the first."""
-    estimator, operator = tx.DeltaShiftEstimator(), hessian(parameters)
-    state = (
-        estimator.init(key, operator)
-        if past is None
-        else estimator.refresh(past, key, operator)
-    )
-    estimate = estimator.estimate(state, k)
-    # Without the operator, which is new in each step.
-    past = eqx.tree_at(lambda state: state.operator, estimate.state, None)
-    return past, estimate.value, estimate.confidence_interval()
+def without_operator(state):
+    """What a loop carries: the operator is new in each step."""
+    return eqx.tree_at(lambda state: state.operator, state, None)
 
 
+@partial(jax.jit, static_argnums=2)
 def tracked(key, path, k):
     """The value and the interval after each step, from the state of the one before."""
-    keys, past, found = jax.random.split(key, len(path)), None, []
-    for step, (key, parameters) in enumerate(zip(keys, path, strict=True)):
-        number = 2 * k if step == 0 else k
-        past, *estimate = estimate_next(past, key, parameters, number)
-        found.append(estimate)
-    return [np.asarray(part) for part in zip(*found, strict=True)]
+    estimator = tx.DeltaShiftEstimator()
+
+    def step(past, given):
+        key, parameters = given
+        state = estimator.refresh(past, key, hessian(parameters))
+        estimate = estimator.estimate(state, k, throw=False)
+        found = estimate.value, estimate.confidence_interval()
+        return without_operator(estimate.state), found
+
+    start = jax.tree.map(lambda x: x[0], path)
+    state = without_operator(estimator.init(key, hessian(start), k))
+    return jax.lax.scan(step, state, (jax.random.split(key, STEPS), path))[1]
 
 
 def main(figure_path):
@@ -115,17 +113,18 @@ def main(figure_path):
         relative = (errors / truth) ** 2
         all_steps, later = (np.sqrt(np.mean(relative[:, s:])) for s in (0, STEPS // 2))
         print(f"{name:26s} {100 * all_steps:.2f} %, second half {100 * later:.2f} %")
-        return all_steps
+        return later
 
     errors, scratch = {}, {}
     for k in (PRODUCTS, 2 * PRODUCTS):
         scratch[k] = [from_scratch(key, path, k) for key in keys]
         errors[k] = report(f"from scratch, {k} products", scratch[k])
-    runs = [tracked(key, path, PRODUCTS) for key in keys]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *path)
+    runs = [jax.tree.map(np.asarray, tracked(key, stacked, PRODUCTS)) for key in keys]
     error = report(f"tracked, {PRODUCTS} products", [values for values, _ in runs])
     assert error < errors[2 * PRODUCTS], "tracking saves half of the products"
 
-    intervals = np.asarray([interval for _, interval in runs])
+    intervals = np.stack([np.stack(interval, axis=-1) for _, interval in runs])
     inside = (intervals[..., 0] <= truth) & (truth <= intervals[..., 1])
     print(f"95 % intervals that hold the truth: {100 * inside.mean():.0f} %")
     # Errors of neighbouring steps are alike, so there are few independent ones.

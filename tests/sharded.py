@@ -8,6 +8,7 @@ import contextlib
 import re
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -88,30 +89,44 @@ def rows_on_devices(estimator, mesh):
         assert all(size <= K for size in sizes), shape
 
 
-def with_probes_spread(estimator, mesh, spec):
-    layout = NamedSharding(mesh, spec)
-    return type(estimator)(tx.ShardedSampler(estimator.sampler, sharding=layout))
+class SpreadSampler(tx.IndexedSampler):
+    """The recipe of docs/beyond-one-machine.md, around any sampler."""
+
+    sampler: tx.IndexedSampler
+    spec: P = eqx.field(static=True)
+
+    @property
+    def rotation_invariant(self):  # pyright: ignore
+        return self.sampler.rotation_invariant
+
+    def probes(self, key, start, n, k, dtype):
+        block = self.sampler.probes(key, start, n, k, dtype)
+        return jax.lax.with_sharding_constraint(block, self.spec)
+
+
+def with_probes_spread(estimator, spec):
+    return type(estimator)(SpreadSampler(estimator.sampler, spec))
 
 
 def probes_on_devices(estimator, mesh):
     matrix = jnp.asarray(MATRIX)
-    sharded = with_probes_spread(estimator, mesh, P(None, "x"))
+    sharded = with_probes_spread(estimator, P(None, "x"))
 
     def value(matrix, estimator):
         return estimate(estimator, lx.MatrixLinearOperator(matrix, PSD)).value
 
     differentiate = jax.jit(jax.value_and_grad(value), static_argnums=1)
     alone = differentiate(matrix, estimator)
-    agree(
-        differentiate(jax.device_put(matrix, NamedSharding(mesh, P())), sharded), alone
-    )
+    with jax.set_mesh(mesh):
+        matrix = jax.device_put(matrix, NamedSharding(mesh, P()))
+        agree(differentiate(matrix, sharded), alone)
 
 
 def probes_of_any_layout_and_number(estimator, mesh):
     matrix = jnp.asarray(MATRIX[:96, :96])
     operator = lx.MatrixLinearOperator(matrix, PSD)
     for spec in (P("x", None), P(None, "x")):
-        sharded = with_probes_spread(estimator, mesh, spec)
+        sharded = with_probes_spread(estimator, spec)
         # 22 = 7 + 7 + 8 = 11 + 11 probes, and the matrix on one device.
         alone = tx.trace(KEY, operator, 22, estimator)
         with within(mesh):

@@ -49,7 +49,6 @@ LAYERS = [
     "_trace",
     "_by_block",
     "_diagonal",
-    "_forward_laplacian",
     "_divergence",
     "_trace_function",
     "_likelihood",

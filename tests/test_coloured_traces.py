@@ -111,20 +111,6 @@ def test_a_divergence_takes_colours_of_all_kinds():
         )
 
 
-def test_signs_may_be_laid_out():
-    mesh = jax.make_mesh((1,), ("probes",), axis_types=(jax.sharding.AxisType.Auto,))
-    layout = jax.sharding.NamedSharding(mesh, jax.P(None, "probes"))
-    operator = lx.MatrixLinearOperator(jnp.diag(jnp.arange(9, dtype=float_dtype())))
-    signs = tx.ShardedSampler(sharding=layout)
-    sampler = tx.ColouredSampler(np.arange(9) % 2, exact=True, sampler=signs)
-    estimate = tx.trace(jr.key(0), operator, 2, tx.HutchinsonEstimator(sampler))
-    assert_close(estimate.value, 36.0)
-    assert estimate.standard_error < 1e-3
-    normals = tx.ShardedSampler(tx.NormalSampler(), sharding=layout)
-    with pytest.raises(ValueError, match="exact traces take signs"):
-        tx.ColouredSampler(np.arange(9) % 2, exact=True, sampler=normals)
-
-
 @pytest.mark.x64
 def test_colours_of_a_pattern_are_not_exact_of_functions():
     diagonal = tx.ColouredSampler(tx.colour(np.zeros((0, 2), int), size=30))

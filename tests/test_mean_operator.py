@@ -53,9 +53,9 @@ def _hessian(parameters, data, weights=None):
         def gradient(p, _):
             return jax.grad(_loss)(p, batch)
 
-        return lx.JacobianLinearOperator(gradient, parameters, tags=lx.symmetric_tag)
+        return lx.JacobianLinearOperator(gradient, parameters)
 
-    return MeanLinearOperator(make, data, weights=weights)
+    return MeanLinearOperator(make, data, weights=weights, tags=lx.symmetric_tag)
 
 
 def _exact_hessian(parameters, data, weights=None):
@@ -158,7 +158,9 @@ def test_batches_of_integers_and_keys():
     @jax.jit
     def both(labels, keys):
         operator = MeanLinearOperator(
-            lambda batch: lx.DiagonalLinearOperator(diagonal(*batch)), (labels, keys)
+            lambda batch: lx.DiagonalLinearOperator(diagonal(*batch)),
+            (labels, keys),
+            tags=lx.diagonal_tag,
         )
         assert lx.is_diagonal(operator)
         return lx.diagonal(operator), jnp.mean(jax.vmap(diagonal)(labels, keys), axis=0)
@@ -172,9 +174,7 @@ def test_solves():
 
     @jax.jit
     def solutions(matrices, right):
-        operator = MeanLinearOperator(
-            lambda m: lx.MatrixLinearOperator(m, PSD), matrices
-        )
+        operator = MeanLinearOperator(lx.MatrixLinearOperator, matrices, tags=PSD)
         solvers = lx.CG(rtol=1e-6, atol=1e-6), lx.AutoLinearSolver(True)
         return [lx.linear_solve(operator, right, solver).value for solver in solvers]
 
@@ -418,13 +418,10 @@ def _known(operator):
     return {name for name, check in checks.items() if check(operator)}
 
 
-def _tagged(batch_tags=(), tags=(), weights=None, dtype=float):
+def _tagged(tags=(), weights=None, dtype=float):
     matrices = np.ones((B, N, N), dtype)
     return MeanLinearOperator(
-        lambda m: lx.MatrixLinearOperator(m, batch_tags),
-        matrices,
-        weights=weights,
-        tags=tags,
+        lx.MatrixLinearOperator, matrices, weights=weights, tags=tags
     )
 
 
@@ -447,29 +444,16 @@ def _tagged(batch_tags=(), tags=(), weights=None, dtype=float):
     ],
 )
 def test_checks(tag, known, transposed):
-    weights = np.ones(B)
-    for operator in (_tagged(tag), _tagged((), tag), _tagged((), tag, weights)):
+    for operator in (_tagged(tag), _tagged(tag, np.ones(B))):
         assert _known(operator) == known
         assert _known(operator.T) == transposed
         assert _known(lx.conj(operator)) == known
-    # Weights may be negative.
-    assert _known(_tagged(tag, weights=weights)) == known - {"psd", "nsd"}
 
 
 def test_checks_of_complex_operators():
     operator = _tagged(PSD, dtype=complex)
     for same in (operator, operator.T, lx.conj(operator)):
         assert _known(same) == {"psd"}
-
-
-def test_checks_do_not_depend_on_values_that_can_change():
-    matrices = np.ones((B, N, N))
-    scaled = MeanLinearOperator(
-        lambda m: lx.MatrixLinearOperator(m, PSD) * jnp.asarray(2.0), matrices
-    )
-    assert _known(scaled) == {"symmetric"}
-    negative = MeanLinearOperator(lambda m: -lx.MatrixLinearOperator(m, PSD), matrices)
-    assert _known(negative) == {"symmetric", "nsd"}
 
 
 def test_structured_diagonals():
@@ -480,7 +464,7 @@ def test_structured_diagonals():
 
     @jax.jit
     def found(bands):
-        operator = MeanLinearOperator(make, bands)
+        operator = MeanLinearOperator(make, bands, tags=lx.tridiagonal_tag)
         assert _known(operator) == {"tridiagonal"}
         estimate = tx.trace(jr.key(0), operator, 3)
         bands = lx.tridiagonal(operator), lx.diagonal(operator)
@@ -528,32 +512,20 @@ def test_wrong_batches(batches, message):
 @pytest.mark.parametrize(
     ("weights", "error", "message"),
     [
-        (
-            np.ones(3),
-            ValueError,
-            r"must be an array of shape \(4,\), got an array of shape \(3,\)",
-        ),
-        (
-            np.ones(()),
-            ValueError,
-            r"must be an array of shape \(4,\), got an array of shape \(\)",
-        ),
+        (np.ones(3), ValueError, r"be of shape \(4,\), got an array of shape \(3,\)"),
+        (np.ones(()), ValueError, r"be of shape \(4,\), got an array of shape \(\)"),
         (
             np.ones((4, 1)),
             ValueError,
-            r"must be an array of shape \(4,\), got an array of shape \(4, 1\)",
+            r"be of shape \(4,\), got an array of shape \(4, 1",
         ),
-        (np.ones(4, np.complex64), TypeError, "must be real, got dtype complex64"),
-        (np.ones(4, bool), TypeError, "must be real, got dtype bool"),
-        (
-            [1.0] * 4,
-            TypeError,
-            r"must be an array of shape \(4,\), got an object of type list; pass jax",
-        ),
+        (np.ones(4, np.complex64), TypeError, "be real, got .* dtype complex64"),
     ],
 )
 def test_wrong_weights(weights, error, message):
-    with pytest.raises(error, match=f"^traceax.MeanLinearOperator: weights {message}"):
+    with pytest.raises(
+        error, match=f"^traceax.MeanLinearOperator: weights must {message}"
+    ):
         MeanLinearOperator(_identity, np.ones(4), weights=weights)
 
 

@@ -295,15 +295,3 @@ def test_programs_go_on_from_a_number_that_only_they_know(key):
     # One lane has one number.
     first = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, lanes.state)
     assert_close(estimator.estimate(first, 8).value, on.value[0], rtol=RTOL)
-
-
-def test_what_was_taken_helps_a_changed_operator(key):
-    estimator, _, begun, taken = _begun("xtrace", _operator("xtrace"), key)
-    changed = as_operator(1.01 * matrix("poly", N))
-    refreshed = estimator.refresh(begun.state, jr.key(1), changed)
-    anew = estimator.init(jr.key(1), changed)
-    errors = [estimator.estimate(x, taken).standard_error for x in (refreshed, anew)]
-    assert errors[0] < errors[1]
-    # Products with a basis say nothing of probes.
-    on = estimator.estimate(estimator.estimate(refreshed, 20).state, 30, rtol=0.5)
-    assert on.stats["num_matvecs"] <= 30

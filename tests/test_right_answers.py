@@ -510,26 +510,19 @@ def test_a_state_of_an_estimator_with_other_arrays_is_refused(key):
 
 
 @pytest.mark.x64
-def test_arrays_of_other_byte_orders_and_long_doubles(key):
-    a = matrix("flat", N)
-    swapped = a.astype(a.dtype.newbyteorder())
-    for operator in (tx.as_operator(swapped), lx.MatrixLinearOperator(swapped)):
-        assert_close(tx.trace(key, operator, N).value, np.trace(a))
-
-    def loss(x, batch):
-        return jnp.sum((batch @ x) ** 2)
-
-    hessian = tx.HessianLinearOperator(loss, swapped[0], swapped)
-    assert_close(tx.trace(key, hessian, N).value, 2 * np.sum(a**2))
-    long = a.astype(np.longdouble)
-    if long.dtype == np.float64:
+@pytest.mark.parametrize("dtype", [np.dtype(float).newbyteorder(), np.longdouble])
+def test_arrays_that_jax_lacks_are_refused(key, dtype):
+    a = matrix("flat", N).astype(dtype)
+    if a.dtype == np.float64:
         pytest.skip("a long double is a double here")
     for refused in (
-        lambda: tx.as_operator(long),
-        lambda: tx.trace(key, lx.MatrixLinearOperator(long), 3),
-        lambda: tx.divergence(key, lambda x: x, long[0], 1),
+        lambda: tx.as_operator(a),
+        lambda: tx.trace(key, lx.MatrixLinearOperator(a), 3),
+        lambda: tx.trace(key, lx.DiagonalLinearOperator(a[0]), 3),
+        lambda: tx.divergence(key, lambda x: x, a[0], 1),
+        lambda: tx.HessianLinearOperator(lambda x, b: b @ x @ x, jnp.ones(N), a),
     ):
-        with pytest.raises(TypeError, match=rf"arrays of dtype {long.dtype}"):
+        with pytest.raises(TypeError, match="JAX"):
             refused()
 
 

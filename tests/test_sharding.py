@@ -5,10 +5,7 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import pytest
-
-import traceax as tx
 
 HERE = pathlib.Path(__file__).parent
 
@@ -33,23 +30,6 @@ def test_four_devices_agree_with_one(part):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) >= 6
-
-
-@pytest.mark.wrong_types
-def test_a_wrong_layout_is_refused():
-    with pytest.raises(TypeError, match=r"NamedSharding, got .*make one of a mesh"):
-        tx.ShardedSampler(sharding="probes")  # pyright: ignore
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    layout = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
-    with pytest.raises(
-        TypeError, match=r"sampler must be a traceax\.Sampler, got .* str"
-    ):
-        tx.ShardedSampler("signs", sharding=layout)  # pyright: ignore
-    sampler = tx.ShardedSampler(sharding=layout)
-    assert not sampler.rotation_invariant
-    with pytest.raises(ValueError, match="rotation-invariant"):
-        tx.XTraceEstimator(sampler)
-    assert hash(sampler) == hash(tx.ShardedSampler(sharding=layout))
 
 
 @pytest.mark.x64

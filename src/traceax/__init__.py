@@ -47,7 +47,6 @@ from ._samplers import NormalSampler as NormalSampler
 from ._samplers import OrthogonalSampler as OrthogonalSampler
 from ._samplers import RademacherSampler as RademacherSampler
 from ._samplers import Sampler as Sampler
-from ._samplers import ShardedSampler as ShardedSampler
 from ._samplers import SphereSampler as SphereSampler
 from ._spectral.base import SpectralEstimator as SpectralEstimator
 from ._spectral.base import SpectralOutcome as SpectralOutcome

@@ -8,14 +8,11 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key
 
 # Of a budget that isn't given.
 _FEWEST_OF_CAP, _MOST_OF_CAP, _ENTRIES_OF_CAP = 64, 1000, 2**27
-# NumPy's floating-point dtypes that are JAX's, too.
-_FLOATING = (np.float16, np.float32, np.float64, np.complex64, np.complex128)
 
 
 def kind_of(x: Any) -> str:
@@ -64,26 +61,6 @@ def check_installed(module: str, where: str) -> None:
     )
     spec = importlib.util.find_spec(module)
     require(spec, where, what, "no such module", hint, ImportError)
-
-
-def native_arrays(tree: PyTree, where: str) -> PyTree:
-    """The tree with NumPy arrays that JAX takes: of the byte order of this machine.
-
-    Raises `TypeError` for long doubles, of which JAX has none.
-    """
-
-    def native(x):
-        if not isinstance(x, np.ndarray | np.generic):
-            return x
-        dtype = x.dtype.newbyteorder("=")
-        if dtype.kind in "fc" and dtype not in _FLOATING:
-            raise TypeError(
-                f"{where}: arrays of dtype {dtype} are not of JAX's, got one of shape "
-                f"{x.shape}; convert it, by x.astype(numpy.float64) for example."
-            )
-        return x if x.dtype.isnative else x.astype(dtype)
-
-    return jtu.tree_map(native, tree)
 
 
 def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:

@@ -13,7 +13,7 @@ from ._operators.block import has_real_trace
 from ._operators.columns import map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column, solver_tolerance
 from ._primitive import Blocks, Identity, StandIn, make_outcome
-from ._state import check_state, functional_of, init_state, state_space
+from ._state import functional_of, init_state, state_space
 
 
 class TraceEstimator(Estimator):
@@ -36,7 +36,7 @@ class TraceEstimator(Estimator):
     _plain_exact: ClassVar[bool] = True
 
     def init(self, key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> Any:
-        """Checks, and set-up that doesn't depend on the budget.
+        """Checks, and set-up that doesn't depend on the budget. Optional to write.
 
         **Arguments:**
 
@@ -87,49 +87,6 @@ class TraceEstimator(Estimator):
         - blocks of shape `(n, p)`, in the order of the operator's flattened structure,
             with `E[V Z^*] = I`.
         """
-
-    def refresh(
-        self, state: Any, key: Key[Array, ""], operator: lx.AbstractLinearOperator
-    ) -> Any:
-        """The state for an operator that has changed, as by a step of training.
-
-        On directions in which products were large the trace is exact; what they leave is
-        tested by fresh probes, on which they don't depend, or estimated by the estimator
-        itself where budgets are more than three times as large; going on keeps to the one
-        that was begun. Other estimators begin anew, with the probes of the key.
-
-        | | what is used again |
-        |---|---|
-        | XTrace, Hutch++ | directions in which products were large, for at most half of the products |
-        | DeltaShift | the estimate, its probes, and such directions |
-
-        **Arguments:**
-
-        - `state`: of an estimate, or of `init`, of this estimator. Its operator may be
-            `None`, as in the carry of a loop.
-        - `key`: a single key. Probes of those in the table are fresh also for the same one.
-        - `operator`: of the same structure as that of the state.
-
-        An estimate to a tolerance finds a basis of its own.
-
-        **Returns:** a state that keeps no products. **Raises:** as `init`; `ValueError`
-        for an operator of another structure.
-        """
-        where = f"{type(self).__name__}.refresh"
-        check_state(state, self, where)
-        state, fresh = self.trim(state), self.init(key, operator)
-        if state.operator is not None:
-            old, new = state_space(state), state_space(fresh)
-            if (old.leaves, old.treedef) != (new.leaves, new.treedef):
-                raise ValueError(
-                    f"{where}: the operator must have the structure of the state's, "
-                    f"{old.structure}, got {new.structure}; begin anew with init."
-                )
-        return self.start_from(state, fresh)
-
-    def start_from(self, state: Any, fresh: Any) -> Any:
-        """The fresh state of `refresh`, with what it uses again. Optional."""
-        return fresh
 
     def _exact(self, state):
         space, functional = state_space(state), functional_of(state)

@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Bool, Inexact, Int
 from ._arguments import kind_of, require
 from ._colours import Colours
 from ._operators.block import Dense, apply_block, columns_at_once, has_part
-from ._samplers import RademacherSampler, Sampler, ShardedSampler
+from ._samplers import RademacherSampler, Sampler
 
 _WHERE = "ColouredSampler"
 _SIGNS = RademacherSampler()
@@ -101,8 +101,7 @@ class ColouredSampler(Sampler):
         single = isinstance(sampler, Sampler) and sampler.round_size == 1
         hint = "pass an instance, such as traceax.NormalSampler()"
         require(single, _WHERE, what, sampler, hint, TypeError)
-        drawn = sampler.sampler if isinstance(sampler, ShardedSampler) else sampler
-        signs = isinstance(drawn, RademacherSampler) or not self.exact
+        signs = isinstance(sampler, RademacherSampler) or not self.exact
         what, hint = "exact traces take signs", "leave out sampler, or pass exact=False"
         require(signs, _WHERE, what, type(sampler).__name__, hint)
 

@@ -15,9 +15,6 @@ _AT_ONCE = 2**12
 # Passes of first fit. A second one took a 3-D grid of 1e6 nodes from 13 colours to 12 at
 # distance 2, and its shuffled nodes from 16 to 14; a third one nothing.
 _PASSES = 2
-# Nodes coloured in search of fewer colours, as a multiple of all: what succeeds on grids
-# and bands mostly does after less than one.
-_SEARCH = 2
 
 
 class Colours(NamedTuple):
@@ -53,11 +50,8 @@ def colour(pattern: Any, distance: int = 1, *, size: int | None = None) -> Colou
     `exact` is `False`.
 
     First fit in the order of the nodes, and once more with the classes in reverse order,
-    which never takes more colours. Then with fewer, as many as must differ or little more,
-    in turn: each node takes the first that is free after the colour of the neighbour before
-    it. Along a row of a grid they follow one another, and from row to row they shift, as in
-    perfect codes: 5 colours in two dimensions and 7 in three at distance 2, 12 in three at
-    distance 3. All in the order of the nodes: number them so that neighbours are near.
+    which never takes more colours. Number the nodes so that neighbours are near. On a grid
+    formulas take fewer, see [Sparse operators and colours](../sparse.md).
 
     NumPy and Python, in the caller's process, not under `jax.jit`. O(n b) time and memory,
     b being the number of nodes within `distance / 2`: 1e6 nodes of a grid in three
@@ -82,12 +76,7 @@ def colour(pattern: Any, distance: int = 1, *, size: int | None = None) -> Colou
     IMA J. Appl. Math. 13 (1974), doi:10.1093/imamat/13.1.117; Gebremedhin, Manne and Pothen,
     "What Color Is Your Jacobian?", SIAM Rev. 47 (2005), doi:10.1137/S0036144504444711;
     Culberson, "Iterated Greedy Graph Coloring and the Difficulty Landscape", University of
-    Alberta TR 92-07 (1992), for the second pass; Bozdag, Gebremedhin, Manne, Boman and
-    Catalyurek, "A framework for scalable greedy coloring on distributed-memory parallel
-    computers", J. Parallel Distrib. Comput. 68 (2008), doi:10.1016/j.jpdc.2007.08.002, for
-    first fit that begins at other colours; Golomb and Welch, "Perfect Codes in the Lee
-    Metric and the Packing of Polyominoes", SIAM J. Appl. Math. 18 (1970),
-    doi:10.1137/0118025.
+    Alberta TR 92-07 (1992), for the second pass.
     """
     where = "traceax.colour"
     distance = _positive(distance, "distance", where, "how far apart colours repeat")
@@ -100,16 +89,7 @@ def colour(pattern: Any, distance: int = 1, *, size: int | None = None) -> Colou
     for _ in range(_PASSES):
         index = _greedy(near, far, order)
         order = np.argsort(-index, kind="stable")
-    number = int(index.max(initial=-1)) + 1
-    # Nodes within half of the distance of one are all within the distance of each other.
-    work, within = 0, int(np.diff(near[0]).max(initial=0))
-    while within < number and work < _SEARCH * n:
-        fewer = _greedy(near, far, np.arange(n), within)
-        if fewer.min() >= 0:
-            names, index = np.unique(fewer, return_inverse=True)
-            index, number = index.astype(np.int32), len(names)
-        work, within = work + np.count_nonzero(fewer >= 0), within + 1
-    return Colours(index, number, distance == 1)
+    return Colours(index, int(index.max(initial=-1)) + 1, distance == 1)
 
 
 def lattice_colours(
@@ -275,40 +255,27 @@ def _ball(graph: _Graph, radius: int) -> _Graph:
 
 
 def _greedy(
-    near: _Graph, far: _Graph, order: Int[np.ndarray, " n"], within: int = 0
+    near: _Graph, far: _Graph, order: Int[np.ndarray, " n"]
 ) -> Int[np.ndarray, " n"]:
-    """To each node a colour that none has whose far ball meets its near one.
+    """To each node the first colour that none has whose far ball meets its near one.
 
-    The first; or, of so many colours `within` which all must be, the first after that of
-    the last node in whose far ball it lies, in turn. -1 from where there is none.
-
-    Sets of colours are bits: `seen` those in the far ball about a node, `after` those to
-    take first.
+    Sets of colours are bits: `seen` those in the far ball about a node.
     """
     n = len(order)
-    seen, after, index = [0] * n, [-1] * n, np.full(n, -1, np.int32)
-    among = (1 << within) - 1 if within else -1
+    seen, index = [0] * n, np.empty(n, np.int32)
     for first in range(0, n, _AT_ONCE):
         nodes = order[first : first + _AT_ONCE]
         read, write = (
             [x.tolist() for x in _rows(graph, nodes)] for graph in (near, far)
         )
         colours = []
-        for i, centre in enumerate(nodes.tolist()):
+        for i in range(len(nodes)):
             taken = 0
             for node in read[1][read[0][i] : read[0][i + 1]]:
                 taken |= seen[node]
-            free = among & ~taken
-            if not free:
-                break
-            free = free & after[centre] or free
-            bit = free & -free
-            rest = -2 * bit if within else -1
+            bit = ~taken & (taken + 1)
             for node in write[1][write[0][i] : write[0][i + 1]]:
                 seen[node] |= bit
-                after[node] = rest
             colours.append(bit.bit_length() - 1)
-        index[nodes[: len(colours)]] = colours
-        if len(colours) < len(nodes):
-            break
+        index[nodes] = colours
     return index

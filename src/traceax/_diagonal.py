@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -13,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Key
 
 from ._accuracy.error_bar import exact_bar
 from ._accuracy.tolerance import make_stop
-from ._arguments import check_budget, check_key, native_arrays
+from ._arguments import check_budget, check_key
 from ._base import TraceEstimator
 from ._by_block import ByBlock
 from ._estimate import Estimate, finite_or_failed, raise_failure
@@ -224,7 +223,7 @@ def frobenius_norm_squared(
     where = "traceax.frobenius_norm_squared"
     if not isinstance(operator, lx.AbstractLinearOperator):
         checked_operator(operator, where)
-    operator = as_complex(native_arrays(operator, where))
+    operator = as_complex(operator)
     k, space = check_budget(k, where), space_of(operator)
     if k >= space.size:
         outcome = _exact_norm(as_data(operator))

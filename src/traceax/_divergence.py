@@ -1,29 +1,22 @@
 """Divergences and Laplacians: traces of Jacobians and Hessians, with what they are of."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Int, Key, PyTree
 
-from ._accuracy.error_bar import exact_bar
-from ._arguments import check_budget, check_key, kind_of, native_arrays, require
+from ._arguments import check_budget, kind_of, require
 from ._base import TraceEstimator
 from ._coloured_sampler import ColouredSampler
 from ._colours import Colours
-from ._estimate import Estimate, raise_failure
+from ._estimate import Estimate
 from ._estimators.hutchinson import HutchinsonEstimator
-from ._forward_laplacian import forward_laplacian
-from ._operators.block import apply_block, forward_mode, space_of, structure_of
+from ._operators.block import forward_mode, space_of, structure_of
 from ._operators.check import checked_operator
-from ._operators.curvature import HessianLinearOperator
-from ._primitive import make_outcome
-from ._samplers import NormalSampler
-from ._state import TraceState
 from ._trace import CHOICES, estimate_whole, set_choice
 
 
@@ -115,7 +108,6 @@ def laplacian(
     k: int,
     estimator: TraceEstimator | None = None,
     *,
-    forward: Literal["folx"] | None = None,
     throw: bool = False,
 ) -> tuple[Inexact[Array, ""], PyTree[Array], Estimate]:
     r"""A scalar function, its gradient and its Laplacian, from one pass through it.
@@ -134,10 +126,6 @@ def laplacian(
     **Arguments:**
 
     - `fn`: maps `x` to a real scalar.
-    - `forward`: `"folx"` for exact Laplacians, `k >= n`: value, gradient and Laplacian
-        are propagated together through `fn` by [folx](https://github.com/microsoft/folx),
-        an extra, in less time and memory than n products take; what it can't take is on the
-        page of recipes. No product is taken but one, of which the standard error is made.
     - others: those of [`traceax.divergence`][].
 
     **Returns:**
@@ -148,14 +136,6 @@ def laplacian(
 
     - `TypeError` for entries of `x` that are no real floating-point arrays, and for an
         `fn` that doesn't return a real scalar; else as [`traceax.trace`][].
-    - with `forward`, `ImportError` where folx isn't installed, `ValueError` for `k < n`,
-        for an estimator, and for what folx would misread, `NotImplementedError` where it
-        fails.
-
-    **Reference:** of `forward`, Li et al., "Forward Laplacian: A New Computational
-    Framework for Neural Network-based Variational Monte Carlo" (2023), arXiv:2307.08214;
-    Dangel, Siebert, Zeinhofer and Walther, "Collapsing Taylor Mode Automatic
-    Differentiation" (2025), arXiv:2505.13644.
     """
     where = "traceax.laplacian"
     x = _arrays(x, where)
@@ -171,8 +151,6 @@ def laplacian(
             f"{where}: fn must return a real scalar of shape (), got {out}; a Laplacian is "
             "of a scalar function."
         )
-    if forward is not None:
-        return _laplacian_forward(where, key, fn, x, k, estimator, forward, throw)
 
     def gradient_and_value(x):
         value, gradient = jax.value_and_grad(fn)(x)
@@ -182,33 +160,6 @@ def laplacian(
         gradient, hessian, value = jax.linearize(gradient_and_value, x, has_aux=True)
     operator = lx.FunctionLinearOperator(hessian, structure_of(x), lx.symmetric_tag)
     return value, gradient, _trace(where, key, operator, k, estimator, throw)
-
-
-def _laplacian_forward(where: str, key, fn, x, k, estimator, forward, throw: bool):
-    operator = checked_operator(HessianLinearOperator(fn, x), where)
-    state = TraceState(check_key(key, where), operator)
-    n, dtype = state.space.size, state.space.compute_dtype
-    require(
-        forward == "folx", where, 'forward must be "folx" or None', forward, "use one"
-    )
-    hint = "leave out forward= for estimates"
-    exact = f"forward= is exact, for k >= n = {n} without an estimator"
-    require(check_budget(k, where) >= n, where, exact, f"k = {k}", hint)
-    require(estimator is None, where, exact, estimator, hint)
-    value, gradient, laplacian = forward_laplacian(fn, x, where)
-    # On average the square of `norm(H z)` is that of H, and its diagonal is within it.
-    # Signs can be orthogonal to all rows of H, as of `(x[0] - x[1])**2`, normals can't.
-    arrays, others = eqx.partition(operator, eqx.is_array)
-    operator = eqx.combine(jax.lax.stop_gradient(arrays), others)
-    z = NormalSampler().sample(state.key, n, 1, dtype)
-    magnitude = n**0.5 * jnp.linalg.norm(apply_block(operator, z))
-    laplacian = laplacian.astype(dtype)
-    magnitude = jnp.maximum(magnitude, jnp.abs(laplacian))
-    laplacian, error, _ = exact_bar(laplacian, state.space.rounding * magnitude)
-    stats = {"num_matvecs": 1, "choice": CHOICES.forward}
-    outcome = make_outcome(laplacian, error, stats, dtype, real=True)
-    estimate = Estimate(*outcome[:4], state)
-    return value, gradient, raise_failure(estimate) if throw else estimate
 
 
 def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
@@ -233,4 +184,4 @@ def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:
             )
         return array
 
-    return jtu.tree_map(check, native_arrays(x, where))
+    return jtu.tree_map(check, x)

@@ -222,5 +222,7 @@ def _estimate_or_exact(loop: _Run, exact: _Run, state: Any) -> Outcome:
         )
 
     # One condition for all lanes of a `vmap`, or all would take n products more.
-    parts = jax.lax.cond(eqxi.unvmap_any(unmet), exactly, lambda: parts)
-    return Outcome(*parts, outcome.kept)
+    value, error, result, stats = jax.lax.cond(
+        eqxi.unvmap_any(unmet), exactly, lambda: parts
+    )
+    return Outcome(value, error, result, stats, outcome.kept)

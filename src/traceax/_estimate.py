@@ -162,7 +162,7 @@ class Estimate(eqx.Module):
         unusable = jnp.where(failed, jnp.nan, 1.0)  # a factor, so of derivatives too
         value = jtu.tree_map(lambda x: x * unusable.astype(x.dtype), value)
         standard_error = jtu.tree_map(
-            lambda x: jnp.where(failed, UNKNOWN, x), standard_error
+            lambda x: jnp.where(failed, jnp.inf, x), standard_error
         )
         self.value = value
         self._by = by.removesuffix("Estimator")

@@ -112,7 +112,6 @@ class GrowingEstimator(TraceEstimator):
         if kept is not None and not _can_go_on(kept.parts, minimum):
             # Too few to go on from: forgotten, though their products are spent.
             state, k = replace_parts(state, kept=None), k - kept.budget
-        state = replace_parts(state, basis=None)  # a loop finds one of its own
         if k < LEAST_PRODUCTS:
             value, error, stats, blocks = self.compute(state, k)
             # Too few products for a forecast: it is not known.

@@ -334,7 +334,7 @@ class _Problem(NamedTuple):
         result = finite_or_failed(value, result)
         # A factor, which makes derivatives NaN as well.
         known = jnp.where(self.finite, 1, jnp.nan).astype(value.dtype)
-        value, error = value * known, jnp.where(self.finite, error, UNKNOWN)
+        value, error = value * known, jnp.where(self.finite, error, jnp.inf)
         return Estimate(value, error, result, stats, self.state, estimate._by)
 
 

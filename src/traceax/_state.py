@@ -8,7 +8,7 @@ import jax.core
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, Key, PyTree
+from jaxtyping import Array, Key, PyTree
 
 from ._arguments import StoredKey, check_key, kind_of
 from ._estimate import Estimate
@@ -56,8 +56,6 @@ class TraceState(State):
     - `key`: a typed key.
     - `operator`: the operator whose trace is estimated.
     - `kept`: what earlier estimates keep of their products; `None` for a new state.
-    - `basis`: orthonormal vectors, found for an operator that has changed since, of which
-        the exact trace is taken; `None` without such.
     - `functional`: what is summed of the diagonal: all of it for a trace.
     - `space`: the space that the operator maps to itself.
     """
@@ -65,7 +63,6 @@ class TraceState(State):
     _key: StoredKey
     operator: lx.AbstractLinearOperator
     kept: Kept | None
-    basis: Inexact[Array, "n r"] | None
     functional: Functional = eqx.field(static=True)
     space: Space = eqx.field(static=True)
 
@@ -74,13 +71,11 @@ class TraceState(State):
         key: Key[Array, ""],
         operator: lx.AbstractLinearOperator,
         kept: Kept | None = None,
-        basis: Inexact[Array, "n r"] | None = None,
         functional: Functional = TRACE,
     ):
         self._key = StoredKey(key)
         self.operator = operator
         self.kept = kept
-        self.basis = basis
         self.functional = functional
         self.space = space_of(operator)
 

@@ -44,7 +44,6 @@ class CHOICES(eqx.Enumeration):
         "or the budget isn't known in advance."
     )
     hutchinson = "Hutchinson: the budget is too small for the others."
-    forward = "Exact: value, gradient and Laplacian, propagated together by folx."
     signs = "Hutchinson: of a batch of derivatives signs take the least time for their error."
 
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Inexact
 
 from .._accuracy.error_bar import weighted_bar
 from .._base import TraceEstimator
-from .._deflation import mean_of_tests
+from .._deflation import average
 from .._linalg import adaptive, tall
 from .._operators.block import apply_block
 from .._samplers import RademacherSampler, Sampler, check_sampler
@@ -45,7 +45,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
 
     `stats["basis"]` is the size of the basis, 0 if there is none; the other products were
     tests. Budgets are fixed: an estimate can't go on from an earlier one, nor to a
-    tolerance, and `refresh` begins anew, with the probes of its key.
+    tolerance.
 
     **Arguments:**
 
@@ -70,7 +70,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
                 "traceax.XTraceEstimator()."
             )
         if k < _LEAST_PRODUCTS:
-            return mean_of_tests(state, k, self.sampler, resphere=False)
+            return average(state, k, self.sampler, resphere=False)
         operator, space = state.operator, state.space
         n, h = space.size, k // 2
         probes = self.sampler._draw_range(state.key, 0, k, k, space)

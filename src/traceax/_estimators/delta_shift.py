@@ -9,26 +9,33 @@
 """
 
 import math
-from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float, Inexact, Int
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, Int, Key
 
 from .._accuracy.error_bar import (
+    GRAM_PROBES,
     ErrorBar,
     independent_samples,
     sum_of_independent,
 )
-from .._arguments import StoredKey, check_optional_integer, without_numpy
+from .._arguments import (
+    StoredKey,
+    check_budget,
+    check_optional_integer,
+    without_numpy,
+)
 from .._base import TraceEstimator
-from .._deflation import Deflated, deflate, leading_range
+from .._deflation import average, deflate, leading_range
+from .._linalg.mixing import Counts, mean_product, mix_with_past
 from .._linalg.tall import column_dots, orthonormalise, side_by_side
 from .._operators.block import apply_block
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .._state import Kept, TraceState
+from .._state import Kept, TraceState, check_state, init_state
 
 # Products that are enough for three probes of the past and three fresh ones.
 _FEWEST = 6
@@ -45,7 +52,7 @@ class _Past(eqx.Module):
     - `samples`, `gram`, `error`: of the fresh probes, and the error of their mean.
     - `rest`: with its error.
     - `rest_variance`: of `rest`, in units of the variance of a sample.
-    - `ratios`: of variances and covariances, over the changes so far (see `_mix`).
+    - `ratios`: of variances and covariances, over the changes so far (see `mix_with_past`).
     """
 
     key: StoredKey
@@ -72,6 +79,9 @@ class DeltaShiftEstimator(TraceEstimator):
         estimate = estimator.estimate(state, k)
     ```
 
+    In a loop of JAX begin with `estimator.init(key, operator, k)`, whose state has the shapes
+    of all that follow.
+
     Half of the probes are those that were fresh at the last estimate, where the samples
     `s_j` of the operator as it was are known. What they find now, `u_j`, and what probes
     that are fresh now find, `x_j`, are mixed with the last estimate
@@ -81,9 +91,9 @@ class DeltaShiftEstimator(TraceEstimator):
 
     with the weights of least variance. Where the operator changes little the difference
     of the two samples of a probe is small, `c` is near 1, and the probes of many steps
-    count; where it jumps, `c` is near 0. All samples are of what a basis leaves, on which
-    the trace is exact, and which follows the operator by a step of subspace iteration at
-    no cost.
+    count; where it jumps, `c` is near 0, as in the first estimate. All samples are of what a basis leaves, on which
+    the trace is exact: found by half of the probes at first, it follows the operator by a step of subspace
+    iteration at no cost.
 
     *Use when* a trace is wanted again and again along a path: the Hessian in training, a
     kernel matrix while its parameters are found. For a single operator use
@@ -104,7 +114,7 @@ class DeltaShiftEstimator(TraceEstimator):
     change disagree, as they do where the operator jumps, or where few probes find most of
     it by chance, they bound c, and bias the value by a part of its standard error.
 
-    Fewer than 6 products are those of independent probes, and nothing is carried over.
+    Fewer than 6 products are those of independent probes, and leave the past as it is.
 
     **Arguments:**
 
@@ -137,70 +147,112 @@ class DeltaShiftEstimator(TraceEstimator):
         what = "the most vectors of the basis"
         check_optional_integer(self.basis_size, "basis_size", name, least=0, what=what)
 
-    def start_from(self, state, fresh):
+    def init(
+        self,
+        key: Key[Array, ""],
+        operator: lx.AbstractLinearOperator,
+        k: int | None = None,
+    ) -> TraceState:
+        """Checks, and a past that counts for nothing.
+
+        **Arguments:**
+
+        - `key`, `operator`: as of [`traceax.TraceEstimator`][].
+        - `k`: the budget of each estimate, for a state that is carried by a loop of JAX.
+
+        **Returns:**
+
+        A [`traceax.TraceState`][]. With `k` its arrays have the shapes of those of the state
+        of an estimate with as many products, and so have all that follow.
+        """
+        where = "DeltaShiftEstimator.init"
+        state = init_state(key, operator, where)
+        if k is None:
+            return state
+        k = min(check_budget(k, where), max(state.space.size - 1, 1))
+        return TraceState(
+            state.key, state.operator, Kept(0, self._nothing_yet(state, k), self)
+        )
+
+    def refresh(
+        self,
+        state: TraceState,
+        key: Key[Array, ""],
+        operator: lx.AbstractLinearOperator,
+    ) -> TraceState:
+        """The state for an operator that has changed, as by a step of training.
+
+        **Arguments:**
+
+        - `state`: of an estimate, or of `init`, of this estimator. Its operator may be
+            `None`, as in the carry of a loop.
+        - `key`: a single key. Probes are fresh also for the same one.
+        - `operator`: of the same structure as that of the state.
+
+        **Returns:**
+
+        A state whose estimate goes on from the last one.
+
+        **Raises:**
+
+        - as `init`; `ValueError` for an operator of another structure.
+        """
+        where = "DeltaShiftEstimator.refresh"
+        check_state(state, self, where)
+        fresh = init_state(key, operator, where)
+        old, new = state.space, fresh.space
+        if (old.leaves, old.treedef) != (new.leaves, new.treedef):
+            raise ValueError(
+                f"{where}: the operator must have the structure of the state's, "
+                f"{old.structure}, got {new.structure}; begin anew with init."
+            )
         return TraceState(fresh.key, fresh.operator, state.kept)
 
     def compute(self, state, k):
-        if state.kept is None or k < _FEWEST:
-            return self._first(state, k)
-        return self._next(state, state.kept.parts, k)
-
-    def _first(self, state, k):
-        sketch_key, key = jax.random.split(state.key)
-        space = state.space
-        n, r = space.size, self._most_vectors(k)
-        B = jnp.zeros((n, r), space.compute_dtype)
-        if r:
-            sketch = self._probes(sketch_key, r, space)
-            B, _ = orthonormalise(apply_block(state.operator, sketch))
-        Omega = self._probes(key, k - 2 * r, space)
-        AB, products = _split(apply_block(state.operator, side_by_side(B, Omega)), r)
-        exact = column_dots(B, AB)
-        fresh = deflate(B, AB, Omega, products, resphere=self.resphere)
-        gram, total = fresh.gram(n - r), jnp.sum(exact)
-        bar = fresh.error_bar(n - r, exact)
-        one, nothing = jnp.ones_like(bar.standard_error), jnp.zeros_like
-        stats = {
-            "num_matvecs": k,
-            "degrees_of_freedom": bar.degrees_of_freedom,
-            "weight_of_past": nothing(one),
-        }
-        if k >= _FEWEST:
-            past = _Past(
-                StoredKey(key),
-                jnp.asarray(1, jnp.int32),
-                leading_range(AB, fresh.G[:, :0], number=r),
-                total + fresh.samples,
-                gram,
-                bar,
-                one,
-                ErrorBar(nothing(bar.mean), nothing(one), jnp.full_like(one, jnp.inf)),
-                nothing(one),
-                jnp.zeros(2, space.real_dtype),
+        if k < _FEWEST:
+            value, error, stats, blocks = average(
+                state, k, self.sampler, resphere=self.resphere
             )
-            stats["kept"] = Kept(0, _finite(past))
-        G = fresh.G
-        blocks = side_by_side(B, G), side_by_side(B, G / G.shape[1])
-        return total + bar.mean, bar.standard_error, stats, blocks
+            return value, error, {**stats, "weight_of_past": 0 * error}, blocks
+        kept = state.kept
+        past = self._nothing_yet(state, k) if kept is None else kept.parts
+        return self._next(state, past, k)
+
+    def _nothing_yet(self, state, k: int) -> _Past:
+        """A past without estimates, which counts for nothing."""
+        space, r = state.space, self._most_vectors(k)
+        f = (k - r + 1) // 2
+        g = min(f, GRAM_PROBES)
+        basis, samples, gram, mean = (
+            jnp.zeros(shape, space.compute_dtype)
+            for shape in ((space.size, r), (f,), (g, g), ())
+        )
+        zero, ratios = (jnp.zeros(shape, space.real_dtype) for shape in ((), (2,)))
+        bar, number = ErrorBar(mean, zero, zero), jnp.zeros((), jnp.int32)
+        key = StoredKey(jax.random.fold_in(state.key, 0))
+        return _Past(*(key, number, basis, samples, gram, bar, zero, bar, zero, ratios))
 
     def _next(self, state, past: _Past, k: int):
         r = min(self._most_vectors(k), past.basis.shape[1])
         p = min((k - r) // 2, past.samples.shape[0])
         f = k - r - p
         # Not the key of the state: an estimate may be asked for again.
-        key = jax.random.fold_in(state.key, past.number)
-        B = past.basis[:, :r]
-        space = state.space
-        Omega = side_by_side(
-            B,
-            self._probes(past.key.typed, p, space),
-            self._probes(key, f, space),
+        key = jax.random.fold_in(state.key, past.number + 1)
+        space, operator = state.space, state.operator
+        old, new = self._probes(past.key.typed, p, space), self._probes(key, f, space)
+        of_old = apply_block(operator, old)
+        B, begins = past.basis[:, :r], (past.number == 0) & (r > 0)
+        if r:
+            # Where there is no past its probes are a sketch, and no tests.
+            vectors = B
+            B = jax.lax.cond(
+                begins, lambda: orthonormalise(of_old)[0][:, :r], lambda: vectors
+            )
+        AB, of_new = _split(apply_block(operator, side_by_side(B, new)), r)
+        again, fresh = (
+            deflate(B, AB, *given, resphere=self.resphere)
+            for given in ((old, of_old), (new, of_new))
         )
-        products = apply_block(state.operator, Omega)
-        (AB, of_probes), (_, probes) = _split(products, r), _split(Omega, r)
-        deflated = deflate(B, AB, probes, of_probes, resphere=self.resphere)
-        parts = [_split(block, p) for block in deflated]
-        again, fresh = (Deflated(*part) for part in zip(*parts, strict=True))
         exact = jnp.sum(column_dots(B, AB))
         u, s, x = exact + again.samples, past.samples[:p], exact + fresh.samples
 
@@ -208,7 +260,9 @@ class DeltaShiftEstimator(TraceEstimator):
         g = past.weight
         outside = space.size - r
         gram, fresh_gram = (part.gram(outside) for part in (again, fresh))
-        mix = _mix(gram, past.gram, past, p, f)
+        counts = Counts(p, f, past.number)
+        last = 1 - g, past.rest_variance
+        mix = mix_with_past(gram, past.gram, past.ratios, last, counts, begins)
         a, b, c = (y.astype(x.dtype) for y in mix.weights)
         back = (1 - g).astype(x.dtype)
         changes = b * u - c * back * s
@@ -266,7 +320,7 @@ def _split(block: Inexact[Array, "n k"], first: int):
 
 def _error_bar(samples, gram, exact) -> ErrorBar:
     # In place of |A w|, that of what samples vary with: sqrt(mean |w_i^* A w_j|^2).
-    norms = jnp.full(samples.shape, jnp.sqrt(_mean_product(gram, gram)))
+    norms = jnp.full(samples.shape, jnp.sqrt(mean_product(gram, gram)))
     return independent_samples(samples, norms, gram, exact[None])
 
 
@@ -297,77 +351,3 @@ def _reduced(past: _Past, p: int) -> _Past:
         past.rest_variance + share * g**2 / f,
         past.ratios,
     )
-
-
-class _Mix(NamedTuple):
-    """The weights a, b, c, and `rest_variance` and `ratios` as `_Past` has them."""
-
-    weights: tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]
-    rest_variance: Float[Array, ""]
-    ratios: Float[Array, "2"]
-
-
-def _mix(
-    now: Inexact[Array, "g g"],
-    before: Inexact[Array, "g g"],
-    past: _Past,
-    p: int,
-    f: int,
-) -> _Mix:
-    r"""The weights a, b, c of least variance.
-
-    In units of the variance of a sample of the operator as it is, let `kappa` be that of
-    the operator as it was, `rho` the covariance of the two samples of a probe, and `nu` the
-    variance of the rest. With `h = 1 - g` the variance of the value is
-
-        a^2 / f + (b^2 - 2 b c h rho + c^2 h^2 kappa) / p + c^2 nu,    a = 1 - b .
-
-    It is least for
-
-        c = b h rho / (p D),    D = h^2 kappa / p + nu,
-        b = (1 / f) / (1 / f + 1 / p - (h rho / p)^2 / D) .
-
-    The covariance of `w^* A w` and `w^* B w` is proportional to `tr A B`, of which
-    `w_i^* A w_j` and `w_i^* B w_j` are an estimate from p (p - 1) pairs of probes.
-
-    *Bias.* Weights that follow the samples they weigh bias an estimate, and here the bias
-    would add up over steps: a probe that finds much of the operator would count for more.
-    So `kappa` and `rho` are those of the changes before this one, from other probes, which
-    are averaged. Only for the first change there are none. What the probes themselves say
-    of this change is an upper bound for c, of twice what they ask for: an operator that
-    jumps isn't estimated from its past. And c is at most 1.
-    """
-    unit = jnp.maximum(jnp.max(jnp.abs(now)), jnp.max(jnp.abs(before)))
-    unit = jnp.where(unit == 0, 1, unit).astype(now.dtype)
-    now, before = now / unit, before / unit
-    products = [_mean_product(*x) for x in ((before, before), (now, before))]
-    size = _mean_product(now, now)
-    found = jnp.stack(products) / jnp.where(size == 0, jnp.inf, size)
-    expected = jnp.where(past.number == 1, found, past.ratios)
-    h, nu = 1 - past.weight, past.rest_variance
-
-    def best(ratios):
-        kappa, rho = ratios
-        D = (h**2 / p + nu) * kappa
-        shared = jnp.where(D == 0, 0, h * rho / (p * jnp.where(D == 0, 1, D)))
-        return (1 / f) / (1 / f + 1 / p - h * rho / p * shared) * shared
-
-    c = jnp.minimum(best(expected), 2 * best(found))
-    c = jnp.clip(c, 0, 1)
-    kappa, rho = expected
-    b = jnp.clip((1 / f + c * h * rho / p) / (1 / f + 1 / p), 0, 1)
-    ratios = (expected + found) / 2
-    kappa, rho = ratios
-    change = (b**2 - 2 * b * c * h * rho + (c * h) ** 2 * kappa) / p
-    return _Mix((1 - b, b, c), change + c**2 * nu * kappa, ratios)
-
-
-def _mean_product(
-    x: Inexact[Array, "g g"], y: Inexact[Array, "g g"]
-) -> Float[Array, ""]:
-    """The mean of `x_ij^* y_ij`, i and j different, of the parts that forms see."""
-    g = x.shape[0]
-    if not jnp.iscomplexobj(x):
-        x, y = (x + x.T) / 2, (y + y.T) / 2
-    products = jnp.where(jnp.eye(g, dtype=bool), 0, jnp.real(x.conj() * y))
-    return jnp.sum(products) / (g * (g - 1))

@@ -2,18 +2,12 @@
 
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from .._accuracy.error_bar import gram_of, independent_samples, moments_bar
 from .._accuracy.moments import add_samples, empty_moments
 from .._base import TraceEstimator
-from .._deflation import (
-    basis_from_products,
-    mean_of_tests,
-    takes_only_tests,
-    trace_beside_basis,
-)
+from .._deflation import average
 from .._functional import Trace
 from .._linalg.tall import (
     column_dots,
@@ -69,23 +63,10 @@ class HutchPlusPlusEstimator(TraceEstimator):
         # Of one orthogonal matrix the tests would avoid the sketch.
         check_sampler(self.sampler, type(self).__name__, independent=True)
 
-    def start_from(self, state, fresh):
-        if state.kept is None:
-            return basis_from_products(state, fresh, None, None)
-        parts = state.kept.parts
-        later = parts if state.basis is None else parts[1]
-        if isinstance(later, jax.Array):
-            return basis_from_products(state, fresh, later[:, :0], later)
-        _, AQ, APsi = later
-        return basis_from_products(state, fresh, AQ, APsi)
-
     def compute(self, state, k):
         functional = state.functional
-        if state.basis is not None and not takes_only_tests(state, k):
-            return trace_beside_basis(self, state, k)
-        too_few = _sketch_size(k, 0, 0) == 0 and isinstance(functional, Trace)
-        if state.basis is not None or too_few:
-            return mean_of_tests(state, k, self.sampler, resphere=False)
+        if _sketch_size(k, 0, 0) == 0 and isinstance(functional, Trace):
+            return average(state, k, self.sampler, resphere=False)
         n, dtype = state.space.size, state.space.compute_dtype
         kept, nothing = state.kept, jnp.zeros((n, 0), dtype)
         Q, AQ, APsi = [nothing] * 3 if kept is None else kept.parts

@@ -7,14 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 from .._accuracy.error_bar import leave_one_out_bar
-from .._deflation import (
-    basis_from_products,
-    mean_of_tests,
-    takes_only_tests,
-    trace_beside_basis,
-)
+from .._deflation import average
 from .._functional import Trace
-from .._growing import GrowingEstimator, Grown, put_units
+from .._growing import GrowingEstimator, put_units
 from .._linalg.leave_one_out import (
     LeaveOneOut,
     leave_one_out,
@@ -91,29 +86,17 @@ class XTraceEstimator(GrowingEstimator):
             independent=True,
         )
 
-    def start_from(self, state, fresh):
-        if state.kept is None:
-            return basis_from_products(state, fresh, None, None)
-        parts = state.kept.parts
-        later = parts if state.basis is None else parts[1]
-        if not isinstance(later, Grown):
-            return basis_from_products(state, fresh, later[:, :0], later)
-        AQ = later.buffers.AQ
-        return basis_from_products(state, fresh, AQ, AQ[:, :0])
-
     def fallback(self, state, k):
         # Of two probes each leaves the other a single direction to find, and a single
         # probe none: test all, project none.
-        if state.basis is not None and not takes_only_tests(state, k):
-            return trace_beside_basis(self, state, k)
-        if k >= 4 and state.basis is None:
+        if k >= 4:
             return None
         if not isinstance(state.functional, Trace):
             raise ValueError(
                 "traceax.diagonal: XTraceEstimator needs at least 4 products; use "
                 "traceax.HutchinsonEstimator."
             )
-        return mean_of_tests(state, k, self.sampler, resphere=self.resphere)
+        return average(state, k, self.sampler, resphere=self.resphere)
 
     def begin(self, state, room):
         n, dtype = state.space.size, state.space.compute_dtype

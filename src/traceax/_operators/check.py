@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Inexact, PyTree
 
-from .._arguments import kind_of, native_arrays
+from .._arguments import kind_of
 from .block import (
     as_function,
     complex_dtype,
@@ -28,8 +28,7 @@ def checked_operator(
 ) -> lx.AbstractLinearOperator:
     """A square lineax operator as algorithms see it; a clear error for anything else.
 
-    Its NumPy arrays have the byte order of this machine. Where its products with real
-    vectors are complex, it acts on complex vectors.
+    Where its products with real vectors are complex, it acts on complex vectors.
     """
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
@@ -45,7 +44,6 @@ def checked_operator(
                 f"{kind_of(x.matrix)}; make an operator of it by "
                 "traceax.as_operator(x) instead."
             )
-    operator = native_arrays(operator, where)
     with forward_mode():
         in_structure, out_structure = (
             operator.in_structure(),

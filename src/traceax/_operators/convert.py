@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
-from .._arguments import kind_of, native_arrays, require
+from .._arguments import kind_of, require
 from .block import register, structure_of
 
 _WHERE = "traceax.as_operator"
@@ -106,7 +106,7 @@ def is_a(x: Any, module: str, name: str) -> bool:
 
 
 def _inexact(x: Any) -> Inexact[Array, "..."]:
-    x = jnp.asarray(native_arrays(x, _WHERE))
+    x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 

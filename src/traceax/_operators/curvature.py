@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
-from .._arguments import native_arrays, require
+from .._arguments import require
 from .block import as_function, register, structure_of, tags_of
 
 
@@ -87,8 +87,8 @@ class HessianLinearOperator(Curvature):
     def __init__(self, fn: Callable, x: PyTree[Any], args: PyTree[Any] = None):
         where = "traceax.HessianLinearOperator"
         _check_functions(where, fn=fn)
-        self.x, fixed = _arrays_of(native_arrays(x, where), where)
-        self.args = args = native_arrays(args, where)
+        self.x, fixed = _arrays_of(x, where)
+        self.args = args
         self.fn = _converted(fn, self.x, fixed, args)
         _check_scalar(self.fn, self.x, args, "fn", where)
 
@@ -154,8 +154,8 @@ class GaussNewtonLinearOperator(Curvature):
     ):
         where = "traceax.GaussNewtonLinearOperator"
         _check_functions(where, model=model, loss=loss)
-        self.x, fixed = _arrays_of(native_arrays(x, where), where)
-        self.args = args = native_arrays(args, where)
+        self.x, fixed = _arrays_of(x, where)
+        self.args = args
 
         self.model = _converted(model, self.x, fixed, args)
         outputs = eqx.filter_eval_shape(self.model, self.x, args)

@@ -14,7 +14,6 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree, Shaped
 
 from .._arguments import (
     check_optional_integer,
-    native_arrays,
     require,
     without_numpy,
 )
@@ -123,11 +122,11 @@ class KernelLinearOperator(OnePass):
         self.tile = tile = without_numpy(tile)
         what = "the number of rows of a tile of the matrix"
         check_optional_integer(tile, "tile", _WHERE, least=1, what=what)
-        self.x = jtu.tree_map(_as_array, native_arrays(x, _WHERE))
+        self.x = jtu.tree_map(_as_array, x)
         _number_of_rows(self.x)
         row = jtu.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.x)
         row = structure_of(row)
-        fn: Any = native_arrays(kernel, _WHERE)
+        fn: Any = kernel
         value = eqx.filter_eval_shape(fn, row, row)
         real = isinstance(value, jax.ShapeDtypeStruct) and jnp.issubdtype(
             value.dtype, jnp.floating

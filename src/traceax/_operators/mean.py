@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, ArrayLike, Inexact, PyTree, Real, Shaped
+from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree, Real, Shaped
 
-from .._arguments import native_arrays, require
-from .block import TAGS, as_function, register, space_of, tags_of
+from .._arguments import require
+from .block import TAGS, as_function, register, space_of
 from .check import as_complex
 
 _WHERE = "traceax.MeanLinearOperator"
-# A mean inherits these where no weight is negative.
 _SEMIDEFINITE = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
 
 
@@ -25,14 +24,10 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
 
     ```python
     def hessian(batch):
-        def gradient(parameters, _):
-            return jax.grad(loss)(parameters, batch)
+        return traceax.HessianLinearOperator(loss, parameters, batch)
 
-        return lineax.JacobianLinearOperator(
-            gradient, parameters, tags=lineax.symmetric_tag
-        )
-
-    operator = traceax.MeanLinearOperator(hessian, batches)
+    tags = lineax.symmetric_tag
+    operator = traceax.MeanLinearOperator(hessian, batches, tags=tags)
     traceax.trace(key, operator, 40)
     ```
 
@@ -52,9 +47,7 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
 
     `lineax.linearise` does nothing: it would have to store that of every minibatch.
 
-    The mean is known to be symmetric, diagonal, tridiagonal, triangular, or to have a
-    unit diagonal where the operators are, and without weights also to be semidefinite.
-    For all else there are tags.
+    Of the mean is known what its tags say, and nothing that the operators' tags do.
 
     **Arguments:**
 
@@ -64,20 +57,21 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
     - `batches`: a PyTree of arrays, all with a leading axis of length B. Minibatch b is
         the PyTree of their b-th entries.
     - `weights`: of shape `(B,)`, real, such as the number of examples in each minibatch;
-        equal if not given. They must not sum to zero.
+        equal if not given. They must not sum to zero. They are taken in the default
+        floating-point dtype.
     - `tags`: what is known of the mean, such as `lineax.positive_semidefinite_tag`.
 
     **Raises:**
 
     - `TypeError` if `make_operator` isn't a function or doesn't return a lineax
-        operator, or for weights that aren't a real array.
+        operator, or for complex weights.
     - `ValueError` if `batches` has no leaves, scalar ones, ones of different leading
         axes, or no minibatches, or for weights of another shape than `(B,)`.
     """
 
     _product: Callable  # of a minibatch and a vector
     batches: PyTree[Shaped[Array, "batches ..."]]
-    weights: Real[Array, " batches"] | None
+    weights: Float[Array, " batches"] | None
     tags: frozenset[object] = eqx.field(static=True)
     _structures: tuple[tuple[Any, ...], Any] = eqx.field(static=True)
 
@@ -92,18 +86,14 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
         what = "make_operator must be a function of a minibatch"
         hint = "pass (make_operator, batches)"
         require(callable(make_operator), _WHERE, what, make_operator, hint, TypeError)
-        self.batches = jtu.tree_map(_as_array, native_arrays(batches, _WHERE))
-        self.weights = _check_weights(
-            native_arrays(weights, _WHERE), _number_of_batches(self.batches)
-        )
-        structures, inherited = _look(make_operator, self.batches)
+        self.batches = jtu.tree_map(_as_array, batches)
+        self.weights = _check_weights(weights, _number_of_batches(self.batches))
+        structures = eqx.filter_eval_shape(_structures, make_operator, self.batches)
         # Of dictionaries, for example, which can't be hashed.
         leaves, treedef = jtu.tree_flatten(structures)
         self._structures = tuple(leaves), treedef
         tags = tags if isinstance(tags, set | frozenset | tuple | list) else (tags,)
-        if weights is not None:
-            inherited -= _SEMIDEFINITE
-        self.tags = frozenset(tags) | inherited
+        self.tags = frozenset(tags)
         if self.tags & _SEMIDEFINITE and not space_of(self).is_complex:
             self.tags |= {lx.symmetric_tag}
 
@@ -120,7 +110,9 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
 
     def mv(self, vector):
         structure = self.out_structure()
-        weights = _normalised(self.weights, _number_of_batches(self.batches))
+        number, weights = _number_of_batches(self.batches), self.weights
+        weights = jnp.ones(number) if weights is None else weights
+        weights = weights / jnp.sum(weights)
 
         # What a derivative needs of each minibatch is the minibatch. The sum is outside,
         # so that it isn't kept either.
@@ -184,34 +176,15 @@ def _dtype_of_sums(x: Any) -> np.dtype:
         return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _normalised(
-    weights: Real[Array, " batches"] | None, number: int
-) -> Inexact[Array, " batches"]:
-    if weights is None:
-        return jnp.full(number, 1 / number)
-    with jax.numpy_dtype_promotion("standard"):
-        # Integers take the default floating-point dtype.
-        dtype = jnp.promote_types(jnp.result_type(weights.dtype, float), jnp.float32)
-    weights = weights.astype(dtype)
-    return weights / jnp.sum(weights)
-
-
-def _look(make: Callable, batches: PyTree[Array]) -> tuple[Any, frozenset[object]]:
-    """The structures, and what is known, of every operator, whatever its values."""
-    found = []
-
-    def look(batches):
-        operator = make(_first(batches))
-        right = isinstance(operator, lx.AbstractLinearOperator)
-        what = "make_operator must return a lineax linear operator"
-        hint = "wrap it, as lineax.MatrixLinearOperator does"
-        require(right, _WHERE, what, operator, hint, TypeError)
-        operator = as_complex(operator)
-        structures = operator.in_structure(), operator.out_structure()
-        found.append((structures, tags_of(operator)))
-
-    jax.eval_shape(look, batches)
-    return found[-1]
+def _structures(make: Callable, batches: PyTree[Array]) -> tuple[Any, Any]:
+    """Of the input and the output of every operator."""
+    operator = make(_first(batches))
+    right = isinstance(operator, lx.AbstractLinearOperator)
+    what = "make_operator must return a lineax linear operator"
+    hint = "wrap it, as lineax.MatrixLinearOperator does"
+    require(right, _WHERE, what, operator, hint, TypeError)
+    operator = as_complex(operator)
+    return operator.in_structure(), operator.out_structure()
 
 
 #
@@ -238,21 +211,16 @@ def _number_of_batches(batches: PyTree[Array]) -> int:
     return numbers[0]
 
 
-def _check_weights(weights: Any, number: int) -> Real[Array, " batches"] | None:
+def _check_weights(weights: Any, number: int) -> Float[Array, " batches"] | None:
     if weights is None:
         return None
-    shape = f"weights must be an array of shape ({number},)"
-    right, hint = eqx.is_array(weights), "pass jax.numpy.asarray(weights)"
-    right = right or isinstance(weights, np.ndarray)
-    require(right, _WHERE, shape, weights, hint, TypeError)
-    kinds = (jnp.floating, jnp.integer)
-    real = any(jnp.issubdtype(weights.dtype, kind) for kind in kinds)
-    hint = "scale the operators in make_operator instead"
-    got = f"dtype {weights.dtype}"
-    require(real, _WHERE, "weights must be real", got, hint, TypeError)
+    shape = f"weights must be of shape ({number},)"
     hint = "give one for each minibatch"
-    require(weights.shape == (number,), _WHERE, shape, weights, hint)
-    return jnp.asarray(weights)
+    require(jnp.shape(weights) == (number,), _WHERE, shape, weights, hint)
+    hint = "scale the operators in make_operator instead"
+    real = not jnp.iscomplexobj(weights)
+    require(real, _WHERE, "weights must be real", weights, hint, TypeError)
+    return jnp.asarray(weights, float)
 
 
 register(

@@ -27,7 +27,7 @@ from .._operators.block import (
     is_positive_semidefinite,
     space_of,
 )
-from .._operators.inverse import errors_of_solves, has_iterations, solve_of_column
+from .._operators.inverse import errors_of_solves, solve_of_column
 from .._primitive import Outcome, make_outcome
 from .._state import State, init_state
 from .blocks import SpectralBlocks, Terms
@@ -280,10 +280,10 @@ def _exact(state: SpectralState) -> SpectralOutcome:
     size = divisor(frobenius(hermitian / unit))
     asymmetry = frobenius((A - hermitian) / unit) / size
     values, vectors = eigh(hermitian)
+    indices = jnp.arange(space.size, dtype=jnp.int32)
+    solves = jax.vmap(ft.partial(solve_of_column, operator), (1, 0))(A, indices)
     error = None
-    if has_iterations(operator):
-        indices = jnp.arange(space.size, dtype=jnp.int32)
-        solves = jax.vmap(ft.partial(solve_of_column, operator), (1, 0))(A, indices)
+    if solves is not None:
         of_solves = jnp.linalg.norm(errors_of_solves(solves).columns)
         error = of_solves / divisor(jnp.max(jnp.abs(values)))
     values, noise, result = ritz_values(

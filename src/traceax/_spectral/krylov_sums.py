@@ -29,6 +29,7 @@ from .._linalg.left_out_krylov import (
 )
 from .._linalg.tall import column_norms, inner
 from .._linalg.whitening import Whitening
+from .._operators.block import is_positive_semidefinite
 from .base import (
     Forms,
     SpectralState,
