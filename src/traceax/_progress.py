@@ -86,7 +86,7 @@ class NoProgressMeter(ProgressMeter):
     Its `minimum_increase` is infinite.
     """
 
-    minimum_increase: float = eqx.field(default=math.inf, static=True)
+    minimum_increase: float = eqx.field(default=math.inf, static=True)  # pyright: ignore
 
     def show(self, percent, last): ...
 
