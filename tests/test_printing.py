@@ -50,6 +50,13 @@ def test_what_is_exact_unknown_or_failed():
     whole = tx.trace(KEY, FLAT, 60)  # but for rounding
     assert str(whole).startswith(f"{float(jnp.trace(A)):.6g}"[:5])
     assert f" +- {float(whole.standard_error):.2g} (95 %" in str(whole)
+    semidefinite = lx.TaggedLinearOperator(FLAT, lx.positive_semidefinite_tag)
+    for exact in (
+        whole,
+        tx.trace(KEY, FLAT, 60, tx.XTraceEstimator()),
+        tx.logdet(KEY, semidefinite, 60),
+    ):
+        assert str(exact).endswith("), 60 products, exact")
     identity = lx.IdentityLinearOperator(jax.ShapeDtypeStruct((5,), jnp.float32))
     assert str(tx.trace(KEY, identity, 1)) == "5 (exact), 0 products"
     one = str(tx.trace(KEY, FLAT, 1))

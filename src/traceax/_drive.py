@@ -163,7 +163,8 @@ def run_estimator(
             kept = Kept(total, kept)
         kept = Kept(kept.budget, kept.parts, estimator)
         state = replace_parts(state, kept=kept)
-    result = Estimate(*outcome[:4], state, type(estimator).__name__)
+    by = "exact" if total >= size else type(estimator).__name__
+    result = Estimate(*outcome[:4], state, by)
     return raise_failure(result) if throw else result
 
 

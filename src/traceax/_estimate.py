@@ -146,7 +146,7 @@ class Estimate(eqx.Module):
     result: RESULTS
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
-    _by: str = eqx.field(static=True, repr=False)  # the estimator's name
+    _by: str = eqx.field(static=True, repr=False)  # the estimator's name, or "exact"
 
     def __init__(
         self,
