@@ -145,8 +145,8 @@ def test_no_meter_puts_no_callback_into_the_program():
 
 def test_bars(printed):
     pytest.importorskip("tqdm")
-    run = jax.jit(lambda stop: count(TqdmProgressMeter(30), 0.0, 100, stop))
-    lanes = jax.vmap(lambda n: count(TqdmProgressMeter(50), 0.0, n, n))
+    run = jax.jit(lambda stop: count(TqdmProgressMeter(0.3), 0.0, 100, stop))
+    lanes = jax.vmap(lambda n: count(TqdmProgressMeter(0.5), 0.0, n, n))
     for call, stop, shown in (
         (run, 100, [30, 60, 90, 100]),
         (run, 45, [30, 45]),
@@ -166,15 +166,10 @@ def test_bars(printed):
 @pytest.mark.parametrize(
     ("make", "given", "match"),
     [
-        (
-            TextProgressMeter,
-            -0.1,
-            r"must be from 0 to 1, got -0\.1 of type float; pass",
-        ),
+        (TextProgressMeter, -0.1, r"from 0 to 1, got -0\.1 of type float; 0"),
         (TextProgressMeter, float("nan"), "from 0 to 1, got nan of"),
-        (TextProgressMeter, "0.1", "from 0 to 1, got '0.1' of type str; pass"),
-        (TqdmProgressMeter, 0, "must be an int of at least 1, got 0 of type"),
-        (TqdmProgressMeter, 1.0, "must be an int .* float; 20 is"),
+        (TqdmProgressMeter, "0.1", "from 0 to 1, got '0.1' of type str; 0"),
+        (TqdmProgressMeter, 20, "from 0 to 1, got 20 of type int"),
     ],
 )
 def test_wrong_arguments(make, given, match):

@@ -2,29 +2,32 @@
 
 import abc
 import importlib
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from ._arguments import check_installed, kind_of, require
 
 _WHOLE = 10_000  # hundredths of a percent: integers have no derivatives
 
+# How far a lane of a loop is, and what was shown.
+Position = tuple[Int32[Array, ""], Int32[Array, ""]]
 
-class Position(NamedTuple):
-    """How far a lane of a loop is, and what was shown."""
 
-    left: Int32[Array, ""]
-    shown: Int32[Array, ""]
-    steps: Int32[Array, ""]
+def _checked(given: Any) -> Any:
+    right = isinstance(given, float | int) and (0 <= given <= 1 or given == math.inf)
+    what, hint = "minimum_increase must be from 0 to 1", "0.02 shows every 2 %"
+    require(right, "traceax.ProgressMeter", what, kind_of(given), hint)
+    return given
 
 
 class ProgressMeter(eqx.Module):
-    """Abstract base class of progress meters, which say what to show and how.
+    """Abstract base class of progress meters, which say how to show a progress.
 
     A meter follows one loop: `state = init()` before it, `state = step(state, progress)`
     in its body with a progress from 0 to 1, `close(state)` after it. The loop carries the
@@ -32,14 +35,14 @@ class ProgressMeter(eqx.Module):
 
     Under `jax.vmap` there is one display for all lanes, which shows the slowest. A lane that
     stops early reports 1 with its last step, as it would else hold the display back.
+
+    **Arguments:**
+
+    - `minimum_increase`: the progress is shown when it grew by so much, a number from 0 to 1
+        (by 0.0001 at least), and at the end. The host is called for this only.
     """
 
-    @abc.abstractmethod
-    def due(
-        self, increase: Int32[Array, ""], steps: Int32[Array, ""]
-    ) -> Bool[Array, ""] | None:
-        """Whether to call `show` after so many steps, and after an increase of so many
-        hundredths of a percent since the last call. `None` for never, not even at the end."""
+    minimum_increase: float = eqx.field(default=0.02, static=True, converter=_checked)
 
     @abc.abstractmethod
     def show(self, percent: float, last: bool) -> None:
@@ -49,38 +52,41 @@ class ProgressMeter(eqx.Module):
         """The state of a run that begins."""
         # A sum, as loops over lanes on an explicit mesh refuse constants.
         zero = jnp.zeros((), jnp.int32) + 0
-        return Position(zero + _WHOLE, zero, zero)
+        return zero, zero
 
     def step(self, state: Position, progress: Float[Array, ""]) -> Position:
         """The state of a loop that is so far. It never goes back; NaN counts as 0."""
-        progress = jnp.nan_to_num(jax.lax.stop_gradient(progress))
-        left = jnp.round((1 - jnp.clip(progress, 0, 1)).astype(jnp.float32) * _WHOLE)
-        # Only what is done is shown as 100.00%.
-        left = jnp.maximum(left.astype(jnp.int32), (progress < 1).astype(jnp.int32))
-        left, steps = jnp.minimum(state.left, left), state.steps + 1
-        # One call for all lanes. Those that are done keep their old states.
-        far, shown = _WHOLE - eqxi.unvmap_max(left), eqxi.unvmap_max(state.shown)
-        due = self.due(far - shown, eqxi.unvmap_max(steps))
-        if due is None:
+        if math.isinf(self.minimum_increase):
             return state
-        due = due & (far < _WHOLE)  # the end is shown by `close`
-        jax.lax.cond(due, self._report, lambda _: None, far)
-        return Position(left, jnp.where(due, far, shown), steps)
+        progress = jnp.nan_to_num(jax.lax.stop_gradient(progress)).astype(jnp.float32)
+        far = jnp.round(jnp.clip(progress, 0, 1) * _WHOLE).astype(jnp.int32)
+        # Only what is done is shown as 100.00%, by `close`.
+        far = jnp.maximum(
+            state[0], jnp.minimum(far, _WHOLE - (progress < 1).astype(jnp.int32))
+        )
+        # One call for all lanes. Those that are done keep their old states.
+        slowest, shown = -eqxi.unvmap_max(-far), eqxi.unvmap_max(state[1])
+        least = max(1, round(self.minimum_increase * _WHOLE))
+        due = (slowest - shown >= least) & (slowest < _WHOLE)
+        jax.lax.cond(due, self._report, lambda _: None, slowest)
+        return far, jnp.where(due, slowest, shown)
 
     def close(self, state: Position) -> None:
         """Shows where the loop ended."""
-        if self.due(state.left, state.steps) is not None:
-            self._report(_WHOLE - eqxi.unvmap_max(state.left), last=True)
+        if not math.isinf(self.minimum_increase):
+            self._report(-eqxi.unvmap_max(-state[0]), last=True)
 
     def _report(self, hundredths: Int32[Array, ""], last: bool = False) -> None:
         jax.debug.callback(lambda x: self.show(float(x) / 100, last), hundredths)
 
 
 class NoProgressMeter(ProgressMeter):
-    """Shows nothing, and puts no host callback into the program."""
+    """Shows nothing, and puts no host callback into the program.
 
-    def due(self, increase, steps):
-        return None
+    Its `minimum_increase` is infinite.
+    """
+
+    minimum_increase: float = eqx.field(default=math.inf, static=True)  # pyright: ignore
 
     def show(self, percent, last): ...
 
@@ -88,24 +94,8 @@ class NoProgressMeter(ProgressMeter):
 class TextProgressMeter(ProgressMeter):
     """Prints a line such as ` 42.00%`, which is overwritten.
 
-    It is printed when the progress grew by `minimum_increase`, of 0.0001 at least, and at
-    the end, with a line break. The host is called for this only.
-
-    **Arguments:**
-
-    - `minimum_increase`: the least growth between two prints, a number from 0 to 1.
+    At every `minimum_increase`, and at the end with a line break.
     """
-
-    minimum_increase: float = eqx.field(default=0.02, static=True)
-
-    def __check_init__(self):
-        given, what = self.minimum_increase, "minimum_increase must be from 0 to 1"
-        right = isinstance(given, float | int) and 0 <= given <= 1
-        where, hint = "traceax.TextProgressMeter", "pass 0.02 for a line every 2 %"
-        require(right, where, what, kind_of(given), hint)
-
-    def due(self, increase, steps):
-        return increase >= max(1, round(self.minimum_increase * _WHOLE))
 
     def show(self, percent, last):
         print(f"\r{percent:6.2f}%", end="\n" if last else "", flush=True)
@@ -114,23 +104,11 @@ class TextProgressMeter(ProgressMeter):
 class TqdmProgressMeter(ProgressMeter):
     """Draws a bar with [tqdm](https://tqdm.github.io), which must be installed.
 
-    **Arguments:**
-
-    - `refresh_steps`: after how many steps the host is called to update the bar.
+    It is updated at every `minimum_increase`.
     """
 
-    refresh_steps: int = eqx.field(default=20, static=True)
-
     def __check_init__(self):
-        given, where = self.refresh_steps, "traceax.TqdmProgressMeter"
-        what, hint = "refresh_steps must be an int of at least 1", "20 is the default"
-        require(
-            isinstance(given, int) and given >= 1, where, what, kind_of(given), hint
-        )
-        check_installed("tqdm", where)
-
-    def due(self, increase, steps):
-        return steps % self.refresh_steps == 0
+        check_installed("tqdm", "traceax.TqdmProgressMeter")
 
     def show(self, percent, last):
         if _bars and percent < _bars[0].n:
