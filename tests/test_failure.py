@@ -6,7 +6,15 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import ESTIMATORS, FAMILIES, PSD, as_operator, float_dtype, matrix
+from helpers import (
+    ESTIMATORS,
+    FAMILIES,
+    PSD,
+    as_operator,
+    assert_close,
+    float_dtype,
+    matrix,
+)
 from jax.experimental import checkify
 
 import traceax as tx
@@ -214,3 +222,30 @@ def test_an_interval_of_a_level_next_to_one():
     low, high = estimate.confidence_interval(1 - 1e-9)
     assert low < high
     assert np.isfinite([low, high]).all()
+
+
+@pytest.mark.x64
+def test_unknown_errors_are_nan_to_readers_alone():
+    a, d = matrix("flat", 9), lx.DiagonalLinearOperator(jnp.arange(1.0, 10))
+    key, operator = jr.key(0), as_operator(a @ a.T, psd=True)
+    with jax.debug_nans(True):
+        for estimate in (
+            tx.trace(key, 2.0 * operator + d, 1),
+            tx.diagonal(key, operator, 1),
+            tx.frobenius_norm_squared(key, operator, 3),
+            tx.schatten_norm(key, operator, 1),
+            tx.logdet(key, operator, 1),
+            tx.gaussian_log_likelihood(key, operator, jnp.ones(9), 2, shift=1.0),
+        ):
+            assert jnp.isnan(estimate.standard_error).all()
+            low, high = estimate.confidence_interval()
+            assert jnp.all(low == -jnp.inf)
+            assert jnp.all(high == jnp.inf)
+            assert str(estimate)
+
+    def value_and_error(s):
+        estimate = tx.trace(key, s * operator, 1)
+        return estimate.value, estimate.standard_error
+
+    slopes = jax.jacrev(value_and_error)(2.0)
+    assert_close(slopes, (tx.trace(key, operator, 1).value, 0.0))

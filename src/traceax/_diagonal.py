@@ -16,7 +16,7 @@ from ._accuracy.tolerance import make_stop
 from ._arguments import check_budget, check_key, native_arrays
 from ._base import TraceEstimator
 from ._by_block import ByBlock
-from ._estimate import UNKNOWN, Estimate, finite_or_failed, raise_failure
+from ._estimate import Estimate, finite_or_failed, raise_failure
 from ._functional import Diagonal, LeafSums
 from ._linalg.small import squares
 from ._linalg.tall import power_of_two_scale
@@ -248,12 +248,9 @@ def frobenius_norm_squared(
     used = 2 * estimate.stats["num_matvecs"] + spent
     # Not by its square, which may leave the range of numbers.
     value, error = (x * unit * unit for x in (estimate.value, estimate._standard_error))
-    error = jnp.where(estimate._standard_error < 0, UNKNOWN, error)
     result = finite_or_failed(value, estimate.result)
-    parts = value, error, {**estimate.stats, "num_matvecs": used}, result
-    estimate = eqx.tree_at(
-        lambda x: (x.value, x._standard_error, x.stats, x.result), estimate, parts
-    )
+    stats = {**estimate.stats, "num_matvecs": used}
+    estimate = Estimate(value, error, result, stats, estimate.state, estimate._by)
     return raise_failure(estimate) if throw else estimate
 
 

@@ -54,7 +54,6 @@ class Estimator(eqx.Module):
         freedom = outcome.stats["degrees_of_freedom"]
         parts = outcome.value, outcome.standard_error, freedom
         values, errors, freedoms = map(jtu.tree_leaves, parts)
-        errors = [jnp.where(x < 0, jnp.inf, x) for x in errors]
         if len(values) == 1:
             return ErrorBar(values[0], errors[0], freedoms[0].astype(errors[0].dtype))
         sizes = [jnp.abs(x) for x in values]

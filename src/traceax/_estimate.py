@@ -17,9 +17,6 @@ from ._student_t import check_level, student_t_quantile
 
 # So many estimates of a `vmap` are printed.
 _LANES = 8
-# Stands for a standard error that cannot be known. NaN inside a program would be taken
-# for a failure by `jax_debug_nans`.
-UNKNOWN = -1.0
 
 
 class RESULTS(eqx.Enumeration):
@@ -137,7 +134,8 @@ class Estimate(eqx.Module):
     """
 
     value: PyTree[Inexact[Array, "..."]]
-    _standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
+    # Infinite where it cannot be known: `jax_debug_nans` would take NaN for a failure.
+    _standard_error: PyTree[Float[Array, "..."]]
     result: RESULTS
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
@@ -154,8 +152,10 @@ class Estimate(eqx.Module):
     ):
         self.value = value
         self._by = by.removesuffix("Estimator")
+        # Not differentiable: 0 times infinity would spoil slopes of values.
         self._standard_error = jtu.tree_map(
-            lambda x: known_or(x, UNKNOWN), standard_error
+            lambda x: jax.lax.stop_gradient(jnp.where(jnp.isnan(x), jnp.inf, x)),
+            standard_error,
         )
         self.result = result
         self.stats = stats
@@ -165,11 +165,10 @@ class Estimate(eqx.Module):
     def standard_error(self) -> Any:
         """An estimate of the root mean square error; NaN where it cannot be known."""
 
-        def known(error):
-            return jnp.where(error < 0, jnp.full_like(error, jnp.nan), error)
-
         with jax.debug_nans(False):
-            return jtu.tree_map(known, self._standard_error)
+            return jtu.tree_map(
+                lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
+            )
 
     @property
     def state(self) -> PyTree:
@@ -269,16 +268,10 @@ def _interval(value, error, freedom, level):
     freedom = jnp.asarray(freedom).astype(error.dtype)
     quantile = student_t_quantile(level, freedom)
     half = jnp.where(error == 0, jnp.zeros_like(error), quantile * error)
-    half = jnp.where(error < 0, jnp.full_like(error, jnp.inf), half)
     if jnp.iscomplexobj(value):
         half = jax.lax.complex(half, half)
     half = half.astype(value.dtype)
     return value - half, value + half
-
-
-def known_or(standard_error: Float[Array, "*s"], unknown: float) -> Float[Array, "*s"]:
-    """The standard error, with `unknown` for NaN."""
-    return jnp.where(jnp.isnan(standard_error), unknown, standard_error)
 
 
 def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:

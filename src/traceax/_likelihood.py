@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 from ._accuracy.tolerance import Stop, make_stop
 from ._arguments import budget_of, check_key, require
 from ._drive import run_estimator
-from ._estimate import RESULTS, UNKNOWN, Estimate, finite_or_failed, raise_failure
+from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
 from ._linalg.whitening import Whitening
 from ._operators.block import as_data, space_of
 from ._operators.check import checked_operator
@@ -331,11 +331,10 @@ def _of_terms(estimate: Estimate, name: str) -> tuple[Array, Array]:
 
 
 def _with_rounding(error, *parts) -> Float[Array, ""]:
-    """The standard error of a sum, which is rounded; unknown where it is."""
+    """The standard error of a sum, which is rounded."""
     size = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
     rounding = 4 * jnp.finfo(error.dtype).eps * size
-    known = jnp.isfinite(error) & (error >= 0)
-    return jnp.where(known, jnp.hypot(error, rounding), UNKNOWN)
+    return jnp.hypot(error, rounding)
 
 
 def _check_right(y: Any, n: int, where: str) -> Inexact[Array, "n ..."]:

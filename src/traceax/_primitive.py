@@ -28,7 +28,7 @@ import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
-from ._estimate import RESULTS, UNKNOWN, finite_or_failed
+from ._estimate import RESULTS, finite_or_failed
 from ._functional import TRACE, Functional
 from ._linalg.tall import side_by_side
 from ._operators.block import apply_block, columns_at_once
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
     """An estimate's arrays; of a function with several results, PyTrees of scalars."""
 
     value: PyTree[Inexact[Array, "..."]]
-    standard_error: PyTree[Float[Array, "..."]]  # `UNKNOWN` for NaN
+    standard_error: PyTree[Float[Array, "..."]]  # infinite where it cannot be known
     result: RESULTS
     stats: dict[str, PyTree]
     kept: PyTree[Array] | None  # for a later estimate to go on from
@@ -65,7 +65,7 @@ def make_outcome(
     def bar(x, error):
         error = jnp.real(error).astype(real_dtype)
         known = jnp.isfinite(x) & ~jnp.isnan(error)
-        return jnp.where(known, error, UNKNOWN)
+        return jnp.where(known, error, jnp.inf)
 
     def as_array(x):
         return jnp.asarray(x, jnp.int32) if isinstance(x, int) else jnp.asarray(x)

@@ -164,8 +164,7 @@ def schatten_norm(
     # The slope of the root, for its error.
     slope = power.astype(value.dtype) * jnp.where(positive, total.value, 1)
     slope = jnp.where(positive, value / slope, 1)
-    error = total._standard_error
-    error = jnp.where(error < 0, error, error * jax.lax.stop_gradient(slope))
+    error = total._standard_error * jax.lax.stop_gradient(slope)
     result = finite_or_failed(value, total.result)
     estimate = Estimate(value, error, result, stats, total.state, total._by)
     return raise_failure(estimate) if throw else estimate

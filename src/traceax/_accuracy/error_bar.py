@@ -62,7 +62,7 @@ def independent_samples(
     - `exact`: what else is added up to the value, for the error of rounding.
     - `dimension`: n, for the remedy for ties.
     - `active`: which samples there are, at least two; all by default, and if that is a
-        single one its error is unknown (NaN).
+        single one its error is unknown (infinite).
 
     *Variance.* `V = s^2 / m`, with `s^2` the sample variance, but for ties: m signs can agree
     by chance, with probability `2^(1 - m)`, so that `s^2 = 0` for a wrong answer. Then `s^2`
@@ -223,7 +223,7 @@ def moments_bar(moments: Moments, m: int | Int[Array, ""]) -> ErrorBar:
     size, mean = jnp.sqrt(energy / number) * unit, mean * unit.astype(mean.dtype)
     inverse_freedom = jnp.broadcast_to(1 / freedom, size.shape)
     bar = _error_bar(mean, unit, variance, inverse_freedom, size)
-    error = jnp.where(number > 1, bar.standard_error, jnp.nan)
+    error = jnp.where(number > 1, bar.standard_error, jnp.inf)
     return bar._replace(standard_error=error)
 
 
@@ -282,9 +282,9 @@ def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> Err
 
 
 def _unknown(mean: Inexact[Array, "*g"]) -> ErrorBar:
-    """Error bar of a single sample: NaN, with 0 degrees of freedom."""
+    """Error bar of a single sample: infinite, with 0 degrees of freedom."""
     real = jnp.finfo(mean.dtype).dtype
-    return ErrorBar(mean, jnp.full((), jnp.nan, real), jnp.zeros((), real))
+    return ErrorBar(mean, jnp.full((), jnp.inf, real), jnp.zeros((), real))
 
 
 def _number(samples, active) -> int | Float[Array, ""]:

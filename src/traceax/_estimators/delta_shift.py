@@ -255,7 +255,7 @@ def _finite(past: _Past) -> _Past:
     largest = [jnp.max(jnp.abs(x)) for x in jtu.tree_leaves(arrays)]
     # Degrees of freedom may be infinite.
     unknown = jnp.stack([jnp.isnan(x) for x in largest]).any()
-    finite = ~unknown & jnp.isfinite(jnp.stack(largest[:2])).all()
+    finite = ~unknown & jnp.isfinite(jnp.stack(largest[:4])).all()
     arrays = jtu.tree_map(lambda x: jnp.where(finite, x, jnp.zeros_like(x)), arrays)
     return _Past(past.key, past.number, past.basis, *arrays)
 

@@ -195,7 +195,8 @@ class HutchinsonEstimator(GrowingEstimator):
             size = state.space.rounding * _size_of_sum(buffers, count)
             rounding = exact_bar(bar.mean, size)
             # Rounds that differ by more disprove the claim; of one there is nothing to see.
-            is_wrong = variation > rounding.standard_error
+            seen = jnp.isfinite(variation)
+            is_wrong = seen & (variation > rounding.standard_error)
             bar = jtu.tree_map(ft.partial(jnp.where, is_wrong), bar, rounding)
         return bar, None
 

@@ -325,7 +325,6 @@ def form_rounding(state: SpectralState, values: Float[Array, " p"]) -> Float[Arr
 def likelihood_bar(value: Terms, error: Terms, freedom: Float[Array, ""]) -> ErrorBar:
     """The error bar of a Gaussian log likelihood, up to what is known exactly."""
     number = value.inv_quad.shape[0]
-    error = jtu.tree_map(lambda x: jnp.where(x < 0, jnp.inf, x), error)
     mean = -(number * value.logdet + jnp.sum(value.inv_quad)) / 2
     errors = number * error.logdet / 2, jnp.sum(error.inv_quad) / 2
     return ErrorBar(mean, jnp.hypot(*errors), freedom)

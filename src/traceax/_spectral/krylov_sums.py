@@ -144,8 +144,10 @@ def krylov_sums(
         samples, others = (_controlled(x, excess) for x in (samples, others))
         samples, ends = _middles(samples, others, jnp.min(theta) >= 0)
         # Before convergence the truth may be close to either end.
-        half = jnp.where(jnp.min(theta) >= 0, jnp.asarray(0.5, theta.dtype), jnp.nan)
-        krylov = [half * jnp.abs(high - low) for low, high in ends]
+        krylov = [
+            jnp.where(jnp.min(theta) >= 0, jnp.abs(high - low) / 2, jnp.inf)
+            for low, high in ends
+        ]
         stats["bracket"] = tuple(
             function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
         )
@@ -278,14 +280,14 @@ def _quadrature_errors(
     With spaces without a probe of one step less, and f(A) taken in the space of one
     step less, one step more of the latter changes the sum by b. The step before it
     changed it by a, measured likewise. No less than b is taken for what is left, and no
-    more than 2 b: the spaces without a probe change by a little forever. NaN for a
+    more than 2 b: the spaces without a probe change by a little forever. Infinite for a
     single step, which tells nothing.
     """
     T, omega, _ = projected
     k, m = omega.shape
     values, _ = pairs
     if m == 1 or k == m:
-        return [jnp.full((), jnp.nan, values.dtype) for _ in function(values)]
+        return [jnp.full((), jnp.inf, values.dtype) for _ in function(values)]
     # Rounding must not take a node out of the function's domain.
     low, high = jnp.min(values), jnp.max(values)
     changes = []

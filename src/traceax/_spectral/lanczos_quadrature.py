@@ -163,11 +163,11 @@ def _quadrature_errors(
     """How far the mean is from its limit in the number of steps, of each leaf.
 
     With h a third of the steps, the last h of them changed the mean by b and the h
-    before by a. NaN for a single step, which tells nothing.
+    before by a. Infinite for a single step, which tells nothing.
     """
     steps = krylov.projected.shape[1]
     if steps == 1:
-        return [jnp.full((), jnp.nan, values.dtype) for _ in function(values)]
+        return [jnp.full((), jnp.inf, values.dtype) for _ in function(values)]
     h = max(steps // 3, 1)
     low, high = jnp.min(values), jnp.max(values)
 
