@@ -240,8 +240,6 @@ def test_functions_without_a_bracket():
     for entry in (tx.logdet, tx.trace_inverse, tx.schatten_norm):
         assert _has_bracket(entry, operator)
         assert not _has_bracket(entry, untagged)
-    for entry in (tx.estrada_index, tx.von_neumann_entropy):
-        assert not _has_bracket(entry, operator)
     for p, expected in ((0.5, True), (2.0, False)):
         assert _has_bracket(tx.schatten_norm, operator, p=p) is expected
 

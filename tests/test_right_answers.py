@@ -399,8 +399,6 @@ def test_estimates_and_states_are_pickled_and_copied(key):
     for estimate in (
         tx.logdet(key, operator, 8, shift=0.1),
         tx.trace_inverse(key, diagonal, 8),
-        tx.estrada_index(key, diagonal, 8),
-        tx.von_neumann_entropy(key, diagonal, 8),
         tx.schatten_norm(key, diagonal, 8),
         tx.trace(key, operator, 8, tx.XTraceEstimator()),
     ):

@@ -60,12 +60,10 @@ from ._spectral.matrix_function import (
     MatrixFunctionLinearOperator as MatrixFunctionLinearOperator,
 )
 from ._spectral_sums import SpectralDensity as SpectralDensity
-from ._spectral_sums import estrada_index as estrada_index
 from ._spectral_sums import logdet as logdet
 from ._spectral_sums import schatten_norm as schatten_norm
 from ._spectral_sums import spectral_density as spectral_density
 from ._spectral_sums import trace_inverse as trace_inverse
-from ._spectral_sums import von_neumann_entropy as von_neumann_entropy
 from ._state import TraceState as TraceState
 from ._state import init_state as init_state
 from ._trace import CHOICES as CHOICES

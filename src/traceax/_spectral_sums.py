@@ -25,16 +25,8 @@ from ._trace_function import Options, estimate_function
 
 
 # Functions of this module, which can be pickled as JAX's can't.
-def _exp(x):
-    return jnp.exp(x)
-
-
 def _reciprocal(x):
     return jnp.reciprocal(x)
-
-
-def _entropy(x):
-    return jax.scipy.special.entr(x)
 
 
 def _identity(x):
@@ -42,9 +34,7 @@ def _identity(x):
 
 
 # Made once: programs for these are kept.
-_EXP = SpectralFunction(_exp)
 _RECIPROCAL = SpectralFunction(_reciprocal, monotone=True)
-_ENTROPY = SpectralFunction(_entropy)
 _IDENTITY = SpectralFunction(_identity)
 
 
@@ -179,46 +169,6 @@ def _root(
     exponent = (1 / power).astype(safe.dtype)
     value = jnp.where(positive, unit.astype(safe.dtype) * safe**exponent, 0)
     return jnp.where(jnp.isnan(total), total, value)
-
-
-def von_neumann_entropy(
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    k: int | None = None,
-    estimator: SpectralEstimator | None = None,
-    **options: Unpack[Options],
-) -> Estimate:
-    r"""Estimates `-tr(A log A)` in nats, of a density matrix or a normalised Laplacian.
-
-    `0 log 0 = 0`. The operator isn't normalised: divide it by its trace first.
-
-    **Arguments:** those of [`traceax.trace_function`][]. The operator must be positive
-    semidefinite.
-
-    **Returns:** a [`traceax.Estimate`][].
-    """
-    where = "traceax.von_neumann_entropy"
-    return estimate_function(where, key, _ENTROPY, operator, k, estimator, **options)
-
-
-def estrada_index(
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    k: int | None = None,
-    estimator: SpectralEstimator | None = None,
-    **options: Unpack[Options],
-) -> Estimate:
-    r"""Estimates `tr exp(A)`, of the adjacency matrix of a graph.
-
-    **Arguments:** those of [`traceax.trace_function`][].
-
-    **Returns:** a [`traceax.Estimate`][].
-
-    **Reference:** Estrada, "Characterization of 3D molecular structure", Chem. Phys.
-    Lett. 319 (2000), doi:10.1016/S0009-2614(00)00158-5.
-    """
-    where = "traceax.estrada_index"
-    return estimate_function(where, key, _EXP, operator, k, estimator, **options)
 
 
 class SpectralDensity(eqx.Module):
