@@ -166,6 +166,7 @@ class Estimate(eqx.Module):
         )
         self.value = value
         self._by = by.removesuffix("Estimator")
+        # Not differentiable: 0 times infinity would spoil slopes of values.
         self._standard_error = jtu.tree_map(
             lambda x: jax.lax.stop_gradient(jnp.where(jnp.isnan(x), jnp.inf, x)),
             standard_error,
