@@ -158,12 +158,19 @@ def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
         return check_budget(k, where)
     if tolerance is None:
         raise TypeError(
-            f"{where}: k must be a Python int unless rtol or atol is given, got None of "
-            "type NoneType; pass the number of matrix-vector products that may be used."
+            f"{where}: k must be a Python int unless rtol or atol is given, or the estimate "
+            "has a bracket (traceax.KrylovAwareEstimator, of an operator that is tagged "
+            "positive semidefinite, or lower=, and a monotone function), got None of type "
+            "NoneType; pass the number of matrix-vector products that may be used."
         )
     if n <= _MOST_OF_CAP:
         return max(1, 2 * n)
-    return min(_MOST_OF_CAP, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // n))
+    return most_products(n)
+
+
+def most_products(n: int) -> int:
+    """The most products that are taken where no budget is given."""
+    return min(_MOST_OF_CAP, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // max(n, 1)))
 
 
 def without_numpy(given: Any) -> Any:

@@ -13,12 +13,13 @@ from jaxtyping import ArrayLike, PyTree
 from ._accuracy.error_bar import ErrorBar
 from ._accuracy.tolerance import (
     LEAST_PRODUCTS,
+    Depth,
     Stop,
     make_stop,
     products_of_loop,
     tolerance_result,
 )
-from ._arguments import budget_of
+from ._arguments import budget_of, most_products
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._operators.block import as_data, columns_at_once
 from ._operators.columns import unit_columns
@@ -37,7 +38,7 @@ class Estimator(eqx.Module):
     def compute(self, state: Any, k: int) -> Any:
         """The algorithm. Called with `1 <= k < n`."""
 
-    def compute_until(self, state: Any, k: int, stop: Stop) -> Any:
+    def compute_until(self, state: Any, k: int, stop: Any) -> Any:
         """As `compute`, with the products that a tolerance takes. Optional."""
         raise TypeError(
             f"{type(self).__name__}.estimate: this estimator takes no tolerance; use "
@@ -52,6 +53,25 @@ class Estimator(eqx.Module):
     def stats_of_size(self, stats: dict[str, Any], size: int) -> dict[str, Any]:
         """`stats` of a loop in the shapes of those of an exact answer. Optional."""
         return stats
+
+    def depth(self, state: Any, meter: ProgressMeter) -> Depth | None:
+        """When a loop may stop whose budget is left out; `None` if it must be given. Optional."""
+        return None
+
+    def limits(
+        self,
+        state: Any,
+        k: int | None,
+        stop: Stop | None,
+        meter: ProgressMeter,
+        where: str,
+    ) -> tuple[int, Stop | Depth | None]:
+        """The most products, less than n without a tolerance; and when a loop may stop."""
+        size = state_space(state).size
+        depth = self.depth(state, meter) if k is None and stop is None else None
+        if depth is not None:
+            return max(1, min(size - 1, most_products(size))), depth
+        return budget_of(k, stop, size, where), stop
 
     def check_budget(self, k: int, *, at_most: bool) -> None:
         """Refuses budgets that can't be spent; `at_most`: caps of a tolerance. Optional."""
@@ -124,12 +144,17 @@ class Estimator(eqx.Module):
         check_state(state, self, where)
         space = state_space(state)
         stop = make_stop(rtol, atol, level, progress_meter, space.compute_dtype, where)
-        k = budget_of(k, stop, space.size, where)
-        return run_estimator(self, state, k, stop, throw=throw)
+        most, until = self.limits(state, k, stop, progress_meter, where)
+        return run_estimator(self, state, most, until, throw=throw)
 
 
 def run_estimator(
-    estimator: Estimator, state: Any, k: int, stop: Stop | None, *, throw: bool
+    estimator: Estimator,
+    state: Any,
+    k: int,
+    stop: Stop | Depth | None,
+    *,
+    throw: bool,
 ) -> Estimate:
     """The estimate with k products more than the state keeps, from checked arguments."""
     state = estimator.trim(state)
@@ -139,9 +164,9 @@ def run_estimator(
         if total >= size > k:
             # An exact answer takes n products of its own.
             total = max(size - 1, kept.budget)
-    loop = (
-        k if stop is None else products_of_loop(k, size, estimator.least_of_loop(state))
-    )
+    loop = k
+    if isinstance(stop, Stop):
+        loop = products_of_loop(k, size, estimator.least_of_loop(state))
     # A loop that fails to meet the tolerance leaves n products for the exact answer.
     then_exact = 0 < loop < size <= k
     if then_exact:
@@ -173,7 +198,7 @@ class _Run(Algorithm):
 
     estimator: Estimator
     k: int = eqx.field(static=True)
-    stop: Stop | None
+    stop: Stop | Depth | None
 
     def plain(self, state):
         # Exact answers of few products: of the loss of a physics-informed network in ten
@@ -192,6 +217,8 @@ class _Run(Algorithm):
             return self.estimator._finish(state, computed)
         computed = self.estimator.compute_until(state, self.k, self.stop)
         outcome, stand_in = self.estimator._finish(state, computed)
+        if isinstance(self.stop, Depth):
+            return outcome, stand_in
         bar = self.estimator.bar_of(outcome)
         result = tolerance_result(self.stop, bar, outcome.result)
         needed = outcome.stats["products_needed"]

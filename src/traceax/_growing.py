@@ -168,7 +168,7 @@ class GrowingEstimator(TraceEstimator):
 
     def _results(self, state, grown: Grown, check: Check):
         """What `compute` returns: the value, its standard error, `stats` and blocks."""
-        bar, result = check
+        bar, result, _ = check
         stats = {
             "num_matvecs": self.products_per_unit * grown.count,
             "degrees_of_freedom": bar.degrees_of_freedom,

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
 from ._accuracy.tolerance import Stop
-from ._arguments import budget_of, check_key, require
+from ._arguments import check_key, require
 from ._drive import run_estimator
 from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
 from ._linalg.whitening import Whitening
@@ -232,7 +232,6 @@ class _Problem(NamedTuple):
         state, where = self.state, self.where
         space = state.space
         stop = options.stop(space.compute_dtype, where)
-        k = budget_of(k, stop, space.size, where)
         estimator = KrylovAwareEstimator() if estimator is None else estimator
         require(
             isinstance(estimator, KrylovAwareEstimator),
@@ -242,17 +241,18 @@ class _Problem(NamedTuple):
             "pass an instance, or None",
             TypeError,
         )
+        most, stop = estimator.limits(state, k, stop, options.progress_meter, where)
         least = 1 + self.number
         require(
-            k >= min(least, space.size),
+            most >= min(least, space.size),
             where,
             f"k must be at least {least}, a product for a probe and for each column of y",
-            str(k),
+            str(most),
             "more steps make it accurate",
         )
-        if stop is not None:
+        if isinstance(stop, Stop):
             stop = self._stop(stop)
-        return run_estimator(estimator, state, k, stop, throw=False)
+        return run_estimator(estimator, state, most, stop, throw=False)
 
     def _stop(self, stop: Stop) -> Stop:
         known = self.preconditioner.logdet if self.number == 0 else self._constant()

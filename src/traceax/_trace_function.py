@@ -8,7 +8,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from ._accuracy.tolerance import Stop, make_stop
-from ._arguments import budget_of
+from ._arguments import check_budget
 from ._drive import run_estimator
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._linalg.tall import largest_entry
@@ -134,8 +134,8 @@ def estimate_function(
     """`trace_function`, by another name in errors."""
     state = init_spectral_state(where, key, operator, fn, lower, monotone)
     space = state.space
+    k = k if k is None else check_budget(k, where)
     stop, throw = options.stop(space.compute_dtype, where), options.throw
-    k = budget_of(k, stop, space.size, where)
     if estimator is None:
         exact = _sum_over_diagonal(state, k)
         if exact is not None:
@@ -147,14 +147,15 @@ def estimate_function(
             f"{estimator!r}; pass an instance, such as "
             "traceax.KrylovAwareEstimator()."
         )
-    return run_estimator(estimator, state, k, stop, throw=throw)
+    most, stop = estimator.limits(state, k, stop, options.progress_meter, where)
+    return run_estimator(estimator, state, most, stop, throw=throw)
 
 
-def _sum_over_diagonal(state: SpectralState, k: int) -> Estimate | None:
+def _sum_over_diagonal(state: SpectralState, k: int | None) -> Estimate | None:
     """The sum over a diagonal, where structure gives it for at most k products."""
     operator, space = state.operator, state.space
     diagonal = known_diagonal(operator) if is_known(lx.is_diagonal, operator) else None
-    if diagonal is None or diagonal.num_matvecs > k:
+    if diagonal is None or (k is not None and diagonal.num_matvecs > k):
         return None
     entries = diagonal.read().astype(space.compute_dtype)
     points = jnp.real(entries)

@@ -32,6 +32,8 @@ _WIDENING = 2.0
 # next one is at count // 3 more. Both are chosen, and in the rule that this script simulates.
 LEAST_PRODUCTS = 8
 _CHECK_DIVISOR = 3
+# Of the error of probes, what a Krylov space may leave: measured on whole fits of likelihoods.
+_SHARE_LEFT = 0.1
 # Size of an operator up to which the answer is exact at once where the budget allows it; chosen.
 _EXACT_SIZE = 32
 # Powers of the number of units by which a forecast lets error bars fall: that of Monte Carlo
@@ -57,6 +59,10 @@ class Stop(eqx.Module):
     factor: Inexact[Array, ""]
     offset: Inexact[Array, "*g"]
     norm: str | None = eqx.field(static=True, default=None)
+
+    @property
+    def dtype(self) -> Any:
+        return self.rtol.dtype
 
     def ratio(self, bar: ErrorBar) -> Float[Array, ""]:
         """Ratio of the length of the value's interval to the length asked for.
@@ -92,6 +98,27 @@ class Stop(eqx.Module):
         factor = self.factor if factor is None else factor
         offset = self.offset if offset is None else offset
         return dataclasses.replace(self, factor=factor, offset=offset)
+
+
+class Depth(eqx.Module):
+    """Condition for a loop to stop: what a Krylov space leaves no longer matters.
+
+    - `meter`: a progress meter.
+    - `dtype`: of real numbers.
+    - `negligible`: what doesn't matter in any case, in the unit of the value.
+    """
+
+    meter: ProgressMeter = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)
+    negligible: float = eqx.field(static=True, default=0.0)
+
+    def ratio(
+        self, left: Float[Array, "*g"], error: Float[Array, "*g"]
+    ) -> Float[Array, ""]:
+        """Ratio of what is left to what doesn't matter beside the error of probes."""
+        allowed = jnp.maximum(_SHARE_LEFT * error, self.negligible)
+        ratio = jnp.where(left == 0, 0, left / divisor(allowed))
+        return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
 
 def root_mean_square(x: Float[Array, " g"]) -> Float[Array, ""]:
@@ -151,12 +178,14 @@ def tolerance_result(stop: Stop, bar: ErrorBar, result: RESULTS) -> RESULTS:
 class Check(NamedTuple):
     """Check of the units so far.
 
-    - `bar`: the error bar; `run_until` widens it.
+    - `bar`: the error bar; `run_until` widens it for a tolerance.
     - `extra`: anything that the caller of a loop wants to have of its last check.
+    - `ratio`: of what is left to what may be, where that isn't the length of an interval.
     """
 
     bar: ErrorBar
     extra: Any
+    ratio: Float[Array, ""] | None = None
 
 
 class Forecast(NamedTuple):
@@ -207,7 +236,7 @@ class Loop(eqx.Module):
 
 
 def run_until(
-    stop: Stop,
+    stop: Stop | Depth,
     grow: Callable[[Any, Int[Array, ""]], Any],
     judge: Callable[[Any, Int[Array, ""]], Check],
     buffers: Any,
@@ -232,16 +261,20 @@ def run_until(
     meter = stop.meter
 
     def check(buffers, count, forecast):
-        bar, extra = judge(buffers, count)
-        # Stopping at the first short bar picks bars that are too short by chance.
-        error = bar.standard_error
-        m = jnp.asarray(count if num_samples is None else num_samples)
-        widening = 1 + _WIDENING / m.astype(error.dtype)
-        bar = bar._replace(standard_error=error * widening)
-        ratio = stop.ratio(bar)
+        found = judge(buffers, count)
+        bar, ratio = found.bar, found.ratio
+        if isinstance(stop, Stop):
+            # Stopping at the first short bar picks bars that are too short by chance.
+            error = bar.standard_error
+            m = jnp.asarray(count if num_samples is None else num_samples)
+            widening = 1 + _WIDENING / m.astype(error.dtype)
+            bar = bar._replace(standard_error=error * widening)
+            ratio = stop.ratio(bar)
+        assert ratio is not None
         forecast = forecast.after(ratio, jnp.asarray(count))
         done = (ratio <= 1) & (count >= minimum)
-        return Check(bar, extra), forecast, done | ~jnp.isfinite(bar.mean).all()
+        done = done | ~jnp.isfinite(bar.mean).all()
+        return found._replace(bar=bar), forecast, done
 
     def body(loop: Loop) -> Loop:
         buffers = grow(loop.buffers, loop.count)
@@ -264,7 +297,7 @@ def run_until(
         return ~loop.done & (loop.count + width <= limit)
 
     count = jnp.asarray(start, jnp.int32)
-    unknown = jnp.full((), jnp.inf, stop.rtol.dtype)
+    unknown = jnp.full((), jnp.inf, stop.dtype)
     forecast = Forecast(unknown, unknown, unknown)
     if isinstance(start, int) and start == 0:
         shapes = jax.eval_shape(lambda: check(buffers, count, forecast))

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until
+from .._accuracy.tolerance import LEAST_PRODUCTS, Check, Depth, run_until
 from .._arguments import check_optional_integer, without_numpy
 from .._linalg.krylov import arnoldi, arnoldi_factor, arnoldi_start, arnoldi_step
 from .._linalg.small import divisor
@@ -19,10 +19,14 @@ from .base import (
     SpectralEstimator,
     SpectralOutcome,
     SpectralState,
+    has_bracket,
     probes_and_steps,
 )
 from .blocks import smallest_of
 from .krylov_sums import krylov_sums
+
+# Of an estimate whose budget is left out.
+_PROBES_TO_DEPTH = 5
 
 
 class KrylovAwareEstimator(SpectralEstimator):
@@ -105,14 +109,26 @@ class KrylovAwareEstimator(SpectralEstimator):
         sums = krylov_sums(state, factor, R, steps, basis)
         stats = {"num_matvecs": width * steps, **sums.stats}
         blocks = sums.blocks(basis, factor[:, :width])
-        return SpectralOutcome(*sums[:3], stats, blocks, sums.forms)
+        leaves = sums.means, sums.errors, sums.freedoms
+        return SpectralOutcome(*leaves, stats, blocks, sums.forms)
+
+    def depth(self, state, meter):
+        if not has_bracket(state):
+            return None
+        # Of a likelihood a tenth of a nat.
+        negligible = 0.0 if state.right is None else 0.1
+        return Depth(meter, state.space.real_dtype, negligible)
 
     def compute_until(self, state, k, stop):
+        to_depth = isinstance(stop, Depth)
         if k < LEAST_PRODUCTS:
             outcome = self.compute(state, k)
             stats = {**outcome.stats, "products_needed": jnp.inf}
-            return outcome._replace(stats=stats)
-        m, most = probes_until(self.num_probes, k, _kept(state))
+            return outcome if to_depth else outcome._replace(stats=stats)
+        num_probes = self.num_probes
+        if to_depth and num_probes is None:
+            num_probes = min(_PROBES_TO_DEPTH, max((k - _kept(state)) // 3, 1))
+        m, most = probes_until(num_probes, k, _kept(state))
         product, start = self._begin(state, m)
         width, sizes = start.shape[1], _sizes(most)
 
@@ -127,7 +143,7 @@ class KrylovAwareEstimator(SpectralEstimator):
 
             branches = [lambda size=size: sums_of_size(size) for size in sizes]
             sums = jax.lax.switch(smallest_of(sizes, count), branches)
-            return Check(sums.bar(), sums)
+            return Check(sums.bar(), sums, sums.ratio(stop) if to_depth else None)
 
         loop = run_until(
             stop,
@@ -140,14 +156,15 @@ class KrylovAwareEstimator(SpectralEstimator):
             minimum=min(2, most),
             num_samples=m,
         )
-        bar, sums = loop.check
+        bar, sums, _ = loop.check
         basis, factor, _ = loop.buffers
         used, of_sizes = width * loop.count, tuple(width * size for size in sizes)
         blocks = sums.blocks(basis, factor[:, :width], used, of_sizes)
         errors, stats = sums.errors, {"num_matvecs": used, **sums.stats}
-        if sums.forms is None:
+        if sums.forms is None and not to_depth:
             errors = list(bar.standard_error)
-        stats["products_needed"] = width * loop.forecast.needed
+        if not to_depth:
+            stats["products_needed"] = width * loop.forecast.needed
         return SpectralOutcome(
             sums.means, errors, sums.freedoms, stats, blocks, sums.forms
         )

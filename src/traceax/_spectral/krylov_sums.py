@@ -1,6 +1,5 @@
 """Sums of a spectral function, and their error bars, from one block Krylov space."""
 
-import functools as ft
 import math
 import operator as op
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
+from .._accuracy.tolerance import Depth
 from .._linalg.krylov import (
     Projected,
     RitzPairs,
@@ -48,16 +48,25 @@ Ends = tuple[Inexact[Array, ""], Inexact[Array, ""]]
 
 
 class KrylovSums(NamedTuple):
-    """What a Krylov space tells, of functions a list entry for each leaf."""
+    """What a Krylov space tells, of functions a list entry for each leaf.
+
+    - `unfound`: the errors of what the space leaves: half of the bracket.
+    - `of_probes`: those of probes, and of rounding.
+    """
 
     means: list[Inexact[Array, ""]]
-    errors: list[Float[Array, ""]]
+    unfound: list[Float[Array, ""]]
+    of_probes: list[Float[Array, ""]]
     freedoms: list[Float[Array, ""]]
     values: Float[Array, " k"]
     vectors: Inexact[Array, "k k"]
     coupling: Inexact[Array, "k k"]
     stats: dict[str, Any]
     forms: Forms | None
+
+    @property
+    def errors(self) -> list[Float[Array, ""]]:
+        return [jnp.hypot(*x) for x in zip(self.unfound, self.of_probes, strict=True)]
 
     def padded(self, missing: int) -> "KrylovSums":
         """With so many Ritz pairs more, of zeros at the last Ritz value."""
@@ -71,6 +80,16 @@ class KrylovSums(NamedTuple):
             coupling=jnp.pad(self.coupling, (0, missing)),
             forms=forms,
         )
+
+    def ratio(self, depth: Depth) -> Float[Array, ""]:
+        """How much of what doesn't matter the space leaves, 1 being enough."""
+        left, error = jnp.stack(self.unfound), jnp.stack(self.of_probes)
+        if self.forms is not None:
+            low, high = self.forms.bracket
+            number = len(low)
+            left = (number * left + jnp.sum(high - low) / 2) / 2
+            error = number * error / 2
+        return depth.ratio(left, error)
 
     def bar(self) -> ErrorBar:
         """The error bar that a tolerance is for."""
@@ -161,15 +180,13 @@ def krylov_sums(
         stats["bracket_is_proven"] = proven & (jnp.min(theta) >= 0)
     else:
         krylov = _quadrature_errors(function, projected, left_out, (theta, S), n, steps)
-    means, errors, freedoms = [], [], []
-    for sample, magnitude, *others in zip(
-        samples, magnitudes, krylov, rounding, strict=True
-    ):
+    means, of_probes, freedoms = [], [], []
+    for sample, magnitude, rounded in zip(samples, magnitudes, rounding, strict=True):
         bar = leave_one_out_bar(paired_samples(*sample, magnitude))
         means.append(bar.mean)
-        errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
+        of_probes.append(jnp.hypot(bar.standard_error, rounded))
         freedoms.append(bar.degrees_of_freedom)
-    return KrylovSums(means, errors, freedoms, theta, S, C, stats, forms)
+    return KrylovSums(means, krylov, of_probes, freedoms, theta, S, C, stats, forms)
 
 
 def _samples(
