@@ -24,8 +24,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
 from .small import cholesky, divisor, eigh, frobenius, leading, matmul, squares
@@ -149,15 +151,34 @@ def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
     return Projected(T, omega, asymmetry)
 
 
+def smallest_of(sizes: tuple[int, ...], count: Int[Array, ""]) -> Int[Array, ""]:
+    """Which of the ascending sizes is enough for a count, in all lanes of a `vmap`."""
+    return jnp.sum(eqxi.unvmap_max(count) > jnp.asarray(sizes[:-1], jnp.int32))
+
+
 def ritz_pairs(
-    T: Inexact[Array, "k k"], count: int | Int[Array, ""], beside: int = 0
+    T: Inexact[Array, "k k"],
+    count: int | Int[Array, ""],
+    beside: int = 0,
+    sizes: tuple[int, ...] = (),
 ) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
     """Eigenvalues and eigenvectors of the leading block of order `count` of T.
 
     The last rows and columns, as many as `beside`, belong to it, too. Eigenvalues beyond
-    are copies of the largest, so that functions are finite there, with vectors of 0.
+    are copies of the largest, so that functions are finite there, with vectors of 0. The
+    smallest of the ascending `sizes` that is enough is what is decomposed.
     """
     k = T.shape[0]
+    if sizes:
+
+        def of_size(size):
+            rows = np.r_[:size, k - beside : k]
+            values, vectors = ritz_pairs(T[rows][:, rows], count, beside)
+            values = jnp.pad(values, (0, k - len(rows)), mode="edge")
+            return values, jnp.zeros_like(T).at[rows, : len(rows)].set(vectors)
+
+        branches = [lambda size=size: of_size(size) for size in sizes]
+        return jax.lax.switch(smallest_of(sizes, jnp.asarray(count)), branches)
     row = jnp.arange(k, dtype=jnp.int32)
     active = (row < count) | (row >= k - beside)
     block = leading(leading((T + T.conj().T) / 2, active).T, active).T

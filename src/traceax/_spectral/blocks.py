@@ -40,13 +40,16 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
-from .._linalg.krylov import RitzPairs, arnoldi, lanczos
+from .._linalg.krylov import RitzPairs, arnoldi, lanczos, smallest_of
 from .._linalg.small import divisor, eigh, matmul, squares
 from .._linalg.tall import column_dots, combine, inner, largest_entry, orthonormalise
 from .._operators.block import apply_block
 from .._primitive import StandIn
 from .function import HIDDEN, SpectralFunction, derivative, divided_differences
 from .ritz import ritz_values
+
+# Columns that are multiplied at once where their number is known at run time only.
+_CHUNK = 64
 
 
 class SpectralBlocks(StandIn):
@@ -77,13 +80,19 @@ class SpectralBlocks(StandIn):
         tangent = tangent.operator, tangent.function, tangent.right
         if not jtu.tree_leaves(tangent):
             return None
+        # Once for all sizes: most of what there is to compile.
+        products = None
+        if jtu.tree_leaves(tangent[0]):
+            products = _product_tangents(
+                primal[0], tangent[0], self.pairs.basis, self.count
+            )
         if self.count is None:
-            leaves = self._of_first(len(self.coupling), primal, tangent)
+            leaves = self._of_first(len(self.coupling), primal, tangent, products)
         else:
             # As many pairs as any lane needs.
             which = smallest_of(self.sizes, self.count)
             branches = [
-                lambda size=size: self._of_first(size, primal, tangent)
+                lambda size=size: self._of_first(size, primal, tangent, products)
                 for size in self.sizes
             ]
             leaves = jax.lax.switch(which, branches)
@@ -91,14 +100,14 @@ class SpectralBlocks(StandIn):
         tree = primal[1].tree(leaves, self.pairs.values.dtype)
         return tree if self.solutions is None else Terms(tree, forms)
 
-    def _of_first(self, size, primal, tangent):
+    def _of_first(self, size, primal, tangent, products):
         pairs, C = self.pairs.first(size), self.coupling[:size, :size]
         operator, function, right = primal
-        t_operator, t_function, t_right = tangent
+        _, t_function, t_right = tangent
         function = function.in_range(pairs.values)
         W = None
-        if jtu.tree_leaves(t_operator):
-            W = product_tangent(operator, t_operator, pairs.ritz_vectors)
+        if products is not None:
+            W = combine(products.T[:size].T, jax.lax.stop_gradient(pairs.vectors))
         of_operator = _of_operator(pairs, C, operator, function, W)
         of_function = _of_function(pairs, C, operator, function, t_function)
         leaves = [_add(*of) for of in zip(of_operator, of_function, strict=True)]
@@ -106,11 +115,6 @@ class SpectralBlocks(StandIn):
             return leaves, None
         coordinates = self.solutions[:size]
         return leaves, _of_forms(pairs, coordinates, operator, right, W, t_right)
-
-
-def smallest_of(sizes: tuple[int, ...], count: Int[Array, ""]) -> Int[Array, ""]:
-    """Which of the ascending sizes is enough for a count, in all lanes of a `vmap`."""
-    return jnp.sum(eqxi.unvmap_max(count) > jnp.asarray(sizes[:-1], jnp.int32))
 
 
 class Terms(NamedTuple):
@@ -181,6 +185,43 @@ def product_tangent(
     """`dA V`, of a fixed V. `None` stands for 0."""
     V = jax.lax.stop_gradient(V)
     return eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (t_operator,))[1]
+
+
+def _product_tangents(
+    operator: lx.AbstractLinearOperator,
+    t_operator: PyTree,
+    basis: Inexact[Array, "n p"],
+    count: Int[Array, ""] | None,
+) -> Inexact[Array, "n p"] | None:
+    """`dA K`, of the first `count` columns of K, the others being 0."""
+    n, p = basis.shape
+    if count is None or p <= _CHUNK:
+        return product_tangent(operator, t_operator, basis)
+    number = -(-p // _CHUNK)
+    rows = jnp.pad(basis.T, ((0, number * _CHUNK - p), (0, 0)))
+    chunks = rows.reshape(number, _CHUNK, n)
+
+    def product(chunk):
+        found = product_tangent(operator, t_operator, chunk.T)
+        return None if found is None else found.T
+
+    shape = jax.eval_shape(product, chunks[0])
+    if shape is None:
+        return None
+
+    @jax.checkpoint
+    def part(start, chunk):
+        # Of all lanes: a condition that differs between them would be no condition.
+        needed = eqxi.unvmap_any(start < count)
+        nothing = jnp.zeros(shape.shape, shape.dtype)
+        return jax.lax.cond(needed, product, lambda _: nothing, chunk)
+
+    def step(carry, of_chunk):
+        return carry, part(*of_chunk)
+
+    starts = _CHUNK * jnp.arange(number, dtype=jnp.int32)
+    _, found = jax.lax.scan(step, None, (starts, chunks))
+    return found.reshape(-1, n)[:p].T
 
 
 @eqx.filter_custom_jvp

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 
 from .._accuracy.tolerance import LEAST_PRODUCTS, Check, Depth, run_until
 from .._arguments import check_optional_integer, without_numpy
-from .._linalg.krylov import arnoldi, arnoldi_factor, arnoldi_start, arnoldi_step
+from .._linalg.krylov import (
+    arnoldi,
+    arnoldi_factor,
+    arnoldi_start,
+    arnoldi_step,
+    smallest_of,
+)
 from .._linalg.small import divisor
 from .._linalg.tall import column_norms, side_by_side
 from .._operators.block import apply_block
@@ -22,11 +28,11 @@ from .base import (
     has_bracket,
     probes_and_steps,
 )
-from .blocks import smallest_of
 from .krylov_sums import krylov_sums
 
-# Of an estimate whose budget is left out.
-_PROBES_TO_DEPTH = 5
+# Of an estimate whose budget is left out: probes, and steps of the spaces that leave one
+# out, which is most of the work where there are many.
+_PROBES_TO_DEPTH, _STEPS_TO_DEPTH, _STEPS_LEFT_OUT = 5, 80, 16
 
 
 class KrylovAwareEstimator(SpectralEstimator):
@@ -129,11 +135,17 @@ class KrylovAwareEstimator(SpectralEstimator):
         if to_depth and num_probes is None:
             num_probes = min(_PROBES_TO_DEPTH, max((k - _kept(state)) // 3, 1))
         m, most = probes_until(num_probes, k, _kept(state))
+        most = min(most, _STEPS_TO_DEPTH) if to_depth else most
         product, start = self._begin(state, m)
         width, sizes = start.shape[1], _sizes(most)
 
         def judge(run, count):
             factor, R = arnoldi_factor(run, count)
+            if isinstance(stop, Depth):
+                sums = krylov_sums(
+                    state, factor, R, count, run.basis, sizes, _STEPS_LEFT_OUT
+                )
+                return Check(sums.bar(), sums, sums.ratio(stop))
 
             def sums_of_size(size):
                 leading = factor[: width * size, : width * (size + 1)]
@@ -143,7 +155,7 @@ class KrylovAwareEstimator(SpectralEstimator):
 
             branches = [lambda size=size: sums_of_size(size) for size in sizes]
             sums = jax.lax.switch(smallest_of(sizes, count), branches)
-            return Check(sums.bar(), sums, sums.ratio(stop) if to_depth else None)
+            return Check(sums.bar(), sums)
 
         loop = run_until(
             stop,
@@ -206,11 +218,12 @@ def probes_until(num_probes: int | None, k: int, beside: int = 0) -> tuple[int, 
 
 
 def _sizes(most: int) -> tuple[int, ...]:
-    """Numbers of steps that small matrices have room for, each twice the one before.
+    """Numbers of steps that small matrices have room for, each three times the one before.
 
-    An early look is O(k^3 m) in the steps that were taken, not in all there could be.
+    An early look is O(k^3 m) in the steps that were taken, not in all there could be. Each
+    size is compiled on its own.
     """
     sizes = [most]
-    while sizes[0] > 12:
-        sizes.insert(0, -(-sizes[0] // 2))
+    while sizes[0] > 20:
+        sizes.insert(0, -(-sizes[0] // 3))
     return tuple(sizes)

@@ -126,37 +126,50 @@ def krylov_sums(
     R: Inexact[Array, "m m"],
     steps: int | Int[Array, ""],
     basis: Inexact[Array, "n k"],
+    sizes: tuple[int, ...] = (),
+    most_left_out: int | None = None,
 ) -> KrylovSums:
     """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
 
     The right-hand sides of the state are the first starting vectors. Every sample is the
     middle of its bracket, where there is one.
+
+    - `sizes`: numbers of steps, ascending, that there are eigendecompositions for.
+    - `most_left_out`: how many steps spaces without a probe take at most. Any space that
+        doesn't depend on a probe can be tested on it.
     """
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
     n, width = state.space.size, omega.shape[1]
     kept = 0 if state.right is None else state.right.shape[1]
     m = width - kept
-    theta, S = ritz_pairs(T, width * steps)
+    orders = tuple(width * size for size in sizes)
+    theta, S = ritz_pairs(T, width * steps, sizes=orders)
     theta, noise, result = ritz_values(
         theta, asymmetry, state.operator, state.lower, state.size
     )
     function = state.function.in_range(theta)
-    left_out = leave_probes_out(T, omega, n, steps, kept)
-    C = coupling_of(left_out, S, m)
+    shallow, first = steps, len(T)
+    if most_left_out is not None:
+        shallow = jnp.minimum(steps, most_left_out)
+        first = min(width * most_left_out, first)
+    left_out = leave_probes_out(T[:first, :first], omega[:first], n, shallow, kept)
+    C = coupling_of(left_out, S[:first], m)
     diagonal = jnp.real(jnp.diagonal(C))
     rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
     stats = {"result": outside_if(decided, result), **function.unit}
-    weights, leaves = sample_weights(left_out, S), function(theta)
+    weights, leaves = sample_weights(left_out, S[:first]), function(theta)
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
     samples, forms = _samples(weights, leaves), None
-    controls = _controls(state.preconditioner, left_out, basis, S, leaves)
+    controls = _controls(
+        state.preconditioner, left_out, basis.T[:first].T, S[:first], leaves
+    )
     if has_bracket(state):
         lower, proven = _lower_end(function, theta, state)
         E = smallest_extension(T, R, (theta, S), lower, steps)
-        nodes, vectors = ritz_pairs(E, width * steps, beside=width)
+        nodes, vectors = ritz_pairs(E, width * steps, width, orders)
         nodes, vectors = jnp.maximum(nodes, lower), vectors[: len(T)]
-        others = _samples(sample_weights(left_out, vectors), function(nodes))
+        others = _samples(sample_weights(left_out, vectors[:first]), function(nodes))
         if state.right is not None:
             lengths = column_norms(state.right)[None, :] / math.sqrt(n)
             right = omega[:, :kept] * lengths.astype(omega.dtype)
