@@ -157,3 +157,15 @@ def test_bars_of_exact_answers_hold_what_the_solver_leaves(condition, tolerance)
     # By the errors of whole columns, which are of first order in the residual.
     estimate = tx.frobenius_norm_squared(key, inverse, n)
     assert abs(estimate.value - np.sum(exact**2)) <= estimate.standard_error
+
+
+def test_norms_of_thin_products_and_sums_with_an_inverse():
+    a, thin = hermitian("flat", N), normal((N, 3))
+    solver = lx.CG(rtol=1e-10, atol=1e-10)
+    inverse = tx.InverseLinearOperator(as_operator(a, psd=True), solver)
+    B = lx.MatrixLinearOperator(jnp.asarray(thin))
+    estimate = tx.frobenius_norm_squared(jr.key(0), inverse @ B + B, 3)
+    truth = np.linalg.norm(np.linalg.inv(a) @ thin + thin) ** 2
+    assert_close(estimate.value, truth, rtol=1e-7)
+    # Of solves inside of products nothing is known.
+    assert np.isnan(estimate.standard_error)

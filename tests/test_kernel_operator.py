@@ -333,6 +333,18 @@ def test_entries_that_are_read():
         assert_close(diagonal, jnp.diagonal(matrix))
 
 
+def _exponential(a, b):
+    return jnp.exp(-jnp.sum(jnp.abs(a - b)))
+
+
+def test_pivots_of_functions_that_close_over_nothing():
+    x = inputs()
+    operator = tx.KernelLinearOperator(_exponential, x)
+    pivots = tx.choose_pivots(jax.random.key(0), 2.0 * operator, 9, shift=0.1)
+    assert len(set(np.asarray(pivots))) == 9
+    assert_close(operator.as_matrix(), dense(_exponential, x))
+
+
 def test_sums_and_multiples_keep_columns():
     x = inputs()
     first = tx.KernelLinearOperator(Matern(lengths()), x, tile=6)

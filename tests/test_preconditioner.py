@@ -275,7 +275,7 @@ def test_doors_of_preconditioners():
     n, key = 60, jr.key(0)
     x = np.random.default_rng(0).random((n, 2))
     operator = tx.KernelLinearOperator(Matern(array([0.3, 0.3])), array(x))
-    noise = noise_of(operator, 1e-3, "test")
+    noise = noise_of(operator, 1e-3, "test", throw=True)
     assert noise.shape == (n,)
     made = make_preconditioner(key, operator, 16, noise, "test")
     assert made.num_columns == 16

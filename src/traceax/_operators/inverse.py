@@ -18,6 +18,7 @@ from .block import (
     is_hermitian,
     is_known,
     register,
+    space_of,
 )
 from .check import ComplexLinearOperator, checked_operator
 from .shifted import ShiftedLinearOperator
@@ -142,7 +143,8 @@ def solve_of_column(
     if not has_iterations(operator):
         return None
     column = jax.lax.stop_gradient(column)
-    unit = (jnp.arange(len(column), dtype=j.dtype) == j).astype(column.dtype)
+    indices = jnp.arange(space_of(operator).size, dtype=j.dtype)
+    unit = (indices == j).astype(column.dtype)
 
     def product(operator, x):
         return apply_block(operator, x[:, None])[:, 0]

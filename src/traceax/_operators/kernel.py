@@ -142,8 +142,8 @@ class KernelLinearOperator(OnePass):
         self._dtype = value.dtype
         leaves = jtu.tree_leaves(fn)
         if not isinstance(fn, eqx.Module) or not all(map(is_data, leaves)):
-            called: Any = fn
-            fn = eqx.filter_closure_convert(called, row, row)
+            # Partial: equinox leaves functions that close over nothing as they are.
+            fn = eqx.filter_closure_convert(ft.partial(kernel), row, row)
         self.kernel = cast(Any, fn)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:

@@ -365,16 +365,6 @@ def likelihood_bar(value: Terms, error: Terms, freedom: Float[Array, ""]) -> Err
     return ErrorBar(mean, jnp.hypot(*errors), freedom)
 
 
-def bar_of_leaves(
-    values: list[Inexact[Array, ""]],
-    errors: list[Float[Array, ""]],
-    freedoms: list[Float[Array, ""]],
-) -> ErrorBar:
-    """Of all leaves, complex ones or real ones, for a tolerance."""
-    sizes = [jnp.abs(x) for x in values]
-    return ErrorBar(*map(jnp.stack, (sizes, errors, freedoms)))
-
-
 def probes_and_steps(
     num_probes: int | None, k: int, target: float, beside: int = 0
 ) -> tuple[int, int]:

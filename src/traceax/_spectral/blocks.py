@@ -45,7 +45,13 @@ from .._linalg.small import divisor, eigh, matmul, squares
 from .._linalg.tall import column_dots, combine, inner, largest_entry, orthonormalise
 from .._operators.block import apply_block
 from .._primitive import StandIn
-from .function import HIDDEN, SpectralFunction, derivative, divided_differences
+from .function import (
+    HIDDEN,
+    SpectralFunction,
+    derivative,
+    divided_differences,
+    final,
+)
 from .ritz import ritz_values
 
 # Columns that are multiplied at once where their number is known at run time only.
@@ -277,28 +283,6 @@ def _solution_jvp(primals, tangents):
         return function_product(operator, inverse, x, steps, None)
 
     return solution, jax.vmap(solve, 1, 1)(sum(parts))
-
-
-@eqx.filter_custom_jvp
-def _final(arrays: PyTree, x: PyTree) -> PyTree:
-    del arrays
-    return x
-
-
-@_final.def_jvp
-def _refuse(primals, tangents):
-    raise NotImplementedError(
-        "This derivative is not implemented. Estimates of spectral functions have first "
-        "derivatives of any kind, and second ones with respect to the operator; f(A) as "
-        "an operator has first derivatives. Third derivatives, and second ones that mix "
-        "the operator and what the function closes over, are missing."
-    )
-
-
-def final(tree: PyTree, of: PyTree = ()) -> PyTree:
-    """The same, whose derivatives raise an error, also those along arrays of `of`."""
-    arrays, rest = eqx.partition(tree, eqx.is_array)
-    return eqx.combine(_final(eqx.filter(of, eqx.is_array), arrays), rest)
 
 
 def frechet(

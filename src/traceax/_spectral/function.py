@@ -202,6 +202,28 @@ def divided_differences(
     return [of_leaf(*of) for of in zip(*parts, strict=True)]
 
 
+@eqx.filter_custom_jvp
+def _final(arrays: PyTree, x: PyTree) -> PyTree:
+    del arrays
+    return x
+
+
+@_final.def_jvp
+def _refuse(primals, tangents):
+    raise NotImplementedError(
+        "This derivative is not implemented. Estimates of spectral functions have first "
+        "derivatives of any kind, and second ones with respect to the operator; f(A) as "
+        "an operator has first derivatives. Third derivatives, and second ones that mix "
+        "the operator and what the function closes over, are missing."
+    )
+
+
+def final(tree: PyTree, of: PyTree = ()) -> PyTree:
+    """The same, whose derivatives raise an error, also those along arrays of `of`."""
+    arrays, rest = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(_final(eqx.filter(of, eqx.is_array), arrays), rest)
+
+
 #
 # Sums of its values
 #

@@ -33,7 +33,6 @@ from .._operators.block import is_positive_semidefinite
 from .base import (
     Forms,
     SpectralState,
-    bar_of_leaves,
     form_rounding,
     forms_between,
     has_bracket,
@@ -95,7 +94,9 @@ class KrylovSums(NamedTuple):
         """The error bar that a tolerance is for."""
         leaves = self.means, self.errors, self.freedoms
         if self.forms is None:
-            return bar_of_leaves(*leaves)
+            # Complex leaves or real ones.
+            sizes = [jnp.abs(x) for x in self.means]
+            return ErrorBar(*map(jnp.stack, (sizes, *leaves[1:])))
         (mean,), (error,), (freedom,) = leaves
         values = Terms(mean, self.forms.values)
         return likelihood_bar(values, Terms(error, self.forms.standard_errors), freedom)
