@@ -13,7 +13,7 @@ from .._arguments import without_numpy
 from .._operators import block
 from .._operators.block import apply_block, as_data, is_known, space_of
 from .._operators.check import ComplexLinearOperator, checked_operator
-from .blocks import function_product
+from .frechet import function_product
 from .function import SpectralFunction, checked_lower, spectral_function
 
 
