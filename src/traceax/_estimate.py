@@ -225,12 +225,27 @@ class Estimate(eqx.Module):
             lines.append(f"{jtu.keystr(path)}: {words}" if path else words)
         used = int(self.stats["num_matvecs"])
         lines[-1] += f", {used} product{'s' * (used != 1)}"
+        lines[-1] += self._bracket_in_words()
         lines[-1] += f", {self._by}" if self._by else ""
         if bool(self.result == RESULTS.tolerance_not_met):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
         elif bool(self.result != RESULTS.successful):
             lines.append(RESULTS[self.result])
         return "\n".join(lines)
+
+    def _bracket_in_words(self) -> str:
+        """Half of the bracket, where it is most of the error bar."""
+        if "bracket" not in self.stats or len(jtu.tree_leaves(self.value)) > 1:
+            return ""
+        low, high = jtu.tree_leaves(self.stats["bracket"])
+        half = float(np.max(high - low)) / 2
+        (error,) = jtu.tree_leaves(self.standard_error)
+        bar = float(np.max(error))
+        if (
+            not 0.7 * bar < half <= 1.01 * bar
+        ):  # a bracket whose bottom is loose is longer
+            return ""
+        return f", half of the bracket {half:.2g}"
 
     def _forecast(self) -> str:
         needed = float(np.max(self.stats.get("products_needed", math.inf)))
@@ -288,6 +303,13 @@ def _interval(value, error, freedom, level):
         half = jax.lax.complex(half, half)
     half = half.astype(value.dtype)
     return value - half, value + half
+
+
+def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
+    """The ends of a bracket, with the derivative of the value."""
+    return jtu.tree_map(
+        lambda end, x: end + (x - jax.lax.stop_gradient(x)), ends, value
+    )
 
 
 def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:

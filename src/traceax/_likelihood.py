@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 from ._accuracy.tolerance import Stop
 from ._arguments import check_key, require
 from ._drive import run_estimator
-from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
+from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure, with_slopes
 from ._linalg.whitening import Whitening
 from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
@@ -335,6 +335,7 @@ class _Problem(NamedTuple):
         # A factor, which makes derivatives NaN as well.
         known = jnp.where(self.finite, 1, jnp.nan).astype(value.dtype)
         value, error = value * known, jnp.where(self.finite, error, jnp.inf)
+        stats["bracket"] = tuple(with_slopes(x, value) for x in stats["bracket"])
         return Estimate(value, error, result, stats, self.state, estimate._by)
 
 

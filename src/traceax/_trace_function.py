@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Key
@@ -10,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from ._accuracy.tolerance import Stop, make_stop
 from ._arguments import check_budget
 from ._drive import run_estimator
-from ._estimate import RESULTS, Estimate, raise_failure
+from ._estimate import RESULTS, Estimate, raise_failure, with_slopes
 from ._linalg.tall import largest_entry
 from ._operators.block import is_known
 from ._operators.check import checked_operator
@@ -148,7 +149,13 @@ def estimate_function(
             "traceax.KrylovAwareEstimator()."
         )
     most, stop = estimator.limits(state, k, stop, options.progress_meter, where)
-    return run_estimator(estimator, state, most, stop, throw=throw)
+    estimate = run_estimator(estimator, state, most, stop, throw=False)
+    if "bracket" in estimate.stats:
+        low, high = estimate.stats["bracket"]
+        ends = with_slopes(low, estimate.value), with_slopes(high, estimate.value)
+        stats = {**estimate.stats, "bracket": ends}
+        estimate = eqx.tree_at(lambda e: e.stats, estimate, stats)
+    return raise_failure(estimate) if throw else estimate
 
 
 def _sum_over_diagonal(state: SpectralState, k: int | None) -> Estimate | None:

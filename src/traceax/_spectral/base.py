@@ -326,23 +326,21 @@ def has_bracket(state: SpectralState) -> bool:
 def forms_between(
     inside: Inexact[Array, "p q"],
     values: Float[Array, " p"],
-    extended: tuple[Inexact[Array, "r q"], Float[Array, " r"]] | None,
+    highs: tuple[Float[Array, " q"], Float[Array, " q"]] | None,
     rounding: Float[Array, ""],
 ) -> Forms:
-    """`Forms` from coordinates in Ritz vectors, with their values; and in those of E.
+    """`Forms` from coordinates in Ritz vectors, with their values.
 
-    That of T is below the truth, and that of E above. `rounding` is the relative error
-    that rounding makes.
+    That of T is below the truth. `highs` are those of E, which are above: for a bound of the
+    spectrum, and for what the value takes for its lower end. `rounding` is the relative
+    error that rounding makes.
     """
     coordinates = inside / values[:, None].astype(inside.dtype)
     low = jnp.sum(squares(inside) / values[:, None], axis=0)
-    high = low
-    if extended is not None:
-        others, nodes = extended
-        high = jnp.sum(squares(others) / nodes[:, None], axis=0)
-    low, high = jnp.minimum(low, high), jnp.maximum(low, high)
-    error = jnp.hypot((high - low) / 2, rounding * high)
-    return Forms((low + high) / 2, error, (low, high), coordinates)
+    high, side = (low, low) if highs is None else highs
+    bracket = jnp.minimum(low, high), jnp.maximum(low, high)
+    error = jnp.hypot((side - low) / 2, rounding * high)
+    return Forms((low + side) / 2, error, bracket, coordinates)
 
 
 def form_rounding(state: SpectralState, values: Float[Array, " p"]) -> Float[Array, ""]:
