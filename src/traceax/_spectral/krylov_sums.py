@@ -47,7 +47,7 @@ from .function import SpectralFunction, remaining, rounding_errors, weighted_sum
 from .ritz import ritz_values
 
 # A bound is loose if the smallest Ritz value is so many times as large.
-_LOOSE = 100
+_LOOSE = 1e4
 
 Ends = tuple[Inexact[Array, ""], Inexact[Array, ""]]
 
@@ -314,7 +314,7 @@ def _bottom(theta: Float[Array, " k"], lower: Float[Array, ""]) -> Float[Array, 
 
     A bound far below the smallest Ritz value, as jitter is, makes the bracket long and its
     middle worse than f(T); there a quarter of that Ritz value. Kernels have it within a
-    factor of 25 of their noise after six steps.
+    factor of some hundreds of their noise after few steps, jitter is off by 1e5 and more.
     """
     smallest = jnp.min(theta)
     loose = (lower > 0) & (smallest > _LOOSE * lower)
