@@ -143,9 +143,8 @@ def test_a_budget_left_out():
     ):
         assert estimate.result == tx.RESULTS.successful
         assert 8 <= int(estimate.stats["num_matvecs"]) < 200
-    with pytest.raises(
-        TypeError, match="k must be a Python int unless rtol or atol is given, got None"
-    ):
+    match = "k must be a Python int unless rtol or atol is given.* got None"
+    with pytest.raises(TypeError, match=match):
         tx.trace(KEY, operator)
-    with pytest.raises(TypeError, match="k must be a Python int unless rtol or atol"):
-        tx.logdet(KEY, operator)
+    with pytest.raises(TypeError, match=match):
+        tx.trace_function(KEY, jnp.exp, operator)
