@@ -17,6 +17,7 @@ from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure, with_
 from ._linalg.whitening import Whitening
 from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
+from ._operators.columns import diagonal_of, has_known_entries
 from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import SpectralState, likelihood_bar
@@ -199,9 +200,12 @@ def _pose(
         finite = jnp.isfinite(y).all()
     one = jnp.ones((), space.real_dtype)
     B = PreconditionedLinearOperator(as_data(operator), P)
-    return _Problem(
-        where, SpectralState(key, B, LOG, one, right, P), P, noise, shape, finite
-    )
+    trace = None
+    if preconditioner is None and has_known_entries(operator):
+        # That of B; with columns it takes a product for each.
+        trace = space.size + jnp.sum(jnp.real(diagonal_of(operator)) / noise)
+    state = SpectralState(key, B, LOG, one, right, P, trace)
+    return _Problem(where, state, P, noise, shape, finite)
 
 
 class _Problem(NamedTuple):

@@ -46,6 +46,7 @@ def logdet(
     *,
     shift: ArrayLike = 0.0,
     preconditioner: Preconditioner = None,
+    trace: ArrayLike | None = None,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
@@ -70,6 +71,7 @@ def logdet(
         each of the n unknowns, of a positive semidefinite A.
     - `preconditioner`: of a positive semidefinite A and a positive shift, as for
         [`traceax.inv_quad_logdet`][], which estimates both terms of a likelihood at once.
+    - `trace`: that of A, without the shift. Columns make no use of it.
 
     **Returns:** a [`traceax.Estimate`][]. `stats["bracket"]` holds the ends between which
     the value would be but for the error of probes, of operators that are tagged positive
@@ -77,12 +79,12 @@ def logdet(
     [`traceax.KrylovAwareEstimator`][].
     """
     where = "traceax.logdet"
-    options = Options(rtol, atol, level, progress_meter, throw)
+    options = Options(rtol, atol, level, progress_meter, throw, trace)
     if preconditioner is not None or np.ndim(shift) == 1:
         return preconditioned_logdet(
             where, key, operator, k, estimator, shift, preconditioner, options
         )
-    operator, lower = _shifted(operator, shift, where)
+    operator, lower, options = _shifted(operator, shift, options, where)
     return estimate_function(where, key, LOG, operator, k, estimator, options, lower)
 
 
@@ -93,6 +95,7 @@ def trace_inverse(
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
+    trace: ArrayLike | None = None,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
@@ -110,8 +113,8 @@ def trace_inverse(
     **Returns:** a [`traceax.Estimate`][].
     """
     where = "traceax.trace_inverse"
-    options = Options(rtol, atol, level, progress_meter, throw)
-    operator, lower = _shifted(operator, shift, where)
+    options = Options(rtol, atol, level, progress_meter, throw, trace)
+    operator, lower, options = _shifted(operator, shift, options, where)
     return estimate_function(
         where, key, _RECIPROCAL, operator, k, estimator, options, lower
     )
@@ -124,6 +127,7 @@ def schatten_norm(
     estimator: SpectralEstimator | None = None,
     *,
     p: ArrayLike = 1.0,
+    trace: ArrayLike | None = None,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
@@ -156,7 +160,7 @@ def schatten_norm(
     # A relative error of the norm is one p times as large of the sum.
     if rtol is not None:
         rtol = power * check_tolerance(rtol, "rtol", space.real_dtype, where)
-    options = Options(rtol, None, level, progress_meter, throw=False)
+    options = Options(rtol, None, level, progress_meter, False, trace)
     function = SpectralFunction(Power(power), monotone=known is not None and known <= 1)
     total = estimate_function(where, key, function, operator, k, estimator, options)
     stats = dict(total.stats)
@@ -256,13 +260,14 @@ def spectral_density(
 
 
 def _shifted(
-    operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str
-) -> tuple[lx.AbstractLinearOperator, Float[Array, ""] | None]:
-    """`A + shift I`, and what no eigenvalue of it is below, if A is semidefinite."""
+    operator: lx.AbstractLinearOperator, shift: ArrayLike, options: Options, where: str
+) -> tuple[lx.AbstractLinearOperator, Float[Array, ""] | None, Options]:
+    """`A + shift I`, what no eigenvalue of it is below, if A is semidefinite, and the
+    options with its trace, if that of A is given."""
     if not isinstance(operator, lx.AbstractLinearOperator):
-        return operator, None  # refused later
+        return operator, None, options  # refused later
     if isinstance(shift, int | float) and shift == 0:
-        return operator, None
+        return operator, None, options
     check_real_scalar(
         shift,
         "shift",
@@ -272,8 +277,13 @@ def _shifted(
     dtype = space_of(operator).dtype
     scalar = jnp.asarray(shift).astype(jnp.finfo(dtype).dtype)
     total = ShiftedLinearOperator(operator, scalar)
+    if options.trace is not None:
+        hint = "it is that of the operator without its shift."
+        check_real_scalar(options.trace, "trace", where, hint)
+        trace = jnp.asarray(options.trace).astype(scalar.dtype)
+        options = options._replace(trace=trace + space_of(operator).size * scalar)
     if not is_positive_semidefinite(operator):
-        return total, None
+        return total, None, options
     if isinstance(shift, int | float) and shift > 0:
         total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
-    return total, jax.lax.stop_gradient(scalar)
+    return total, jax.lax.stop_gradient(scalar), options

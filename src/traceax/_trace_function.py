@@ -35,6 +35,7 @@ def trace_function(
     *,
     lower: ArrayLike | None = None,
     monotone: bool = False,
+    trace: ArrayLike | None = None,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
@@ -69,6 +70,10 @@ def trace_function(
         `log`, `-1 / x`, `x**p` with `0 < p < 1`, sums of these with positive weights;
         every leaf of it. With `lower` the error of the Krylov space is then known in
         place of guessed: see [`traceax.KrylovAwareEstimator`][]. Nothing checks this.
+    - `trace`: that of `operator`, a real scalar, which may be traced, where it is known but
+        can't be read: of kernels, matrices, dense or sparse, and sums, multiples and shifts
+        of these the diagonal is read. It takes most of the error of probes away, at no
+        product, and has no part in derivatives. A wrong one shows in no error bar.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, for every leaf of what `fn` returns,
         and at most k of them. If `k >= n`, the last n are for the exact answer, where
@@ -100,7 +105,7 @@ def trace_function(
     where = "traceax.trace_function"
     if not isinstance(operator, lx.AbstractLinearOperator):
         checked_operator(operator, where, "(key, fn, operator, k)")
-    options = Options(rtol, atol, level, progress_meter, throw)
+    options = Options(rtol, atol, level, progress_meter, throw, trace)
     return estimate_function(
         where, key, fn, operator, k, estimator, options, lower, monotone
     )
@@ -114,11 +119,13 @@ class Options(NamedTuple):
     level: float = 0.95
     progress_meter: ProgressMeter = NO_PROGRESS_METER
     throw: bool = True
+    trace: ArrayLike | None = None
 
     def stop(self, dtype: Any, where: str) -> Stop | None:
         """What a tolerance is, of an estimate of that dtype; `None` without one."""
-        rtol, atol, level, meter, _ = self
-        return make_stop(rtol, atol, level, meter, dtype, where)
+        return make_stop(
+            self.rtol, self.atol, self.level, self.progress_meter, dtype, where
+        )
 
 
 def estimate_function(
@@ -133,7 +140,9 @@ def estimate_function(
     monotone: bool = False,
 ) -> Estimate:
     """`trace_function`, by another name in errors."""
-    state = init_spectral_state(where, key, operator, fn, lower, monotone)
+    state = init_spectral_state(
+        where, key, operator, fn, lower, monotone, options.trace
+    )
     space = state.space
     k = k if k is None else check_budget(k, where)
     stop, throw = options.stop(space.compute_dtype, where), options.throw

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Inexact, Int, PyTree
+from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from .block import (
     FEWEST,
@@ -119,6 +119,13 @@ def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
         ):
             return has_known_entries(operator.operator)
     return False
+
+
+def known_trace(operator: lx.AbstractLinearOperator) -> Float[Array, ""] | None:
+    """The trace, where the diagonal is read; `None` for any other operator."""
+    if not has_known_entries(operator):
+        return None
+    return jax.lax.stop_gradient(jnp.sum(jnp.real(diagonal_of(operator))))
 
 
 def _as(dtype, scalar) -> Array:

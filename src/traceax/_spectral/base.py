@@ -13,7 +13,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 
 from .._accuracy.error_bar import ErrorBar
-from .._arguments import StoredKey
+from .._arguments import StoredKey, check_real_scalar
 from .._drive import Estimator
 from .._estimate import RESULTS, finite_or_failed
 from .._linalg.krylov import RitzPairs
@@ -51,6 +51,7 @@ class SpectralState(State):
     - `lower`: a number that no eigenvalue is below, or `None`.
     - `right`: right-hand sides b, of which `b^* A^-1 b` is wanted as well; or `None`.
     - `preconditioner`: what makes the operator of another one; or `None`.
+    - `trace`: that of the operator, where the caller knows it; or `None`.
     - `space`: the space that the operator maps to itself.
     """
 
@@ -60,6 +61,7 @@ class SpectralState(State):
     lower: Float[Array, ""] | None
     right: Inexact[Array, "n q"] | None
     preconditioner: Whitening | None
+    trace: Float[Array, ""] | None
     space: Space = eqx.field(static=True)
 
     def __init__(
@@ -70,6 +72,7 @@ class SpectralState(State):
         lower: Float[Array, ""] | None = None,
         right: Inexact[Array, "n q"] | None = None,
         preconditioner: Whitening | None = None,
+        trace: Float[Array, ""] | None = None,
     ):
         self._key = StoredKey(key)
         self.operator = operator
@@ -77,6 +80,7 @@ class SpectralState(State):
         self.lower = lower
         self.right = right
         self.preconditioner = jax.lax.stop_gradient(preconditioner)
+        self.trace = jax.lax.stop_gradient(trace)
         self.space = space_of(operator)
 
     @property
@@ -131,6 +135,7 @@ class SpectralEstimator(Estimator):
         *,
         lower: ArrayLike | None = None,
         monotone: bool = False,
+        trace: ArrayLike | None = None,
     ) -> SpectralState:
         """Checks of key, operator and function.
 
@@ -140,13 +145,13 @@ class SpectralEstimator(Estimator):
         - `operator`: a square lineax operator.
         - `fn`: from a real scalar to a scalar, or a PyTree of scalars. What it reads is
             read now.
-        - `lower`, `monotone`: what is known of the spectrum and of the function, as for
-            [`traceax.trace_function`][].
+        - `lower`, `monotone`, `trace`: what is known of the spectrum, of the function and
+            of the operator, as for [`traceax.trace_function`][].
 
         **Raises:** as [`traceax.trace_function`][].
         """
         where = f"{type(self).__name__}.init"
-        return init_spectral_state(where, key, operator, fn, lower, monotone)
+        return init_spectral_state(where, key, operator, fn, lower, monotone, trace)
 
     @abc.abstractmethod
     def compute(self, state: SpectralState, k: int) -> SpectralOutcome:
@@ -207,6 +212,7 @@ def init_spectral_state(
     fn: Any,
     lower: ArrayLike | None,
     monotone: bool = False,
+    trace: ArrayLike | None = None,
 ) -> SpectralState:
     """Checks key, operator and function, and puts them into a state."""
     state = init_state(key, operator, where)
@@ -218,7 +224,10 @@ def init_spectral_state(
         )
     function = spectral_function(fn, real, where, monotone)
     lower = checked_lower(lower, real, where)
-    return SpectralState(state.key, state.operator, function, lower)
+    if trace is not None:
+        check_real_scalar(trace, "trace", where, "it is that of the operator.")
+        trace = jnp.asarray(trace).astype(real)
+    return SpectralState(state.key, state.operator, function, lower, trace=trace)
 
 
 def spectral_outcome(

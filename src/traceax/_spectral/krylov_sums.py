@@ -2,37 +2,26 @@
 
 import math
 import operator as op
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Bool, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact, Int
 
 from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._accuracy.tolerance import Depth
-from .._linalg.krylov import (
-    Projected,
-    RitzPairs,
-    block_lanczos,
-    ritz_pairs,
-    smallest_extension,
-)
+from .._linalg.krylov import RitzPairs, block_lanczos, ritz_pairs, smallest_extension
 from .._linalg.left_out_krylov import (
-    LeftOut,
     SampleWeights,
     coupling_of,
     leave_probes_out,
     paired_samples,
     sample_weights,
-    shortened,
-    test_weights,
 )
 from .._linalg.small import squares
 from .._linalg.tall import column_norms, inner
-from .._linalg.whitening import Whitening
-from .._operators.block import is_positive_semidefinite
+from .._operators.columns import known_trace
+from . import control
 from .base import (
     Forms,
     SpectralState,
@@ -43,13 +32,9 @@ from .base import (
     outside_if,
 )
 from .blocks import SpectralBlocks, Terms
-from .function import SpectralFunction, remaining, rounding_errors, weighted_sums
+from .bracket import bottom_of, lower_end, middles_of, of_both, quadrature_errors
+from .function import rounding_errors, weighted_sums
 from .ritz import ritz_values
-
-# A bound is loose if the smallest Ritz value is so many times as large.
-_LOOSE = 1e4
-
-Ends = tuple[Inexact[Array, ""], Inexact[Array, ""]]
 
 
 class KrylovSums(NamedTuple):
@@ -168,12 +153,26 @@ def krylov_sums(
     weights, leaves = sample_weights(left_out, S[:first]), function(theta)
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
     samples, forms = _samples(weights, leaves), None
-    controls = _controls(
-        state.preconditioner, left_out, basis.T[:first].T, S[:first], leaves
-    )
+    controls, P, trace = None, state.preconditioner, state.trace
+    if trace is None:
+        trace = known_trace(state.operator)
+    P = None if P is None or P.basis.shape[1] == 0 else P
+    stats["known_trace"] = jnp.asarray(trace is not None and m > 1 and P is None)
+    if P is not None and m > 1:
+        inside = basis.T[:first].T
+        controls = control.of_columns(P, left_out, inside, S[:first], leaves)
+    elif trace is not None and m > 1:
+        controls, sizes_of_controls = control.of_trace(
+            trace, left_out, weights, theta, S[:first], function
+        )
+        magnitudes = list(map(op.add, magnitudes, sizes_of_controls))
+
+    def controlled(samples):
+        return samples if controls is None else jtu.tree_map(op.add, samples, controls)
+
     if has_bracket(state):
-        lower, proven = _lower_end(function, theta, state)
-        bottom = _bottom(theta, lower)
+        lower, proven = lower_end(function, theta, state)
+        bottom = bottom_of(theta, lower)
         right = jnp.zeros_like(omega, shape=(len(omega), 0))
         if state.right is not None:
             lengths = column_norms(state.right)[None, :] / math.sqrt(n)
@@ -188,21 +187,18 @@ def krylov_sums(
             return _samples(weights, function(nodes)), form
 
         # The second only where it differs.
-        of_bound, others = _of_both(of_extension, lower, bottom)
+        of_bound, others = of_both(of_extension, lower, bottom)
         if state.right is not None:
             highs = of_bound[1], others[1]
             forms = forms_between(
                 inner(S, right), theta, highs, form_rounding(state, theta)
             )
         of_bound, others = of_bound[0], others[0]
-        if controls is not None:
-            # All ends by the same, which is no part of the bracket.
-            samples, of_bound, others = (
-                jtu.tree_map(op.add, x, controls) for x in (samples, of_bound, others)
-            )
+        # All ends by the same, which is no part of the bracket.
+        samples, of_bound, others = map(controlled, (samples, of_bound, others))
         positive = jnp.min(theta) >= 0
-        _, ends = _middles(samples, of_bound, positive)
-        samples, sides = _middles(samples, others, positive)
+        _, ends = middles_of(samples, of_bound, positive)
+        samples, sides = middles_of(samples, others, positive)
         # Before convergence the truth may be close to either end.
         krylov = [
             jnp.where(positive, jnp.abs(high - low) / 2, jnp.inf) for low, high in sides
@@ -213,7 +209,8 @@ def krylov_sums(
         )
         stats["bracket_is_proven"] = proven & positive
     else:
-        krylov = _quadrature_errors(function, projected, left_out, (theta, S), n, steps)
+        krylov = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
+        samples = controlled(samples)
     means, of_probes, freedoms = [], [], []
     for sample, magnitude, rounded in zip(samples, magnitudes, rounding, strict=True):
         bar = leave_one_out_bar(paired_samples(*sample, magnitude))
@@ -228,177 +225,3 @@ def _samples(
 ) -> list[SampleWeights]:
     """The samples of every leaf, and those of pairs."""
     return [jtu.tree_map(lambda w, f=f: weighted_sums(w, f), weights) for f in leaves]
-
-
-#
-# What is known of the space of a preconditioner
-#
-
-
-def _controls(
-    preconditioner: Whitening | None,
-    left_out: LeftOut,
-    basis: Inexact[Array, "n k"],
-    S: Inexact[Array, "k k"],
-    leaves: list[Inexact[Array, " k"]],
-) -> list[SampleWeights] | None:
-    r"""What is chance in samples, of every leaf: control variates of mean 0.
-
-    Let Pi be the matrix of known trace r of the columns' range, where f is about 0, as
-    `log(B)` is where a preconditioner makes B the identity. A test g of a complement of
-    d dimensions, which holds `r_i = r - tr(P_i Pi)` of Pi, estimates the total there, by
-    `d g^* f g`, and `r_i` by `d g^* Pi g`, which is known. The total spreads over the
-    `d - r_i` dimensions outside of Pi, so that a sample is too small by
-
-        d g^* f g / (d - r_i) (d g^* Pi g - r_i) .
-
-    Nothing is estimated where the space has found all of f, and nothing is controlled
-    then. The first factor is taken from the two neighbours of probe i, in the spaces
-    without both: it doesn't depend on probe i, over which the second has mean 0.
-    """
-    m = len(left_out.spaces) // 2
-    if preconditioner is None or preconditioner.basis.shape[1] == 0 or m == 1:
-        return None
-    inside = preconditioner.inside(basis).conj().T
-    tested, found = (
-        jtu.tree_map(lambda x: jnp.sum(x, axis=1), of(left_out, inside))
-        for of in (test_weights, sample_weights)
-    )
-    excess = jtu.tree_map(lambda x: x - preconditioner.trace_inside, found)
-    # `d - r_i` of the spaces without two probes.
-    inside = tested.pairs_first - excess.pairs_first
-    outside = jnp.maximum(left_out.dimensions[m:] - inside, 1)
-    unfound = test_weights(left_out, S)
-
-    def of_leaf(f):
-        first, second = (
-            weighted_sums(x, f) / outside
-            for x in (unfound.pairs_first, unfound.pairs_second)
-        )
-        rates = (second + jnp.roll(first, 1)) / 2
-        mean = jnp.mean(rates)
-        return SampleWeights(
-            rates * excess.samples,
-            mean * excess.pairs_first,
-            mean * excess.pairs_second,
-        )
-
-    return [of_leaf(f) for f in leaves]
-
-
-#
-# The bracket of the Krylov error
-#
-
-
-def _lower_end(
-    function: SpectralFunction, theta: Float[Array, " k"], state: SpectralState
-) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """A number below the spectrum, at which the function is finite; whether that is known.
-
-    The known one, at least 0, as the function is one of positive numbers. Where it isn't
-    finite there, a quarter of the smallest positive Ritz value, of which nothing is
-    proven: the intervals of log-determinants of kernels cover.
-    """
-    nothing, lower = jnp.zeros_like(theta, shape=()), state.lower
-    known = nothing if lower is None else jnp.maximum(lower, nothing)
-    smallest = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
-    finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
-    tagged = is_positive_semidefinite(state.operator)
-    positive = jnp.asarray(tagged) if lower is None else tagged | (lower >= 0)
-    return jnp.where(finite, known, smallest / 4), finite & positive
-
-
-def _bottom(theta: Float[Array, " k"], lower: Float[Array, ""]) -> Float[Array, ""]:
-    """What the value takes for the lower end of the spectrum.
-
-    A bound far below the smallest Ritz value, as jitter is, makes the bracket long and its
-    middle worse than f(T); there a quarter of that Ritz value. Kernels have it within a
-    factor of some hundreds of their noise after few steps, jitter is off by 1e5 and more.
-    """
-    smallest = jnp.min(theta)
-    loose = (lower > 0) & (smallest > _LOOSE * lower)
-    return jnp.where(loose, smallest / 4, lower)
-
-
-def _of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> Any:
-    """`fn` of both, computed once where they are equal, and compiled once."""
-    shapes = jax.eval_shape(fn, lower)
-    both = jtu.tree_map(lambda x: jnp.zeros((2, *x.shape), x.dtype), shapes)
-    ends = jnp.stack([lower, bottom])
-
-    def step(i, both):
-        return jtu.tree_map(lambda x, new: x.at[i].set(new), both, fn(ends[i]))
-
-    number = 1 + (bottom != lower).astype(jnp.int32)
-    both = jax.lax.fori_loop(0, number, step, both)
-    return (
-        jtu.tree_map(lambda x: x[0], both),
-        jtu.tree_map(lambda x: jnp.where(number == 2, x[1], x[0]), both),
-    )
-
-
-def _middles(
-    samples: list[SampleWeights], others: list[SampleWeights], positive: Bool[Array, ""]
-) -> tuple[list[SampleWeights], list[Ends]]:
-    """The means of both, and the ends of every leaf, the lower one first.
-
-    The ends of a falling function come in the other order, and rounding may exchange them.
-    With negative eigenvalues the function isn't operator monotone on the spectrum: the
-    samples are those of f(T).
-    """
-    middles, ends = [], []
-    others = jtu.tree_map(lambda x, y: jnp.where(positive, y, x), samples, others)
-    for x, y in zip(samples, others, strict=True):
-        middles.append(jtu.tree_map(lambda a, b: (a + b) / 2, x, y))
-        sides = x.samples.mean(), y.samples.mean()
-        ends.append((jnp.minimum(*sides), jnp.maximum(*sides)))
-    return middles, ends
-
-
-#
-# And where there is none
-#
-
-
-def _quadrature_errors(
-    function: SpectralFunction,
-    projected: Projected,
-    left_out: LeftOut,
-    pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
-    n: int,
-    steps: int | Int[Array, ""],
-) -> list[Float[Array, ""]]:
-    """How far each leaf is from its limit in the number of steps.
-
-    With spaces without a probe of one step less, and f(A) taken in the space of one
-    step less, one step more of the latter changes the sum by b. The step before it
-    changed it by a, measured likewise. No less than b is taken for what is left, and no
-    more than 2 b: the spaces without a probe change by a little forever. Infinite for a
-    single step, which tells nothing.
-    """
-    T, omega, _ = projected
-    k, m = omega.shape
-    values, _ = pairs
-    if m == 1 or k == m:
-        return [jnp.full((), jnp.inf, values.dtype) for _ in function(values)]
-    # Rounding must not take a node out of the function's domain.
-    low, high = jnp.min(values), jnp.max(values)
-    changes = []
-    for fewer in range(1, min(k // m, 3)):
-        depth = steps - fewer
-        shorter = shortened(left_out, omega, n, depth)
-        theta, S = ritz_pairs(T, m * depth)
-        earlier = jnp.clip(theta, low, high), S
-        sums = []
-        for theta, S in (pairs, earlier):
-            weights = jnp.real(jnp.diagonal(coupling_of(shorter, S, m)))
-            sums.append([weighted_sums(weights, f) for f in function(theta)])
-        changes.append([jnp.abs(x - y) for x, y in zip(*sums, strict=True)])
-        pairs = earlier
-    if len(changes) == 1:
-        return changes[0]
-    return [
-        jnp.where(steps == 2, b, jnp.maximum(b, remaining(b, a, 2 / 3)))
-        for b, a in zip(*changes, strict=True)
-    ]

@@ -1,0 +1,171 @@
+r"""Control variates of leave-one-out samples: what is known exactly of their weights.
+
+Sample i of `tr f(A)` is `tr(C_i f)`, and for any matrix M of known trace `tr(C_i M)` has
+the mean `tr M`. So `sample_i - c_i (tr(C_i M) - tr M)` has the same mean, for a slope
+`c_i` that doesn't depend on probe i, and the noise of `f - c M` on what the spaces
+without a probe leave. Slopes are taken from tests of the two neighbours of probe i, in the
+spaces without both.
+
+- Of an operator whose trace is known M is the operator itself, of which the projected
+    matrix is in hand, and c the slope of f over the part of the spectrum that tests see.
+- With a preconditioner of columns M is the matrix Pi of the columns' range, where
+    `log(B)` is about 0.
+"""
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Float, Inexact
+
+from .._linalg.left_out_krylov import (
+    LeftOut,
+    SampleWeights,
+    sample_weights,
+    test_weights,
+)
+from .._linalg.small import matmul, squares
+from .._linalg.whitening import Whitening
+from .function import SpectralFunction, derivative, weighted_sums
+
+
+def of_columns(
+    preconditioner: Whitening,
+    left_out: LeftOut,
+    basis: Inexact[Array, "n k"],
+    S: Inexact[Array, "k p"],
+    leaves: list[Inexact[Array, " p"]],
+) -> list[SampleWeights]:
+    r"""What is to be added to the samples of every leaf, by the range of columns.
+
+    A test g of a complement of d dimensions, which holds `r_i = r - tr(P_i Pi)` of Pi,
+    estimates the total there, by `d g^* f g`, and `r_i` by `d g^* Pi g`, which is known.
+    The total spreads over the `d - r_i` dimensions outside of Pi, so that a sample is too
+    small by
+
+        d g^* f g / (d - r_i) (d g^* Pi g - r_i) .
+
+    Nothing is estimated where the space has found all of f, and nothing is controlled
+    then.
+    """
+    inside = preconditioner.inside(basis).conj().T
+    tested, found = (
+        jtu.tree_map(lambda x: jnp.sum(x, axis=1), of(left_out, inside))
+        for of in (test_weights, sample_weights)
+    )
+    excess = jtu.tree_map(lambda x: x - preconditioner.trace_inside, found)
+    # `d - r_i` of the spaces without two probes.
+    m = len(tested.samples)
+    outside = left_out.dimensions[m:] - (tested.pairs_first - excess.pairs_first)
+    outside = jnp.maximum(outside, 1)
+    unfound = test_weights(left_out, S)
+
+    def of_leaf(f):
+        first, second = (
+            weighted_sums(x, f) / outside
+            for x in (unfound.pairs_first, unfound.pairs_second)
+        )
+        return _times(
+            excess, _of_neighbours(first, second), jnp.mean(first + second) / 2
+        )
+
+    return [of_leaf(f) for f in leaves]
+
+
+def of_trace(
+    trace: Float[Array, ""],
+    left_out: LeftOut,
+    weights: SampleWeights,
+    theta: Float[Array, " p"],
+    S: Inexact[Array, "k p"],
+    function: SpectralFunction,
+) -> tuple[list[SampleWeights], list[Float[Array, ""]]]:
+    r"""What is to be added to the samples of every leaf, by the trace of the operator; and
+    the size of what cancels in it.
+
+    Nothing where rounding of that is more than the samples differ by.
+
+    With a test g of the complement of a space Y, `P = I - Y Y^*`, the slope is
+
+        c = (E[g^* T P f g] - E[g^* T g] E[g^* f g]) / (E|P T g|^2 - E[g^* T g]^2) ,
+
+    in the spaces without two probes; in those without one it is as much smaller or larger
+    as f' is at the mean `(tr A - tr Y^* T Y) / d` of the spectrum there, which is known.
+    """
+    m = len(weights.samples)
+    total = jtu.tree_map(lambda x: weighted_sums(x, theta), weights)
+    excess = jtu.tree_map(lambda x: x - trace, total)
+    tested = jtu.tree_map(lambda x: weighted_sums(x, theta), test_weights(left_out, S))
+    d = left_out.dimensions
+    means, means_of_pairs = (
+        (x - e) / jnp.maximum(dimensions, 1)
+        for x, e, dimensions in (
+            (tested.samples, excess.samples, d[:m]),
+            (tested.pairs_first, excess.pairs_first, d[m:]),
+        )
+    )
+    leaves = function(theta)
+    slopes, slopes_of_pairs = (derivative(function, x) for x in (means, means_of_pairs))
+    # Coordinates of tests in Ritz vectors, and what Y holds of products with T.
+    spaces = left_out.spaces[m:]
+    tests = [matmul(g, S.conj()) for g in (left_out.own[m:], left_out.following[m:])]
+
+    def inside(x):
+        return jnp.einsum(
+            "lpk,lk->lp", spaces.conj(), matmul(x, S.T), precision="highest"
+        )
+
+    def neighbours(fn):
+        return _of_neighbours(*(fn(u) for u in tests))
+
+    beta = neighbours(lambda u: jnp.sum(theta * squares(u), axis=1))
+    b_b = neighbours(
+        lambda u: (
+            jnp.sum(theta**2 * squares(u), axis=1)
+            - jnp.sum(squares(inside(theta * u)), axis=1)
+        )
+    )
+    eps = jnp.finfo(theta.dtype).eps
+    # Variances that are rounding give no slope.
+    variance = b_b - beta**2
+    varies = variance > 1e3 * eps * jnp.maximum(b_b, beta**2)
+
+    def of_leaf(f, slope, slope_of_pairs):
+        alpha = neighbours(lambda u: jnp.sum(f * squares(u), axis=1))
+        a_b = neighbours(
+            lambda u: (
+                jnp.sum(f * theta * squares(u), axis=1)
+                - jnp.sum(inside(theta * u).conj() * inside(f * u), axis=1)
+            )
+        )
+        c = (a_b - alpha * beta) / jnp.where(varies, variance, 1)
+        c = jnp.where(varies & jnp.isfinite(c), c, 0)
+        pairs = _of_neighbours(slope_of_pairs, slope_of_pairs)
+        ratio = jnp.real(slope / jnp.where(pairs == 0, 1, pairs))
+        ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
+        size = jnp.mean(jnp.abs(c)) * magnitude
+        samples = weighted_sums(weights.samples, f)
+        spread = jnp.sqrt(jnp.mean(squares(samples - jnp.mean(samples))) / m)
+        seen = 4 * eps * size < spread
+        return (
+            _times(
+                excess, jnp.where(seen, -c * ratio, 0), jnp.where(seen, -c, 0).mean()
+            ),
+            jnp.where(seen, size, 0),
+        )
+
+    magnitude = weighted_sums(weights.samples, jnp.abs(theta)).mean()
+    per_leaf = zip(leaves, slopes, slopes_of_pairs, strict=True)
+    controls, sizes = zip(*(of_leaf(*of) for of in per_leaf), strict=True)
+    return list(controls), list(sizes)
+
+
+def _of_neighbours(first: Array, second: Array) -> Array:
+    """The means over tests of probes i - 1 and i + 1 in spaces without probe i.
+
+    `first[i]` is of probe i, and `second[i]` of probe i + 1, in the space without both.
+    """
+    return (second + jnp.roll(first, 1)) / 2
+
+
+def _times(excess: SampleWeights, c: Array, mean: Array) -> SampleWeights:
+    samples, first, second = excess
+    return SampleWeights(c * samples, mean * first, mean * second)
