@@ -237,13 +237,12 @@ class Estimate(eqx.Module):
         """Half of the bracket, where it is most of the error bar."""
         if "bracket" not in self.stats or len(jtu.tree_leaves(self.value)) > 1:
             return ""
-        low, high = jtu.tree_leaves(self.stats["bracket"])
-        half = float(np.max(high - low)) / 2
-        (error,) = jtu.tree_leaves(self.standard_error)
-        bar = float(np.max(error))
-        if (
-            not 0.7 * bar < half <= 1.01 * bar
-        ):  # a bracket whose bottom is loose is longer
+        # In NumPy, where an unknown error is no failure to `jax_debug_nans`.
+        parts = self.stats["bracket"], self.standard_error
+        low, high, error = map(np.asarray, jtu.tree_leaves(parts))
+        half, bar = float(np.max(high - low)) / 2, float(np.max(error))
+        # A bracket whose bottom is loose is longer.
+        if not 0.7 * bar < half <= 1.01 * bar:
             return ""
         return f", half of the bracket {half:.2g}"
 
