@@ -14,6 +14,7 @@ spaces without both.
 
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from .._linalg.left_out_krylov import (
@@ -108,19 +109,20 @@ def of_trace(
     spaces = left_out.spaces[m:]
     tests = [matmul(g, S.conj()) for g in (left_out.own[m:], left_out.following[m:])]
 
-    def inside(x):
-        return jnp.einsum(
-            "lpk,lk->lp", spaces.conj(), matmul(x, S.T), precision="highest"
-        )
+    def inside(f, u):
+        dtype = np.result_type(f.dtype, u.dtype)
+        images = matmul(f[None, :].astype(dtype) * u.astype(dtype), S.T.astype(dtype))
+        Y = spaces.conj().astype(dtype)
+        return jnp.einsum("lpk,lk->lp", Y, images, precision="highest")
 
     def neighbours(fn):
         return _of_neighbours(*(fn(u) for u in tests))
 
-    beta = neighbours(lambda u: jnp.sum(theta * squares(u), axis=1))
+    beta = neighbours(lambda u: weighted_sums(squares(u), theta))
     b_b = neighbours(
         lambda u: (
-            jnp.sum(theta**2 * squares(u), axis=1)
-            - jnp.sum(squares(inside(theta * u)), axis=1)
+            weighted_sums(squares(u), theta**2)
+            - jnp.sum(squares(inside(theta, u)), axis=1)
         )
     )
     eps = jnp.finfo(theta.dtype).eps
@@ -128,15 +130,18 @@ def of_trace(
     variance = b_b - beta**2
     varies = variance > 1e3 * eps * jnp.maximum(b_b, beta**2)
 
+    def common(f, u):
+        # `(P T g)^* P f g`.
+        Y_f, Y_b = inside(f, u), inside(theta, u)
+        found = jnp.sum(Y_b.conj().astype(Y_f.dtype) * Y_f, axis=1)
+        whole = weighted_sums(squares(u), f * theta.astype(f.dtype))
+        return whole - (found if jnp.iscomplexobj(whole) else jnp.real(found))
+
     def of_leaf(f, slope, slope_of_pairs):
-        alpha = neighbours(lambda u: jnp.sum(f * squares(u), axis=1))
-        a_b = neighbours(
-            lambda u: (
-                jnp.sum(f * theta * squares(u), axis=1)
-                - jnp.sum(inside(theta * u).conj() * inside(f * u), axis=1)
-            )
-        )
-        c = (a_b - alpha * beta) / jnp.where(varies, variance, 1)
+        alpha = neighbours(lambda u: weighted_sums(squares(u), f))
+        a_b = neighbours(lambda u: common(f, u))
+        c = a_b - alpha * beta.astype(alpha.dtype)
+        c = c / jnp.where(varies, variance, 1).astype(c.dtype)
         c = jnp.where(varies & jnp.isfinite(c), c, 0)
         pairs = _of_neighbours(slope_of_pairs, slope_of_pairs)
         ratio = jnp.real(slope / jnp.where(pairs == 0, 1, pairs))
@@ -144,13 +149,9 @@ def of_trace(
         size = jnp.mean(jnp.abs(c)) * magnitude
         samples = weighted_sums(weights.samples, f)
         spread = jnp.sqrt(jnp.mean(squares(samples - jnp.mean(samples))) / m)
-        seen = 4 * eps * size < spread
-        return (
-            _times(
-                excess, jnp.where(seen, -c * ratio, 0), jnp.where(seen, -c, 0).mean()
-            ),
-            jnp.where(seen, size, 0),
-        )
+        c = jnp.where(4 * eps * size < spread, -c, 0)
+        size = jnp.where(4 * eps * size < spread, size, 0)
+        return _times(excess, c * ratio.astype(c.dtype), jnp.mean(c)), size
 
     magnitude = weighted_sums(weights.samples, jnp.abs(theta)).mean()
     per_leaf = zip(leaves, slopes, slopes_of_pairs, strict=True)
@@ -167,5 +168,5 @@ def _of_neighbours(first: Array, second: Array) -> Array:
 
 
 def _times(excess: SampleWeights, c: Array, mean: Array) -> SampleWeights:
-    samples, first, second = excess
+    samples, first, second = (x.astype(c.dtype) for x in excess)
     return SampleWeights(c * samples, mean * first, mean * second)
