@@ -87,6 +87,13 @@ def as_operator(a, psd=False):
     return lx.MatrixLinearOperator(jnp.asarray(a, dtype), PSD if psd else ())
 
 
+def hidden(operator):
+    """The same products, as a function: no entry of it is read, nor its trace."""
+    return lx.FunctionLinearOperator(
+        operator.mv, operator.in_structure(), operator.tags
+    )
+
+
 def counting(a):
     """A semidefinite operator, and how many products an estimate, asked about at once, took."""
     a, taken = jnp.asarray(a), []

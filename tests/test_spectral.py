@@ -16,6 +16,7 @@ from helpers import (
     as_operator,
     assert_close,
     float_dtype,
+    hidden,
     is_x64,
     matrix,
     spectrum,
@@ -390,7 +391,7 @@ def test_operators_over_pytrees(key):
 
 @pytest.mark.x64
 def test_several_functions_at_once(key):
-    operator = as_operator(hermitian("flat", N, True))
+    operator = hidden(as_operator(hermitian("flat", N, True)))
 
     def functions(x):
         log = jnp.log(x)

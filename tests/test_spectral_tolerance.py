@@ -84,7 +84,7 @@ def test_a_stopped_estimate_is_that_of_a_fixed_budget(key):
             assert_close(error[name], (1 + 2 / M) * of_fixed, rtol=1e-6)
         weights, nodes = stats["ritz_weights"], stats["ritz_values"]
         assert_close(weights.sum(), N, rtol=1e-9)
-        assert_close(weights @ jnp.log(nodes + 0.1), value["log"], rtol=1e-9)
+        assert_close(weights @ (1 / (nodes + 0.1)), slopes[1], rtol=1e-9)
 
 
 @pytest.mark.x64
@@ -240,6 +240,6 @@ def test_sizes_of_looks():
     for most in (1, 2, 3, 7, 24, 101):
         sizes = _sizes(most)
         assert sizes[-1] == most
-        assert sizes[0] <= 12
+        assert sizes[0] <= 20
         for smaller, larger in itertools.pairwise(sizes):
-            assert smaller < larger <= 2 * smaller
+            assert smaller < larger <= 3 * smaller

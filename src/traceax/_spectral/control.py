@@ -12,9 +12,9 @@ spaces without both.
     `log(B)` is about 0.
 """
 
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jaxtyping import Array, Float, Inexact
 
 from .._linalg.left_out_krylov import (
@@ -23,7 +23,7 @@ from .._linalg.left_out_krylov import (
     sample_weights,
     test_weights,
 )
-from .._linalg.small import matmul, squares
+from .._linalg.small import divisor, matmul, squares
 from .._linalg.whitening import Whitening
 from .function import SpectralFunction, derivative, weighted_sums
 
@@ -105,53 +105,53 @@ def of_trace(
     )
     leaves = function(theta)
     slopes, slopes_of_pairs = (derivative(function, x) for x in (means, means_of_pairs))
-    # Coordinates of tests in Ritz vectors, and what Y holds of products with T.
-    spaces = left_out.spaces[m:]
+    # Coordinates of tests in Ritz vectors.
     tests = [matmul(g, S.conj()) for g in (left_out.own[m:], left_out.following[m:])]
+    spaces = left_out.spaces[m:].conj()
 
     def inside(f, u):
-        dtype = np.result_type(f.dtype, u.dtype)
-        images = matmul(f[None, :].astype(dtype) * u.astype(dtype), S.T.astype(dtype))
-        Y = spaces.conj().astype(dtype)
-        return jnp.einsum("lpk,lk->lp", Y, images, precision="highest")
+        """What Y holds of products of tests with `S diag(f) S^*`."""
+        products = matmul(f.astype(u.dtype)[None, :] * u, S.T)
+        return jnp.einsum("lpk,lk->lp", spaces, products, precision="highest")
 
     def neighbours(fn):
         return _of_neighbours(*(fn(u) for u in tests))
 
-    beta = neighbours(lambda u: weighted_sums(squares(u), theta))
-    b_b = neighbours(
-        lambda u: (
-            weighted_sums(squares(u), theta**2)
-            - jnp.sum(squares(inside(theta, u)), axis=1)
+    def mean(f):
+        return neighbours(lambda u: weighted_sums(squares(u), f))
+
+    def product(f):
+        held = neighbours(
+            lambda u: jnp.sum(jnp.real(inside(theta, u).conj() * inside(f, u)), axis=1)
         )
-    )
+        return mean(theta * f) - held
+
     eps = jnp.finfo(theta.dtype).eps
+    beta, b_b = mean(theta), product(theta)
     # Variances that are rounding give no slope.
     variance = b_b - beta**2
     varies = variance > 1e3 * eps * jnp.maximum(b_b, beta**2)
 
-    def common(f, u):
-        # `(P T g)^* P f g`.
-        Y_f, Y_b = inside(f, u), inside(theta, u)
-        found = jnp.sum(Y_b.conj().astype(Y_f.dtype) * Y_f, axis=1)
-        whole = weighted_sums(squares(u), f * theta.astype(f.dtype))
-        return whole - (found if jnp.iscomplexobj(whole) else jnp.real(found))
+    def slope_of(f):
+        if jnp.iscomplexobj(f):
+            return jax.lax.complex(slope_of(f.real), slope_of(f.imag))
+        f = f.astype(theta.dtype)
+        c = (product(f) - mean(f) * beta) / jnp.where(varies, variance, 1)
+        return jnp.where(varies & jnp.isfinite(c), c, 0)
 
     def of_leaf(f, slope, slope_of_pairs):
-        alpha = neighbours(lambda u: weighted_sums(squares(u), f))
-        a_b = neighbours(lambda u: common(f, u))
-        c = a_b - alpha * beta.astype(alpha.dtype)
-        c = c / jnp.where(varies, variance, 1).astype(c.dtype)
-        c = jnp.where(varies & jnp.isfinite(c), c, 0)
-        pairs = _of_neighbours(slope_of_pairs, slope_of_pairs)
-        ratio = jnp.real(slope / jnp.where(pairs == 0, 1, pairs))
+        c = slope_of(f)
+        ratio = jnp.real(
+            slope / divisor(_of_neighbours(slope_of_pairs, slope_of_pairs))
+        )
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
         size = jnp.mean(jnp.abs(c)) * magnitude
         samples = weighted_sums(weights.samples, f)
         spread = jnp.sqrt(jnp.mean(squares(samples - jnp.mean(samples))) / m)
-        c = jnp.where(4 * eps * size < spread, -c, 0)
-        size = jnp.where(4 * eps * size < spread, size, 0)
-        return _times(excess, c * ratio.astype(c.dtype), jnp.mean(c)), size
+        seen = 4 * eps * size < spread.astype(size.dtype)
+        c = jnp.where(seen, -c, 0).astype(samples.dtype)
+        control = _times(excess, c * ratio.astype(c.dtype), jnp.mean(c))
+        return control, jnp.where(seen, size, 0).astype(spread.dtype)
 
     magnitude = weighted_sums(weights.samples, jnp.abs(theta)).mean()
     per_leaf = zip(leaves, slopes, slopes_of_pairs, strict=True)
