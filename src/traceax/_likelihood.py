@@ -243,6 +243,8 @@ class _Problem(NamedTuple):
         )
         most, stop = estimator.limits(state, k, stop, options.progress_meter, where)
         least = 1 + self.number
+        if k is None and most < least:
+            most, stop = space.size, None  # the exact answer
         require(
             most >= min(least, space.size),
             where,
