@@ -21,7 +21,7 @@ FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 OTHERS = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # isn't run
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
 OPTIONAL = re.compile(
-    r"^(?:import|from) (asdex|flax|folx|gpjax|matfree)\b", re.MULTILINE
+    r"^(?:import|from) (asdex|flax|folx|gpjax|matfree|optax)\b", re.MULTILINE
 )
 SHOWN = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # relative ones

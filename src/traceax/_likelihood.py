@@ -65,7 +65,7 @@ def inv_quad_logdet(
 
     ```python
     pivots = traceax.choose_pivots(key, kernel, 600, shift=noise)
-    terms = traceax.inv_quad_logdet(key, kernel, y, 32, shift=noise, preconditioner=pivots)
+    terms = traceax.inv_quad_logdet(key, kernel, y, shift=noise, preconditioner=pivots)
     ```
 
     All from one block Krylov space, which starts from y and from random probes, of the
@@ -79,7 +79,8 @@ def inv_quad_logdet(
     | bias | of the solution, that of conjugate gradients; half of each bracket at most |
     | standard errors | as for [`traceax.logdet`][]; of `inv_quad` from its bracket alone, as nothing about it is random |
 
-    **Arguments:** those of [`traceax.trace_function`][], and
+    **Arguments:** those of [`traceax.trace_function`][], of which k may always be left
+    out, as [`traceax.KrylovAwareEstimator`][] describes; and
 
     - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such
         as a [`traceax.KernelLinearOperator`][]. It need not be tagged.
@@ -139,7 +140,7 @@ def gaussian_log_likelihood(
     def loss(parameters):
         kernel = traceax.KernelLinearOperator(Kernel(parameters), x)
         return -traceax.gaussian_log_likelihood(
-            key, kernel, y, 32, shift=parameters.noise, preconditioner=pivots
+            key, kernel, y, shift=parameters.noise, preconditioner=pivots
         ).value
     ```
 
@@ -151,7 +152,9 @@ def gaussian_log_likelihood(
 
     **Returns:** a [`traceax.Estimate`][]. `stats["solution"]` is `(K + N)^-1 y`, from which
     predictions are made; `stats["bracket"]` the pair of ends between which the value would
-    be but for the error of probes, as far as K is positive semidefinite.
+    be but for the error of probes, as far as K is positive semidefinite. Both have the
+    derivative of the value: minus the lower one is a loss that can't be exploited where the
+    bracket is long. `stats["num_matvecs"]` and `stats["num_columns"]` say what was taken.
 
     **Raises:** as [`traceax.inv_quad_logdet`][].
     """
@@ -247,6 +250,8 @@ class _Problem(NamedTuple):
         )
         most, stop = estimator.limits(state, k, stop, options.progress_meter, where)
         least = 1 + self.number
+        if k is None and most < least:
+            most, stop = space.size, None  # the exact answer
         require(
             most >= min(least, space.size),
             where,

@@ -76,7 +76,7 @@ def logdet(
     **Returns:** a [`traceax.Estimate`][]. `stats["bracket"]` holds the ends between which
     the value would be but for the error of probes, of operators that are tagged positive
     semidefinite, and `stats["bracket_is_proven"]` says whether they are: see
-    [`traceax.KrylovAwareEstimator`][].
+    [`traceax.KrylovAwareEstimator`][], also for what happens where k is left out.
     """
     where = "traceax.logdet"
     options = Options(rtol, atol, level, progress_meter, throw, trace)

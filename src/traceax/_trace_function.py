@@ -60,7 +60,8 @@ def trace_function(
     - `operator`: a symmetric lineax operator (complex: Hermitian), over arrays or
         PyTrees. It need not be tagged so; its products must show it.
     - `k`: a positive Python int, the budget of products. For `k >= n` the answer is
-        exact. It may be left out with a tolerance, as in [`traceax.trace`][].
+        exact. It may be left out with a tolerance, as in [`traceax.trace`][], and where
+        there is a bracket: see [`traceax.KrylovAwareEstimator`][].
     - `estimator`: a [`traceax.SpectralEstimator`][]; by default
         [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
         which the sum is exact.
@@ -91,7 +92,8 @@ def trace_function(
     error bar holds the error of probes and that of the Krylov space.
     For monotone functions `stats["bracket"]` is the pair of the ends between which the
     value would be but for the error of probes; `stats["bracket_is_proven"]` says whether
-    they are, or rest on a guess of the smallest eigenvalue. `stats["ritz_values"]` and
+    they are, or rest on a guess of the smallest eigenvalue. Both have the derivative of
+    the value. `stats["ritz_values"]` and
     `stats["ritz_weights"]` evaluate more functions without another product:
     `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
 

@@ -59,8 +59,10 @@ class KrylovAwareEstimator(SpectralEstimator):
     means of both ends, and the standard error half of their distance.
     Of operators tagged positive semidefinite the number is 0, or, where f is infinite
     there, a quarter of the smallest Ritz value: no theorem then, and
-    `stats["bracket_is_proven"]` is false. Without a bracket the
-    value is that of f(T), and what more steps would change is extrapolated.
+    `stats["bracket_is_proven"]` is false. Where the known number is less than a hundredth
+    of that Ritz value, as jitter is, value and standard error take the quarter as well,
+    and the ends stay; `stats["bottom"]` is the number that the value takes. Without a
+    bracket the value is that of f(T), and what more steps would change is extrapolated.
 
     | | |
     |---|---|
@@ -71,13 +73,18 @@ class KrylovAwareEstimator(SpectralEstimator):
     | standard error | of probes, from leaving out pairs; and of the Krylov space, from the bracket or from its last block |
     | derivative | `tr((F o C) V^* dA V)` with Ritz vectors V, that of f(T); k products with dA; second ones take 4 k more |
 
+    *Without k*, where there is a bracket, m is 5, and s grows until half of the bracket is
+    at most a tenth of the standard error of probes; of a likelihood at most 0.1, if that
+    is more, with the bracket of the quadratic term. At most 80 steps, 1,000 products and
+    n - 1 are taken, and `stats["num_matvecs"]` says how many.
+
     *To a tolerance* m is fixed, and s grows until the tolerance is met. The estimate,
     and its derivatives, are those of a fixed budget of m s products.
 
     **Arguments:**
 
     - `num_probes`: m. By default about `0.5 sqrt(k)`, at least 3; for an estimate to a
-        tolerance at least 5, and about `0.5 sqrt(k / 2)`. Few probes reach deeper into
+        tolerance at least 5, and about `0.5 sqrt(k / 2)`; 5 without k. Few probes reach deeper into
         the spectrum, many average more.
     - `sampler`: of the probes; rotation invariant, as resphering needs.
 

@@ -1,0 +1,188 @@
+"""Estimates whose budget is left out, and what brackets of loose bounds are worth."""
+
+import functools as ft
+import math
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+from helpers import as_operator, assert_close, float_dtype
+from kernels import Matern
+
+import traceax as tx
+
+N = 96
+PARAMETERS = 0.4, 0.6, 1.5
+
+
+def points(n=N):
+    rng = np.random.default_rng(1)
+    return jnp.asarray(rng.random((n, 2)), float_dtype())
+
+
+def observed(x):
+    return jnp.sin(5 * x[:, 0]) - x[:, 1]
+
+
+def covariance(p, x):
+    matern = Matern(p[:2])
+    return tx.KernelLinearOperator(lambda a, b: p[2] * matern(a, b), x)
+
+
+def dense(p, x):
+    return jax.vmap(lambda a: jax.vmap(lambda b: p[2] * Matern(p[:2])(a, b))(x))(x)
+
+
+# Each with a bracket: (parameters, noise, k, estimator) to an estimate, and the truth.
+
+
+def likelihood(p, noise, k, estimator):
+    x = points()
+    return tx.gaussian_log_likelihood(
+        jr.key(3), covariance(p, x), observed(x), k, estimator, shift=noise
+    )
+
+
+def exact_likelihood(p, noise):
+    x = points()
+    A, y = dense(p, x) + noise * jnp.eye(N, dtype=x.dtype), observed(x)
+    total = y @ jnp.linalg.solve(A, y) + jnp.linalg.slogdet(A)[1]
+    return -(total + N * math.log(2 * math.pi)) / 2
+
+
+def log_determinant(p, noise, k, estimator):
+    return tx.logdet(jr.key(3), covariance(p, points()), k, estimator, shift=noise)
+
+
+def exact_log_determinant(p, noise):
+    x = points()
+    return jnp.linalg.slogdet(dense(p, x) + noise * jnp.eye(N, dtype=x.dtype))[1]
+
+
+def root(p, noise, k, estimator):
+    operator = covariance(p, points()) + as_operator(np.eye(N)) * noise
+    return tx.trace_function(
+        jr.key(3), jnp.sqrt, operator, k, estimator, lower=noise, monotone=True
+    )
+
+
+def exact_root(p, noise):
+    x = points()
+    A = dense(p, x) + noise * jnp.eye(N, dtype=x.dtype)
+    return jnp.sum(jnp.sqrt(jnp.linalg.eigvalsh(A)))
+
+
+DOORS = {
+    "likelihood": (likelihood, exact_likelihood, 0.1),
+    "log determinant": (log_determinant, exact_log_determinant, 0.0),
+    "root": (root, exact_root, 0.0),
+}
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("name", DOORS)
+def test_steps_are_taken_until_what_is_left_does_not_matter(name):
+    door, exact, negligible = DOORS[name]
+    p = jnp.asarray(PARAMETERS, float_dtype())
+    value_and_grad = jax.jit(jax.value_and_grad(lambda p: exact(p[:3], p[3])))
+
+    @ft.partial(jax.jit, static_argnums=(2, 3))
+    def run(p, direction, k=None, estimator=None):
+        def ends(p):
+            estimate = door(p[:3], p[3], k, estimator)
+            return (estimate.value, *estimate.stats["bracket"]), estimate
+
+        return jax.jvp(ends, (p,), (direction,), has_aux=True)
+
+    taken = []
+    for noise in (1e-3, 0.3):
+        parameters = jnp.append(p, noise)
+        truth, gradient = value_and_grad(parameters)
+        direction = gradient / jnp.linalg.norm(gradient)
+        (value, low, high), slopes, estimate = run(parameters, direction)
+        error = estimate.standard_error
+        taken.append(int(estimate.stats["num_matvecs"]))
+        assert (high - low) / 2 < max(negligible, 0.1 * error)
+        assert low < value < high
+        assert abs(value - truth) < 4 * error
+        assert_close(slopes[0], gradient @ direction, 0.05)
+        # The ends have the slope of the value.
+        assert_close(slopes[1], slopes[0])
+        assert_close(slopes[2], slopes[0])
+    assert 10 <= taken[1] < taken[0] < N
+    # That of as many products, given.
+    values, *others = run(parameters, direction, taken[1], tx.KrylovAwareEstimator(5))
+    assert_close(jnp.stack(values), jnp.stack([value, low, high]), 1e-8)
+    assert_close(others[0][0], slopes[0], 1e-7)
+    assert_close(others[1].standard_error, error, 1e-6)
+
+
+def test_terms_are_those_of_the_likelihood_and_without_a_bracket_k_is_asked_for():
+    p, x = jnp.asarray(PARAMETERS, float_dtype()), points()
+    y, noise = observed(x), 0.01
+    K, key = covariance(p, x), jr.key(3)
+    pivots = tx.choose_pivots(key, K, 40, shift=noise)
+    given = {"shift": noise, "preconditioner": pivots}
+    terms = tx.inv_quad_logdet(key, K, y, **given)
+    found = tx.gaussian_log_likelihood(key, K, y, **given)
+    constant = N * math.log(2 * math.pi)
+    total = -(terms.logdet.value + terms.inv_quad.value + constant) / 2
+    assert_close(found.value, total, 1e-5)
+    assert found.stats["num_matvecs"] == terms.logdet.stats["num_matvecs"]
+    low, high = terms.inv_quad.stats["bracket"]
+    assert (high - low) / 4 < max(0.1, 0.1 * found.standard_error)
+    assert abs(total - exact_likelihood(p, noise)) < 4 * found.standard_error
+
+    plain = as_operator(np.eye(N) + 0.1)
+    quadrature = tx.LanczosQuadratureEstimator()
+    for call in (
+        lambda: tx.trace_function(key, jnp.exp, K),
+        lambda: tx.trace_function(key, jnp.sqrt, plain, monotone=True),
+        lambda: tx.logdet(key, plain),
+        lambda: tx.logdet(key, K, None, quadrature, shift=noise),
+    ):
+        with pytest.raises(TypeError, match=r"k must .* unless .* has a bracket"):
+            call()
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 9])
+def test_few_observations(n):
+    p, x = jnp.asarray(PARAMETERS, float_dtype()), points(n)
+    estimate = tx.gaussian_log_likelihood(
+        jr.key(0), covariance(p, x), observed(x), shift=0.1
+    )
+    A, y = dense(p, x) + 0.1 * jnp.eye(n, dtype=x.dtype), observed(x)
+    total = y @ jnp.linalg.solve(A, y) + jnp.linalg.slogdet(A)[1]
+    low, high = estimate.confidence_interval()
+    assert low < -(total + n * math.log(2 * math.pi)) / 2 < high
+    assert estimate.stats["num_matvecs"] <= max(n - 1, 2)
+
+
+@pytest.mark.x64
+def test_a_loose_bound_costs_nothing():
+    # A bound is a help, where it is close, and no harm where it is jitter.
+    edges = 2 * np.eye(16) - np.eye(16, k=1) - np.eye(16, k=-1)
+    grid = np.kron(edges, np.eye(16)) + np.kron(np.eye(16), edges) + 0.1 * np.eye(256)
+    truth, operator = np.linalg.slogdet(grid)[1], as_operator(grid, psd=True)
+
+    def run_with(shift):
+        def run(key):
+            estimate = tx.logdet(key, operator, 48, shift=shift, throw=False)
+            return estimate.value, estimate.standard_error, estimate.stats
+
+        values, bars, stats = jax.jit(jax.vmap(run))(jr.split(jr.key(0), 8))
+        low, high = stats["bracket"]
+        return values, bars, stats["bottom"], high - low, stats["bracket_is_proven"]
+
+    without, _, _, length, proven = run_with(0.0)
+    assert not proven.any()
+    values, bars, bottoms, longer, proven = run_with(1e-9)
+    size = [np.sqrt(np.mean((x - truth) ** 2)) for x in (without, values)]
+    assert size[1] < 1.2 * size[0]
+    assert np.mean(np.abs(values - truth) < 2.8 * bars) > 0.8
+    assert np.all((bottoms > 1e-7) & (bottoms < 0.2))
+    # Ends stay those of the bound.
+    assert proven.all()
+    assert np.all(longer > length)
