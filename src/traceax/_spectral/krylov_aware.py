@@ -64,6 +64,10 @@ class KrylovAwareEstimator(SpectralEstimator):
     and the ends stay; `stats["bottom"]` is the number that the value takes. Without a
     bracket the value is that of f(T), and what more steps would change is extrapolated.
 
+    *Where the trace of A is known*, each `tr_i` is corrected by a multiple of what it gets
+    wrong of `tr A`: no product more, and most of the error of probes less. See the page on
+    spectral functions.
+
     | | |
     |---|---|
     | operator | symmetric or Hermitian, PyTrees, complex |
