@@ -96,8 +96,10 @@ def of_trace(
     excess = jtu.tree_map(lambda x: x - trace, total)
     tested = jtu.tree_map(lambda x: weighted_sums(x, theta), test_weights(left_out, S))
     d = left_out.dimensions
+    # Rounding must not take them out of the function's domain.
+    low, high = jnp.min(theta), jnp.max(theta)
     means, means_of_pairs = (
-        (x - e) / jnp.maximum(dimensions, 1)
+        jnp.clip((x - e) / jnp.maximum(dimensions, 1), low, high)
         for x, e, dimensions in (
             (tested.samples, excess.samples, d[:m]),
             (tested.pairs_first, excess.pairs_first, d[m:]),

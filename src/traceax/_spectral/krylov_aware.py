@@ -59,7 +59,7 @@ class KrylovAwareEstimator(SpectralEstimator):
     means of both ends, and the standard error half of their distance.
     Of operators tagged positive semidefinite the number is 0, or, where f is infinite
     there, a quarter of the smallest Ritz value: no theorem then, and
-    `stats["bracket_is_proven"]` is false. Where the known number is less than a hundredth
+    `stats["bracket_is_proven"]` is false. Where the known number is less than 1e-4
     of that Ritz value, as jitter is, value and standard error take the quarter as well,
     and the ends stay; `stats["bottom"]` is the number that the value takes. Without a
     bracket the value is that of f(T), and what more steps would change is extrapolated.
