@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Inexact, Key, PyTree
 from ._accuracy.error_bar import exact_bar
 from ._drive import Estimator
 from ._operators.block import has_real_trace
-from ._operators.columns import map_columns
+from ._operators.columns import entry_of, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column, solver_tolerance
 from ._primitive import Blocks, Identity, StandIn, make_outcome
 from ._state import functional_of, init_state, state_space
@@ -93,7 +93,7 @@ class TraceEstimator(Estimator):
         operator = state.operator
 
         def entry(column, j):
-            return column[j], solve_of_column(operator, column, j)
+            return entry_of(column, j), solve_of_column(operator, column, j)
 
         entries, solves = map_columns(operator, entry)
         sizes = space.rounding * functional.sum(jnp.abs(entries))

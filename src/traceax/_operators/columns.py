@@ -176,6 +176,11 @@ def map_columns(
     return jax.lax.map(of_column, indices, batch_size=few)
 
 
+def entry_of(column: Inexact[Array, " m"], j: Int[Array, ""]) -> Inexact[Array, ""]:
+    """`column[j]`, which JAX refuses to trace of a column without entries."""
+    return column[j] if len(column) else jnp.zeros((), column.dtype)
+
+
 def diagonal_by_products(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """The diagonal, from a product with each column of the identity."""
-    return map_columns(operator, lambda column, j: column[j])
+    return map_columns(operator, entry_of)
