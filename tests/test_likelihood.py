@@ -556,3 +556,27 @@ def test_real_observations_of_a_complex_kernel():
     found = tx.inv_quad_logdet(jr.key(0), operator, y, 12, shift=NOISE).inv_quad.value
     truth = np.vdot(y, np.linalg.solve(K + NOISE * np.eye(12), y)).real
     assert_close(found, truth, rtol=1e-9 if is_x64() else 1e-3)
+
+
+@pytest.mark.x64
+def test_what_rounding_carries_into_spaces_is_in_the_bar():
+    # White noise left inside of the kernel: columns make 100 equal eigenvalues, far from
+    # the others, that the space finds again and again.
+    rng = np.random.default_rng(3)
+    x = rng.random((400, 2))
+    squared = np.sum((x[:, None] - x[None]) ** 2, axis=-1)
+    K = jnp.asarray(np.exp(-squared / 0.1) + 0.1 * np.eye(400))
+    truth = np.linalg.slogdet(K + 1e-6 * np.eye(400))[1]
+    found = jax.jit(
+        jax.vmap(
+            lambda key: tx.logdet(
+                key,
+                lx.MatrixLinearOperator(K, PSD),
+                128,
+                shift=1e-6,
+                preconditioner=80,
+                throw=False,
+            )
+        )
+    )(jr.split(jr.key(0), 3))
+    assert jnp.all(jnp.abs(found.value - truth) < 4 * found.standard_error)

@@ -74,7 +74,8 @@ def trace_function(
     - `trace`: that of `operator`, a real scalar, which may be traced, where it is known but
         can't be read: of kernels, matrices, dense or sparse, and sums, multiples and shifts
         of these the diagonal is read. It takes most of the error of probes away, at no
-        product, and has no part in derivatives. A wrong one shows in no error bar.
+        product, and has no part in derivatives. A wrong one need not show in the error
+        bar.
     - `rtol`, `atol`: if one is given, products are taken until half of the interval at
         `level` is at most `atol + rtol |value|`, for every leaf of what `fn` returns,
         and at most k of them. If `k >= n`, the last n are for the exact answer, where

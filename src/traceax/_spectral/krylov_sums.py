@@ -212,6 +212,9 @@ def krylov_sums(
         krylov = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
         samples = controlled(samples)
     means, of_probes, freedoms = [], [], []
+    if controls is not None:
+        biases = map(control.bias_of, controls)
+        rounding = list(map(jnp.hypot, rounding, biases))
     for sample, magnitude, rounded in zip(samples, magnitudes, rounding, strict=True):
         bar = leave_one_out_bar(paired_samples(*sample, magnitude))
         means.append(bar.mean)
