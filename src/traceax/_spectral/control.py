@@ -24,6 +24,7 @@ from .._linalg.left_out_krylov import (
     test_weights,
 )
 from .._linalg.small import divisor, matmul, squares
+from .._linalg.tall import power_of_two_scale
 from .._linalg.whitening import Whitening
 from .function import SpectralFunction, derivative, weighted_sums
 
@@ -94,7 +95,10 @@ def of_trace(
     in the spaces without two probes; in those without one it is as much smaller or larger
     as f' is at the mean `(tr A - tr Y^* T Y) / d` of the spectrum there, which is known.
     """
-    m = len(weights.samples)
+    m, leaves = len(weights.samples), function(theta)
+    # Squares neither overflow nor underflow.
+    scale = power_of_two_scale(theta)
+    theta, trace = theta / scale, trace / scale
     total = jtu.tree_map(lambda x: weighted_sums(x, theta), weights)
     excess = jtu.tree_map(lambda x: x - trace, total)
     tested = jtu.tree_map(lambda x: weighted_sums(x, theta), test_weights(left_out, S))
@@ -108,8 +112,9 @@ def of_trace(
             (tested.pairs_first, excess.pairs_first, d[m:]),
         )
     )
-    leaves = function(theta)
-    slopes, slopes_of_pairs = (derivative(function, x) for x in (means, means_of_pairs))
+    slopes, slopes_of_pairs = (
+        derivative(function, x * scale) for x in (means, means_of_pairs)
+    )
     # Coordinates of tests in Ritz vectors.
     tests = [matmul(g, S.conj()) for g in (left_out.own[m:], left_out.following[m:])]
     spaces = left_out.spaces[m:].conj()
@@ -152,7 +157,7 @@ def of_trace(
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
         size = jnp.mean(jnp.abs(c)) * magnitude
         samples = weighted_sums(weights.samples, f)
-        spread = jnp.sqrt(jnp.mean(squares(samples - jnp.mean(samples))) / m)
+        spread = _deviation(samples) / m**0.5
         seen = 4 * eps * size < spread.astype(size.dtype)
         c = jnp.where(seen, -c, 0).astype(samples.dtype)
         control = _times(excess, c * ratio.astype(c.dtype), jnp.mean(c))
@@ -172,9 +177,15 @@ def bias_of(control: SampleWeights) -> Float[Array, ""]:
     eigenvalues, far from all others, that were found long before.
     """
     samples = control.samples
-    mean, m = jnp.mean(samples), len(samples)
-    error = jnp.sqrt(jnp.sum(squares(samples - mean)) / (m * (m - 1)))
+    mean, error = jnp.mean(samples), _deviation(samples) / (len(samples) - 1) ** 0.5
     return jnp.where(jnp.abs(mean) > _CHANCE * error, jnp.abs(mean), 0)
+
+
+def _deviation(x: Inexact[Array, " m"]) -> Float[Array, ""]:
+    """The root mean square distance from the mean."""
+    scale = power_of_two_scale(x)
+    unit = x / scale.astype(x.dtype)
+    return scale * jnp.sqrt(jnp.mean(squares(unit - jnp.mean(unit))))
 
 
 def _of_neighbours(first: Array, second: Array) -> Array:
