@@ -128,8 +128,8 @@ def _complement(Y: Inexact[Array, "p k"], n: int) -> Float[Array, ""]:
 
 
 def coupling_of(
-    left_out: LeftOut, vectors: Inexact[Array, "k k"], m: int
-) -> Inexact[Array, "k k"]:
+    left_out: LeftOut, vectors: Inexact[Array, "k p"], m: int
+) -> Inexact[Array, "p p"]:
     r"""`S^* C S` with `C = mean_i (Y_i Y_i^* + d_i g_i g_i^*)`, `E[K C K^*] = I`.
 
     With the unit vector `g_i`, uniform in the d_i-dimensional complement of the space
