@@ -210,23 +210,6 @@ def test_exact_answers_hold_a_few_columns(door):
     assert _memory(second, d) < 8 * chunk
 
 
-def test_exact_blocks_hold_a_few_columns():
-    # The first leaf is smaller than a pilot.
-    small, large, k = 2000, 40_000, 32_000
-
-    def value(d):
-        def product(v):
-            return {"a": d**2 * v["a"], "b": d[0] * v["b"]}
-
-        like = {"a": d, "b": jnp.zeros(large, d.dtype)}
-        operator = lx.FunctionLinearOperator(product, jax.eval_shape(lambda: like))
-        found = tx.leaf_traces(jr.key(0), operator, k, probes="blocks", throw=False)
-        return found[0].value["a"]
-
-    d = jnp.linspace(1, 2, small, dtype=jnp.float32)
-    assert _memory(value, d) < 6 * columns_at_once(small) * small * 4
-
-
 class Counted(tx.Sampler):
     """Normal probes, all at once. It counts how often they are drawn."""
 
