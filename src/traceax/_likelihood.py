@@ -341,9 +341,6 @@ class _Problem(NamedTuple):
         ):
             result = RESULTS.where(bad, reason, result)
         result = finite_or_failed(value, result)
-        # A factor, which makes derivatives NaN as well.
-        known = jnp.where(self.finite, 1, jnp.nan).astype(value.dtype)
-        value, error = value * known, jnp.where(self.finite, error, jnp.inf)
         stats["bracket"] = tuple(with_slopes(x, value) for x in stats["bracket"])
         return Estimate(value, error, result, stats, self.state, estimate._by)
 

@@ -93,8 +93,8 @@ def trace_function(
     error bar holds the error of probes and that of the Krylov space.
     For monotone functions `stats["bracket"]` is the pair of the ends between which the
     value would be but for the error of probes; `stats["bracket_is_proven"]` says whether
-    they are, or rest on a guess of the smallest eigenvalue. Both have the derivative of
-    the value. `stats["ritz_values"]` and
+    they are, or rest on a guess of the smallest eigenvalue. The ends have the derivative
+    of the value. `stats["ritz_values"]` and
     `stats["ritz_weights"]` evaluate more functions without another product:
     `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
 

@@ -30,8 +30,8 @@ from .base import (
 )
 from .krylov_sums import krylov_sums
 
-# Of an estimate whose budget is left out: probes, and steps of the spaces that leave one
-# out, which is most of the work where there are many.
+# Of an estimate whose budget is left out: probes, steps at most, and steps at most of the
+# spaces that leave a probe out, which are most of the work where there are many.
 _PROBES_TO_DEPTH, _STEPS_TO_DEPTH, _STEPS_LEFT_OUT = 5, 80, 16
 
 

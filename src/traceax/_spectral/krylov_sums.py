@@ -157,6 +157,7 @@ def krylov_sums(
     if trace is None:
         trace = known_trace(state.operator)
     P = None if P is None or P.basis.shape[1] == 0 else P
+    # A single probe has no neighbours to take slopes from.
     stats["known_trace"] = jnp.asarray(trace is not None and m > 1 and P is None)
     if P is not None and m > 1:
         inside = basis.T[:first].T
@@ -211,10 +212,9 @@ def krylov_sums(
     else:
         krylov = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
         samples = controlled(samples)
-    means, of_probes, freedoms = [], [], []
     if controls is not None:
-        biases = map(control.bias_of, controls)
-        rounding = list(map(jnp.hypot, rounding, biases))
+        rounding = list(map(jnp.hypot, rounding, map(control.bias_of, controls)))
+    means, of_probes, freedoms = [], [], []
     for sample, magnitude, rounded in zip(samples, magnitudes, rounding, strict=True):
         bar = leave_one_out_bar(paired_samples(*sample, magnitude))
         means.append(bar.mean)
