@@ -430,6 +430,11 @@ def test_norms_at_the_ends_of_the_range(key):
         large = tx.schatten_norm(key, as_operator(symmetric * 1e30), k, p=3.0)
         truth = 1e30 * np.sum(values**3) ** (1 / 3)
         assert abs(large.value - truth) < 8 * large.standard_error + 1e-4 * truth
+        # A bound on rounding that overflowed made zeros of all negative eigenvalues.
+        near = as_operator(symmetric * 5e36)
+        roots = tx.trace_function(key, lambda x: jnp.sqrt(jnp.abs(x)), near, k)
+        truth = np.sum(np.sqrt(values * 5e36))
+        assert abs(roots.value - truth) < 8 * roots.standard_error + 1e-3 * truth
 
 
 @pytest.mark.usefixtures("_standard_promotion")

@@ -49,8 +49,8 @@ def ritz_values(
     cancelled = 1 if size is None else jnp.maximum(size / divisor(largest), 1)
     asymmetry = asymmetry / cancelled
     eps = jnp.finfo(values.dtype).eps
-    rounding = 8 * math.sqrt(values.shape[0]) * largest
-    values = jnp.where((values < 0) & (values > -rounding * eps), 0, values)
+    rounding = 8 * math.sqrt(values.shape[0])
+    values = jnp.where((values < 0) & (values > -rounding * eps * largest), 0, values)
     # Numbers that left the range say nothing about the operator.
     finite = jnp.isfinite(values).all() & jnp.isfinite(asymmetry)
     finite = finite & jnp.isfinite(cancelled)
@@ -68,7 +68,7 @@ def ritz_values(
     noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
     noise = noise if error is None else jnp.maximum(noise, error)
     if lower is not None:
-        below = values < lower - rounding * noise
+        below = values < lower - rounding * noise * largest
         wrong = jnp.any(below) & (result == RESULTS.successful)
         result = RESULTS.where(wrong, RESULTS.below_lower, result)
         values = jnp.where(below, values, jnp.maximum(values, lower))
