@@ -38,8 +38,9 @@ def of_columns(
     basis: Inexact[Array, "n k"],
     S: Inexact[Array, "k p"],
     leaves: list[Inexact[Array, " p"]],
-) -> list[SampleWeights]:
-    r"""What is to be added to the samples of every leaf, by the range of columns.
+) -> tuple[list[SampleWeights], Inexact[Array, "p p"]]:
+    r"""What is to be added to the samples of every leaf, by the range of columns; and to
+    the coupling, so that derivatives are of what is estimated.
 
     A test g of a complement of d dimensions, which holds `r_i = r - tr(P_i Pi)` of Pi,
     estimates the total there, by `d g^* f g`, and `r_i` by `d g^* Pi g`, which is known.
@@ -59,8 +60,8 @@ def of_columns(
     excess = jtu.tree_map(lambda x: x - preconditioner.trace_inside, found)
     # `d - r_i` of the spaces without two probes.
     m = len(tested.samples)
-    outside = left_out.dimensions[m:] - (tested.pairs_first - excess.pairs_first)
-    outside = jnp.maximum(outside, 1)
+    d = left_out.dimensions[m:]
+    outside = jnp.maximum(d - (tested.pairs_first - excess.pairs_first), 1)
     unfound = test_weights(left_out, S)
 
     def of_leaf(f):
@@ -72,7 +73,16 @@ def of_columns(
             excess, _of_neighbours(first, second), jnp.mean(first + second) / 2
         )
 
-    return [of_leaf(f) for f in leaves]
+    def coupling(g, excess):
+        g = matmul(g[m:], S.conj())
+        weights = d / outside * excess / (2 * m)
+        return matmul(g.T, weights[:, None].astype(g.dtype) * g.conj())
+
+    # Every test is of a neighbour.
+    of_pairs = coupling(left_out.own, jnp.roll(excess.samples, -1)) + coupling(
+        left_out.following, excess.samples
+    )
+    return [of_leaf(f) for f in leaves], of_pairs
 
 
 def of_trace(

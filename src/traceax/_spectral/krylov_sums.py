@@ -161,7 +161,8 @@ def krylov_sums(
     stats["known_trace"] = jnp.asarray(trace is not None and m > 1 and P is None)
     if P is not None and m > 1:
         inside = basis.T[:first].T
-        controls = control.of_columns(P, left_out, inside, S[:first], leaves)
+        controls, of_pairs = control.of_columns(P, left_out, inside, S[:first], leaves)
+        C = C + of_pairs
     elif trace is not None and m > 1:
         controls, sizes_of_controls = control.of_trace(
             trace, left_out, weights, theta, S[:first], function
