@@ -186,3 +186,13 @@ def test_a_loose_bound_costs_nothing():
     # Ends stay those of the bound.
     assert proven.all()
     assert np.all(longer > length)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 12, 32])
+def test_small_operators_have_exact_answers(n):
+    a = np.exp(-(np.subtract.outer(np.arange(n), np.arange(n)) ** 2) / 8.0)
+    operator, truth = as_operator(a, psd=True), np.linalg.slogdet(a + 0.05 * np.eye(n))
+    for options in ({}, {"preconditioner": min(n, 3)}):
+        found = tx.logdet(jr.key(0), operator, shift=0.05, **options)
+        assert_close(found.value, truth[1], 1e-5, 1e-5)
+        assert found.standard_error < 1e-3

@@ -30,8 +30,8 @@ from ._operators.block import (
 )
 from ._operators.check import as_complex, checked_operator
 from ._operators.columns import map_columns
+from ._operators.entries import known_diagonal
 from ._operators.inverse import errors_of_solves, solve_of_column
-from ._operators.known_diagonal import known_diagonal
 from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
 from ._progress import NO_PROGRESS_METER, ProgressMeter

@@ -27,6 +27,10 @@ from ._primitive import Algorithm, Outcome, StandIn, estimate
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._state import Kept, check_state, kept_of, replace_parts, state_space
 
+# Without a budget operators of up to this size have exact answers: a few steps of probes
+# would take as many products.
+_FEW = 32
+
 
 class Estimator(eqx.Module):
     """Abstract base class of estimators of traces and of spectral functions."""
@@ -69,8 +73,10 @@ class Estimator(eqx.Module):
         """The most products, less than n without a tolerance; and when a loop may stop."""
         size = state_space(state).size
         depth = self.depth(state, meter) if k is None and stop is None else None
+        if depth is not None and size <= _FEW:
+            return size, None
         if depth is not None:
-            return max(1, min(size - 1, most_products(size))), depth
+            return min(size - 1, most_products(size)), depth
         return budget_of(k, stop, size, where), stop
 
     def check_budget(self, k: int, *, at_most: bool) -> None:

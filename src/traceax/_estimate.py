@@ -47,8 +47,9 @@ class RESULTS(eqx.Enumeration):
     )
     below_lower = (
         "The operator has an eigenvalue below the number that none is said to be below, by "
-        "more than rounding: `lower`, or the shift of an operator that is tagged positive "
-        "semidefinite. Give a number below the spectrum, or none; or remove the tag."
+        "more than rounding: `lower`, the shift of an operator that is tagged positive "
+        "semidefinite, or the noise of a likelihood, beside which the covariance must be "
+        "positive semidefinite. Give a number below the spectrum, or none; or remove the tag."
     )
     noise_not_positive = (
         "The noise is not positive, or rounds to 0: `shift` of a likelihood, or of a "

@@ -17,7 +17,7 @@ from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure, with_
 from ._linalg.whitening import Whitening
 from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
-from ._operators.columns import diagonal_of, has_known_entries
+from ._operators.entries import diagonal_of, has_known_entries
 from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import SpectralState, likelihood_bar

@@ -22,7 +22,7 @@ from ._operators.block import (
     space_of,
 )
 from ._operators.check import checked_operator
-from ._operators.columns import columns_of, diagonal_of, has_known_entries
+from ._operators.entries import columns_of, diagonal_of, has_known_entries
 
 # Probe j is drawn from `fold_in(key, j)`.
 _KEY_OF_PIVOTS = np.uint32(2**32 - 1)
@@ -35,9 +35,7 @@ NOT_FINITE = (
     "the operator's diagonal and columns must be finite, got NaN or infinity; check its "
     "parameters and the points of a kernel."
 )
-NOISE_NOT_POSITIVE = (
-    "shift must be positive with a preconditioner, got one that isn't; it is the noise."
-)
+NOISE_NOT_POSITIVE = "shift must be positive, got one that isn't; it is the noise."
 
 
 def choose_pivots(
@@ -274,7 +272,7 @@ def noise_of(
     require(real and given.shape in ((), (space.size,)), where, what, shift, hint)
     if throw and not traced:
         least = float(np.min(given))
-        what = "shift must be positive with a preconditioner"
+        what = "shift must be positive"
         require(least > 0, where, what, f"{least:.3g}", hint)
     shift = jnp.asarray(given)
     return jnp.broadcast_to(shift.astype(space.real_dtype), (space.size,))

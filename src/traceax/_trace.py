@@ -21,8 +21,8 @@ from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
 from ._functional import TRACE, Functional, Trace
 from ._operators.block import has_real_trace, is_semidefinite, space_of
-from ._operators.check import ComplexLinearOperator, as_complex, checked_operator
-from ._operators.known_diagonal import KnownDiagonal, known_diagonal
+from ._operators.check import as_complex, checked_operator
+from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._samplers import NormalSampler, RademacherSampler
 from ._state import TraceState
@@ -265,31 +265,27 @@ class _Split(NamedTuple):
     remainder: lx.AbstractLinearOperator | None
 
 
-class _Term(NamedTuple):
-    """A term of a sum: a multiple of an operator, perhaps of known diagonal."""
+class _Known(NamedTuple):
+    """A term of a sum, perhaps of known diagonal."""
 
-    factor: Any
-    operator: lx.AbstractLinearOperator
+    term: Term
     diagonal: KnownDiagonal | None
-
-    def times(self, x):
-        return x if self.factor is None else x * self.factor
 
 
 def _split(operator: lx.AbstractLinearOperator, k: int) -> _Split:
-    terms = _terms(operator, None, most_products=2)
-    used = sum(x.diagonal.num_matvecs for x in terms if x.diagonal is not None)
-    if used > k or (used == k and any(x.diagonal is None for x in terms)):
+    found = _known(Term(None, operator), most_products=2)
+    used = sum(x.diagonal.num_matvecs for x in found if x.diagonal is not None)
+    if used > k or (used == k and any(x.diagonal is None for x in found)):
         # Too few products to read every diagonal: take those that cost none.
-        terms, used = _terms(operator, None, most_products=0), 0
+        found, used = _known(Term(None, operator), most_products=0), 0
+    known = [x.term.times(x.diagonal.read()) for x in found if x.diagonal]
+    rest = [x.term for x in found if x.diagonal is None]
     with jax.numpy_dtype_promotion("standard"):
-        known = [x.times(x.diagonal.read()) for x in terms if x.diagonal]
-        rest = [x for x in terms if x.diagonal is None]
         exact = ft.reduce(op.add, known) if known else None
         if not rest:
             return _Split(exact, used, None, None)
         # A factor hides whether the operator is semidefinite.
-        factor, inner, _ = rest[0]
+        factor, inner = rest[0]
         multiple = len(rest) == 1 and factor is not None and is_semidefinite(inner)
         if multiple and (known or not is_semidefinite(operator)):
             return _Split(exact, used, jnp.asarray(factor), inner)
@@ -299,31 +295,17 @@ def _split(operator: lx.AbstractLinearOperator, k: int) -> _Split:
         return _Split(exact, used, None, as_complex(rest))
 
 
-def _terms(
-    operator: lx.AbstractLinearOperator,
-    factor: Any,
-    most_products: int,
-) -> list[_Term]:
-    diagonal = known_diagonal(operator)
+def _known(term: Term, most_products: int) -> list[_Known]:
+    """The terms of a sum, split only as far as it tells diagonals apart."""
+    diagonal = known_diagonal(term.operator)
     if diagonal is not None and diagonal.num_matvecs <= most_products:
-        return [_Term(factor, operator, diagonal)]
-    one = 1.0 if factor is None else factor
-    with jax.numpy_dtype_promotion("standard"):
-        match operator:
-            case lx.AddLinearOperator():
-                parts = operator.operator1, operator.operator2
-                return [y for x in parts for y in _terms(x, factor, most_products)]
-            case lx.MulLinearOperator():
-                return _terms(operator.operator, one * operator.scalar, most_products)
-            case lx.DivLinearOperator():
-                return _terms(operator.operator, one / operator.scalar, most_products)
-            case lx.NegLinearOperator():
-                return _terms(operator.operator, -one, most_products)
-            case ComplexLinearOperator():
-                return _terms(operator.operator, factor, most_products)
-            case lx.TaggedLinearOperator():
-                parts = _terms(operator.operator, factor, most_products)
-                # Tags say nothing of a part.
-                if any(x.diagonal is not None for x in parts):
-                    return parts
-    return [_Term(factor, operator, None)]
+        return [_Known(term, diagonal)]
+    inner = parts(term.operator)
+    if inner[0].operator is term.operator:
+        return [_Known(term, None)]
+    found = [y for x in inner for y in _known(term.after(x), most_products)]
+    # Tags say nothing of a part.
+    tagged = isinstance(term.operator, lx.TaggedLinearOperator)
+    if tagged and all(x.diagonal is None for x in found):
+        return [_Known(term, None)]
+    return found

@@ -15,7 +15,7 @@ from ._estimate import RESULTS, Estimate, raise_failure, with_slopes
 from ._linalg.tall import largest_entry
 from ._operators.block import is_known
 from ._operators.check import checked_operator
-from ._operators.known_diagonal import known_diagonal
+from ._operators.entries import known_diagonal
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import (
     SpectralEstimator,

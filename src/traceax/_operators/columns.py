@@ -1,4 +1,4 @@
-"""Columns and diagonals of operators, read where they are known."""
+"""All columns of operators, by products."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, Int, PyTree
+from jaxtyping import Array, Inexact, Int, PyTree
 
 from .block import (
     FEWEST,
@@ -18,123 +18,10 @@ from .block import (
     out_structure_of,
     space_of,
 )
-from .convert import SparseLinearOperator
-from .kernel import KernelLinearOperator
-from .shifted import ShiftedLinearOperator
 
 # Entries of a block of columns of the identity on accelerators, and of operators of which
 # many products are one pass, where more at once is faster: 256 MiB in 32-bit precision.
 _HELD = 2**26
-
-
-def columns_of(
-    operator: lx.AbstractLinearOperator, indices: Int[Array, " r"]
-) -> Inexact[Array, "n r"]:
-    """Columns of the matrix of an operator.
-
-    - `operator`: one that `has_known_entries`, of which no product is taken that costs more
-        than to read them.
-    """
-    space = space_of(operator)
-    dtype = space.compute_dtype
-
-    def at_indices():
-        rows = jnp.arange(space.size, dtype=indices.dtype)
-        return (rows[None, :] == indices[:, None]).T.astype(dtype)
-
-    match operator:
-        case KernelLinearOperator():
-            columns = operator.columns(indices)
-        case lx.MatrixLinearOperator() | lx.PyTreeLinearOperator():
-            columns = operator.as_matrix().T[indices].T
-        case SparseLinearOperator():
-            columns = operator.columns_at(indices)
-        case lx.TaggedLinearOperator():
-            columns = columns_of(operator.operator, indices)
-        case lx.AddLinearOperator():
-            first, second = operator.operator1, operator.operator2
-            columns = columns_of(first, indices) + columns_of(second, indices)
-        case lx.MulLinearOperator():
-            columns = columns_of(operator.operator, indices) * _as(
-                dtype, operator.scalar
-            )
-        case lx.DivLinearOperator():
-            columns = columns_of(operator.operator, indices) / _as(
-                dtype, operator.scalar
-            )
-        case lx.NegLinearOperator():
-            columns = -columns_of(operator.operator, indices)
-        case ShiftedLinearOperator():
-            columns = columns_of(operator.operator, indices)
-            columns = columns + _as(dtype, operator.shift) * at_indices()
-        case _:  # diagonal or tridiagonal
-            columns = apply_block(operator, at_indices())
-    return columns.astype(dtype)
-
-
-def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
-    """The diagonal of the matrix of an operator that `has_known_entries`."""
-    space = space_of(operator)
-    dtype = space.compute_dtype
-    match operator:
-        case lx.TaggedLinearOperator():
-            diagonal = diagonal_of(operator.operator)
-        case lx.AddLinearOperator():
-            diagonal = diagonal_of(operator.operator1) + diagonal_of(operator.operator2)
-        case lx.MulLinearOperator():
-            diagonal = diagonal_of(operator.operator) * _as(dtype, operator.scalar)
-        case lx.DivLinearOperator():
-            diagonal = diagonal_of(operator.operator) / _as(dtype, operator.scalar)
-        case lx.NegLinearOperator():
-            diagonal = -diagonal_of(operator.operator)
-        case ShiftedLinearOperator():
-            diagonal = diagonal_of(operator.operator) + _as(dtype, operator.shift)
-        case _:
-            diagonal = lx.diagonal(operator)
-    return diagonal.astype(dtype)
-
-
-def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether columns and the diagonal are read, and take no products."""
-    match operator:
-        case (
-            KernelLinearOperator()
-            | SparseLinearOperator()
-            | lx.MatrixLinearOperator()
-            | lx.PyTreeLinearOperator()
-            | lx.DiagonalLinearOperator()
-            | lx.IdentityLinearOperator()
-            | lx.TridiagonalLinearOperator()
-        ):
-            return True
-        case lx.AddLinearOperator():
-            parts = operator.operator1, operator.operator2
-            return all(map(has_known_entries, parts))
-        case (
-            lx.TaggedLinearOperator()
-            | lx.MulLinearOperator()
-            | lx.DivLinearOperator()
-            | lx.NegLinearOperator()
-            | ShiftedLinearOperator()
-        ):
-            return has_known_entries(operator.operator)
-    return False
-
-
-def known_trace(operator: lx.AbstractLinearOperator) -> Float[Array, ""] | None:
-    """The trace, where the diagonal is read; `None` for any other operator."""
-    if not has_known_entries(operator):
-        return None
-    return jax.lax.stop_gradient(jnp.sum(jnp.real(diagonal_of(operator))))
-
-
-def _as(dtype, scalar) -> Array:
-    return jnp.asarray(scalar).astype(dtype)
-
-
-#
-# All columns, by products
-#
 
 
 def unit_vectors(

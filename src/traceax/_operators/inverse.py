@@ -20,8 +20,8 @@ from .block import (
     register,
     space_of,
 )
-from .check import ComplexLinearOperator, checked_operator
-from .shifted import ShiftedLinearOperator
+from .check import checked_operator
+from .entries import parts
 
 _WHERE = "traceax.InverseLinearOperator"
 
@@ -149,40 +149,29 @@ def solve_of_column(
     def product(operator, x):
         return apply_block(operator, x[:, None])[:, 0]
 
-    match operator:
-        case InverseLinearOperator():
-            A = operator.operator
-            r = unit - product(A, column)
-            lengths = [
-                column_norms(x[:, None])[0] for x in (r, column, product(A, unit))
-            ]
-            residual, size, size_of_A = lengths
-            rounding = jnp.finfo(size.dtype).eps * size_of_A * size
-            form = jnp.abs(jnp.vdot(column, r)) if is_hermitian(A) else jnp.inf
-            return Solves(residual + rounding, size, form + rounding * size)
-        case lx.TaggedLinearOperator() | ComplexLinearOperator():
-            return solve_of_column(operator.operator, column, j)
-        case lx.NegLinearOperator():
-            return solve_of_column(operator.operator, -column, j)
-        case lx.MulLinearOperator() | lx.DivLinearOperator():
-            factor = jnp.asarray(operator.scalar).astype(column.dtype)
-            factor = (
-                1 / factor if isinstance(operator, lx.DivLinearOperator) else factor
-            )
-            inside = solve_of_column(operator.operator, column / factor, j)
-            return inside and inside._replace(
-                sizes=jnp.abs(factor) * inside.sizes,
-                forms=jnp.abs(factor) * inside.forms,
-            )
-        case ShiftedLinearOperator():
-            shift = operator.shift.astype(column.dtype)
-            return solve_of_column(operator.operator, column - shift * unit, j)
-        case lx.AddLinearOperator():
-            parts = operator.operator1, operator.operator2
-            solved = [x for x in parts if has_iterations(x)]
-            if len(solved) == 1:
-                other = parts[0] if solved[0] is parts[1] else parts[1]
-                return solve_of_column(solved[0], column - product(other, unit), j)
+    if isinstance(operator, InverseLinearOperator):
+        A = operator.operator
+        r = unit - product(A, column)
+        residual, size, size_of_A = (
+            column_norms(x[:, None])[0] for x in (r, column, product(A, unit))
+        )
+        rounding = jnp.finfo(size.dtype).eps * size_of_A * size
+        form = jnp.abs(jnp.vdot(column, r)) if is_hermitian(A) else jnp.inf
+        return Solves(residual + rounding, size, form + rounding * size)
+    found = parts(operator)
+    solved = [x for x in found if has_iterations(x.operator)]
+    if len(solved) == 1 and solved[0].operator is not operator:
+        (term,) = solved
+        for x in found:
+            if x is not term:
+                column = column - x.times(product(x.operator, unit)).astype(unit.dtype)
+        factor = 1.0 if term.factor is None else term.factor
+        factor = jnp.asarray(factor).astype(unit.dtype)
+        inside = solve_of_column(term.operator, column / factor, j)
+        size = jnp.abs(factor)
+        return inside and inside._replace(
+            sizes=size * inside.sizes, forms=size * inside.forms
+        )
     unknown = jnp.full((), jnp.inf, jnp.finfo(column.dtype).dtype)
     return Solves(unknown, unknown, unknown)
 

@@ -80,7 +80,8 @@ class KrylovAwareEstimator(SpectralEstimator):
     *Without k*, where there is a bracket, m is 5, and s grows until half of the bracket is
     at most a tenth of the standard error of probes; of a likelihood at most 0.1, if that
     is more, with the bracket of the quadratic term. At most 80 steps, 1,000 products and
-    n - 1 are taken, and `stats["num_matvecs"]` says how many.
+    n - 1 are taken, and `stats["num_matvecs"]` says how many. Up to n = 32 all n are, for
+    the exact answer.
 
     *To a tolerance* m is fixed, and s grows until the tolerance is met. The estimate,
     and its derivatives, are those of a fixed budget of m s products.

@@ -20,7 +20,7 @@ from .._linalg.left_out_krylov import (
 )
 from .._linalg.small import squares
 from .._linalg.tall import column_norms, inner
-from .._operators.columns import known_trace
+from .._operators.entries import known_trace
 from . import control
 from .base import (
     Forms,
