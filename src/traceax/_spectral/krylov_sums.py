@@ -10,8 +10,15 @@ from jaxtyping import Array, Float, Inexact, Int
 
 from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._accuracy.tolerance import Depth
-from .._linalg.krylov import RitzPairs, block_lanczos, ritz_pairs, smallest_extension
+from .._linalg.krylov import (
+    Projected,
+    RitzPairs,
+    block_lanczos,
+    ritz_pairs,
+    smallest_extension,
+)
 from .._linalg.left_out_krylov import (
+    LeftOut,
     SampleWeights,
     coupling_of,
     leave_probes_out,
@@ -33,7 +40,7 @@ from .base import (
 )
 from .blocks import SpectralBlocks, Terms
 from .bracket import bottom_of, lower_end, middles_of, of_both, quadrature_errors
-from .function import rounding_errors, weighted_sums
+from .function import SpectralFunction, rounding_errors, weighted_sums
 from .ritz import ritz_values
 
 
@@ -112,6 +119,24 @@ class KrylovSums(NamedTuple):
         return SpectralBlocks(pairs, self.coupling, count, sizes, solutions)
 
 
+class _Space(NamedTuple):
+    """A Krylov space in coordinates of its basis, and what it leaves of probes.
+
+    - `projected`: the operator and the starting vectors, k coordinates each.
+    - `theta`, `S`: Ritz values, cleaned of rounding, and vectors.
+    - `left_out`: the spaces without probes, in the first `S_first` rows of S.
+    - `steps`, `orders`: steps taken, and sizes that there are eigendecompositions for.
+    """
+
+    projected: Projected
+    theta: Float[Array, " k"]
+    S: Inexact[Array, "k k"]
+    left_out: LeftOut
+    S_first: Inexact[Array, "f k"]
+    steps: int | Int[Array, ""]
+    orders: tuple[int, ...]
+
+
 def krylov_sums(
     state: SpectralState,
     factor: Inexact[Array, "k km"],
@@ -130,98 +155,146 @@ def krylov_sums(
     - `most_left_out`: how many steps spaces without a probe take at most. Any space that
         doesn't depend on a probe can be tested on it.
     """
+    # The space, with and without each probe.
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
     n, width = state.space.size, omega.shape[1]
     kept = 0 if state.right is None else state.right.shape[1]
-    m = width - kept
-    orders = tuple(width * size for size in sizes)
+    m, orders = width - kept, tuple(width * size for size in sizes)
     theta, S = ritz_pairs(T, width * steps, sizes=orders)
     theta, noise, result = ritz_values(
         theta, asymmetry, state.operator, state.lower, state.size
     )
-    function = state.function.in_range(theta)
     shallow, first = steps, len(T)
     if most_left_out is not None:
         shallow = jnp.minimum(steps, most_left_out)
         first = min(width * most_left_out, first)
     left_out = leave_probes_out(T[:first, :first], omega[:first], n, shallow, kept)
-    C = coupling_of(left_out, S[:first], m)
-    diagonal = jnp.real(jnp.diagonal(C))
+    space = _Space(projected, theta, S, left_out, S[:first], steps, orders)
+
+    # Samples, what controls them, and the errors of rounding.
+    function = state.function.in_range(theta)
+    leaves = function(theta)
+    weights = sample_weights(left_out, space.S_first)
+    samples = _samples(weights, leaves)
+    coupling = coupling_of(left_out, space.S_first, m)
+    diagonal = jnp.real(jnp.diagonal(coupling))
     rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
-    stats = {"result": outside_if(decided, result), **function.unit}
-    weights, leaves = sample_weights(left_out, S[:first]), function(theta)
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
-    samples, forms = _samples(weights, leaves), None
-    controls, P, trace = None, state.preconditioner, state.trace
+    P, trace = state.preconditioner, state.trace
+    if P is not None and P.basis.shape[1] == 0:
+        P = None
     if trace is None:
         trace = known_trace(state.operator)
-    P = None if P is None or P.basis.shape[1] == 0 else P
-    # A single probe has no neighbours to take slopes from.
-    stats["known_trace"] = jnp.asarray(trace is not None and m > 1 and P is None)
-    if P is not None and m > 1:
+    if m == 1:
+        P = trace = None  # no neighbours to take slopes from
+    controls = None
+    if P is not None:
         inside = basis.T[:first].T
-        controls, of_pairs = control.of_columns(P, left_out, inside, S[:first], leaves)
-        C = C + of_pairs
-    elif trace is not None and m > 1:
-        controls, sizes_of_controls = control.of_trace(
-            trace, left_out, weights, theta, S[:first], function
+        controls, of_tests = control.of_columns(
+            P, left_out, inside, space.S_first, leaves
         )
-        magnitudes = list(map(op.add, magnitudes, sizes_of_controls))
-
-    def controlled(samples):
-        return samples if controls is None else jtu.tree_map(op.add, samples, controls)
-
-    if has_bracket(state):
-        lower, proven = lower_end(function, theta, state)
-        bottom = bottom_of(theta, lower)
-        right = jnp.zeros_like(omega, shape=(len(omega), 0))
-        if state.right is not None:
-            lengths = column_norms(state.right)[None, :] / math.sqrt(n)
-            right = omega[:, :kept] * lengths.astype(omega.dtype)
-
-        def of_extension(lower):
-            E = smallest_extension(T, R, (theta, S), lower, steps)
-            nodes, vectors = ritz_pairs(E, width * steps, width, orders)
-            nodes, vectors = jnp.maximum(nodes, lower), vectors[: len(T)]
-            weights = sample_weights(left_out, vectors[:first])
-            form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
-            return _samples(weights, function(nodes)), form
-
-        # The second only where it differs.
-        of_bound, others = of_both(of_extension, lower, bottom)
-        if state.right is not None:
-            highs = of_bound[1], others[1]
-            forms = forms_between(
-                inner(S, right), theta, highs, form_rounding(state, theta)
-            )
-        of_bound, others = of_bound[0], others[0]
-        # All ends by the same, which is no part of the bracket.
-        samples, of_bound, others = map(controlled, (samples, of_bound, others))
-        positive = jnp.min(theta) >= 0
-        _, ends = middles_of(samples, of_bound, positive)
-        samples, sides = middles_of(samples, others, positive)
-        # Before convergence the truth may be close to either end.
-        krylov = [
-            jnp.where(positive, jnp.abs(high - low) / 2, jnp.inf) for low, high in sides
-        ]
-        stats["bottom"] = bottom
-        stats["bracket"] = tuple(
-            function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
+        coupling = coupling + of_tests
+    elif trace is not None:
+        controls, cancelled = control.of_trace(
+            trace, left_out, weights, theta, space.S_first, function
         )
-        stats["bracket_is_proven"] = proven & positive
-    else:
-        krylov = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
-        samples = controlled(samples)
+        magnitudes = list(map(op.add, magnitudes, cancelled))
     if controls is not None:
         rounding = list(map(jnp.hypot, rounding, map(control.bias_of, controls)))
-    means, of_probes, freedoms = [], [], []
-    for sample, magnitude, rounded in zip(samples, magnitudes, rounding, strict=True):
-        bar = leave_one_out_bar(paired_samples(*sample, magnitude))
-        means.append(bar.mean)
-        of_probes.append(jnp.hypot(bar.standard_error, rounded))
-        freedoms.append(bar.degrees_of_freedom)
-    return KrylovSums(means, krylov, of_probes, freedoms, theta, S, C, stats, forms)
+
+    # What the space leaves of every sample.
+    forms, ends = None, {}
+    if has_bracket(state):
+        samples, unfound, forms, ends = _middles(
+            state, space, function, samples, controls, R
+        )
+    else:
+        unfound = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
+        samples = _sum(samples, controls)
+
+    bars = [
+        leave_one_out_bar(paired_samples(*sample, magnitude))
+        for sample, magnitude in zip(samples, magnitudes, strict=True)
+    ]
+    stats = {
+        "result": outside_if(decided, result),
+        "known_trace": jnp.asarray(P is None and trace is not None),
+        **function.unit,
+        **ends,
+    }
+    return KrylovSums(
+        [x.mean for x in bars],
+        unfound,
+        [jnp.hypot(x.standard_error, y) for x, y in zip(bars, rounding, strict=True)],
+        [x.degrees_of_freedom for x in bars],
+        theta,
+        S,
+        coupling,
+        stats,
+        forms,
+    )
+
+
+def _middles(
+    state: SpectralState,
+    space: _Space,
+    function: SpectralFunction,
+    samples: list[SampleWeights],
+    controls: list[SampleWeights] | None,
+    R: Inexact[Array, "m m"],
+) -> tuple[list[SampleWeights], list[Float[Array, ""]], Forms | None, dict[str, Any]]:
+    """The middles of the samples' brackets, half of each, the quadratic forms, and what
+    `stats` say of the ends."""
+    T, omega, _ = space.projected
+    theta, S, steps, width = space.theta, space.S, space.steps, omega.shape[1]
+    lower, proven = lower_end(function, theta, state)
+    bottom = bottom_of(theta, lower)
+    right = jnp.zeros_like(omega, shape=(len(omega), 0))
+    if state.right is not None:
+        lengths = column_norms(state.right)[None, :] / math.sqrt(state.space.size)
+        kept = state.right.shape[1]
+        right = omega[:, :kept] * lengths.astype(omega.dtype)
+
+    def of_extension(lower):
+        E = smallest_extension(T, R, (theta, S), lower, steps)
+        nodes, vectors = ritz_pairs(E, width * steps, width, space.orders)
+        nodes, vectors = jnp.maximum(nodes, lower), vectors[: len(T)]
+        weights = sample_weights(space.left_out, vectors[: len(space.S_first)])
+        form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
+        return _samples(weights, function(nodes)), form
+
+    # The second only where it differs.
+    (of_bound, *highs), (of_bottom, *others) = of_both(of_extension, lower, bottom)
+    forms = None
+    if state.right is not None:
+        rounding = form_rounding(state, theta)
+        forms = forms_between(inner(S, right), theta, (*highs, *others), rounding)
+    # All ends by the same, which is no part of the bracket.
+    samples, of_bound, of_bottom = (
+        _sum(x, controls) for x in (samples, of_bound, of_bottom)
+    )
+    positive = jnp.min(theta) >= 0
+    _, ends = middles_of(samples, of_bound, positive)
+    samples, sides = middles_of(samples, of_bottom, positive)
+    # Before convergence the truth may be close to either end.
+    unfound = [
+        jnp.where(positive, jnp.abs(high - low) / 2, jnp.inf) for low, high in sides
+    ]
+    stats = {
+        "bottom": bottom,
+        "bracket": tuple(
+            function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
+        ),
+        "bracket_is_proven": proven & positive,
+    }
+    return samples, unfound, forms, stats
+
+
+def _sum(
+    samples: list[SampleWeights], controls: list[SampleWeights] | None
+) -> list[SampleWeights]:
+    return samples if controls is None else jtu.tree_map(op.add, samples, controls)
 
 
 def _samples(
