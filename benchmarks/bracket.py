@@ -2,7 +2,8 @@
 
 A line for every kernel and budget: root mean square error, root mean square standard error, their ratio, how
 many of the 95 % intervals hold the truth, and the middle of the bracket between its ends. `--inside` has the noise in the
-operator, so that no number below the spectrum is known; `--single` is in 32 bits.
+operator, so that no number below the spectrum is known; `--single` is in 32 bits, and `-k 0` leaves
+k out.
 """
 
 import argparse
@@ -58,10 +59,10 @@ def runner(k, entry, inside):
             if inside:
                 matrix = K + noise * jnp.eye(len(K), dtype=K.dtype)
                 operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-                e = entry(key, operator, k, throw=False)
+                e = entry(key, operator, k or None, throw=False)
             else:
                 operator = lx.MatrixLinearOperator(K, lx.positive_semidefinite_tag)
-                e = entry(key, operator, k, shift=noise, throw=False)
+                e = entry(key, operator, k or None, shift=noise, throw=False)
             failed = e.result != tx.RESULTS.successful
             ends = e.stats.get("bracket", (e.value, e.value))
             return e.value, e.standard_error, e.confidence_interval(), ends, failed

@@ -194,10 +194,52 @@ def log_determinants():
     return figure
 
 
+def known_traces():
+    """Errors of sums over eigenvalues, of a matrix shown and of one behind a function."""
+    budgets, keys, n = [30, 60, 120], 24, len(distances)
+    kernel = jnp.exp(-distances / (2 * 0.2**2)) + 0.1 * jnp.eye(n)
+    spectrum = 1 + 40 / jnp.arange(1, n + 1)
+    panels = (
+        (r"$\log\det(K + 0.1 I)$", kernel, jnp.log),
+        (r"Roots of $1 + 40 / i$", of_spectrum(spectrum).matrix, jnp.sqrt),
+    )
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for ax, (title, matrix, fn) in zip(axes, panels, strict=True):
+        shown = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        truth = jnp.sum(fn(jnp.linalg.eigvalsh(matrix)))
+
+        def shown_one(key, operator, _, k, fn=fn):
+            bound = {"lower": 0.1, "monotone": True}
+            return tx.trace_function(key, fn, operator, k, throw=False, **bound).value
+
+        def hidden_one(key, operator, estimator, k, total=shown_one):
+            hidden = lx.FunctionLinearOperator(
+                operator.mv, operator.in_structure(), operator.tags
+            )
+            return total(key, hidden, estimator, k)
+
+        for name, total, style in (
+            ("trace hidden", hidden_one, "C0s-"),
+            ("trace known", shown_one, "C2o-"),
+        ):
+            found = [each(total, keys, shown, None, k) for k in budgets]
+            errors = [relative_error(x, truth) for x in found]
+            ax.loglog(budgets, errors, style, label=name)
+        ax.set_title(title, fontsize="medium")
+        ax.set_xlabel("products")
+        ax.set_xticks(budgets, [str(k) for k in budgets])
+        ax.minorticks_off()
+    axes[0].set_ylabel("relative error")
+    axes[0].legend(frameon=False, fontsize="small")
+    return figure
+
+
 FIGURES = {
     "errors": errors_by_products,
     "intervals": intervals,
     "log-determinants": log_determinants,
+    "known-traces": known_traces,
 }
 
 

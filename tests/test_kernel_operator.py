@@ -18,7 +18,7 @@ from kernels import Matern, RationalQuadratic
 
 import traceax as tx
 from traceax._operators.block import apply_block, has_one_pass
-from traceax._operators.columns import columns_of, diagonal_of, has_known_entries
+from traceax._operators.entries import columns_of, diagonal_of, has_known_entries
 
 HERE = pathlib.Path(__file__).parent
 N = 23
