@@ -63,6 +63,14 @@ def relative_error(found, truth):
     return float(jnp.sqrt(jnp.mean((found - truth) ** 2)) / abs(truth))
 
 
+def label_panel(ax, title, budgets):
+    """Of errors by the number of products."""
+    ax.set_title(title, fontsize="medium")
+    ax.set_xlabel("products")
+    ax.set_xticks(budgets, [str(k) for k in budgets])
+    ax.minorticks_off()
+
+
 def of_spectrum(eigenvalues):
     """A matrix of given eigenvalues, and random eigenvectors."""
     n = len(eigenvalues)
@@ -115,10 +123,7 @@ def errors_by_products():
                 for k in budgets
             ]
             ax.loglog(budgets, errors, label=name)
-        ax.set_title(title, fontsize="medium")
-        ax.set_xlabel("products")
-        ax.set_xticks(budgets, [str(k) for k in budgets])
-        ax.minorticks_off()
+        label_panel(ax, title, budgets)
     axes[0].set_ylabel("relative error")
     axes[0].set_ylim(1e-3, 1e-1)
     axes[2].legend(frameon=False, fontsize="small", loc="lower left")
@@ -185,10 +190,7 @@ def log_determinants():
             ax.loglog(budgets, errors, style, label=name)
     titles = (r"Value of $\log\det(K + 0.1 I)$", "Derivative by the length scale")
     for ax, title in zip(axes, titles, strict=True):
-        ax.set_title(title, fontsize="medium")
-        ax.set_xlabel("products")
-        ax.set_xticks(budgets, [str(k) for k in budgets])
-        ax.minorticks_off()
+        label_panel(ax, title, budgets)
     axes[0].set_ylabel("relative error")
     axes[0].legend(frameon=False, fontsize="small")
     return figure
@@ -226,10 +228,7 @@ def known_traces():
             found = [each(total, keys, shown, None, k) for k in budgets]
             errors = [relative_error(x, truth) for x in found]
             ax.loglog(budgets, errors, style, label=name)
-        ax.set_title(title, fontsize="medium")
-        ax.set_xlabel("products")
-        ax.set_xticks(budgets, [str(k) for k in budgets])
-        ax.minorticks_off()
+        label_panel(ax, title, budgets)
     axes[0].set_ylabel("relative error")
     axes[0].legend(frameon=False, fontsize="small")
     return figure

@@ -73,11 +73,11 @@ class Estimator(eqx.Module):
         """The most products, less than n without a tolerance; and when a loop may stop."""
         size = state_space(state).size
         depth = self.depth(state, meter) if k is None and stop is None else None
-        if depth is not None and size <= _FEW:
+        if depth is None:
+            return budget_of(k, stop, size, where), stop
+        if size <= _FEW:
             return size, None
-        if depth is not None:
-            return min(size - 1, most_products(size)), depth
-        return budget_of(k, stop, size, where), stop
+        return min(size - 1, most_products(size)), depth
 
     def check_budget(self, k: int, *, at_most: bool) -> None:
         """Refuses budgets that can't be spent; `at_most`: caps of a tolerance. Optional."""

@@ -109,8 +109,8 @@ def _(operator, indices):
     return apply_block(operator, units.astype(space.compute_dtype))
 
 
-def _reads(question: Callable, operator: lx.AbstractLinearOperator) -> bool:
-    return question.dispatch(type(operator)) is not question.dispatch(object)  # pyright: ignore[reportFunctionMemberAccess]
+def _reads(question: Any, operator: lx.AbstractLinearOperator) -> bool:
+    return question.dispatch(type(operator)) is not question.dispatch(object)
 
 
 def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
