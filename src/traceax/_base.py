@@ -9,11 +9,11 @@ from jaxtyping import Array, Float, Inexact, Key, PyTree
 
 from ._accuracy.error_bar import exact_bar
 from ._drive import Estimator
-from ._operators.block import has_real_trace
+from ._operators.block import has_real_trace, space_of
 from ._operators.columns import entry_of, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column, solver_tolerance
 from ._primitive import Blocks, Identity, StandIn, make_outcome
-from ._state import functional_of, init_state, state_space
+from ._state import functional_of, init_state
 
 
 class TraceEstimator(Estimator):
@@ -83,13 +83,13 @@ class TraceEstimator(Estimator):
             standard error makes the interval a Student t interval; a
             [`traceax.RESULTS`][] item under `"result"` reports a failure. Arrays under
             `"kept"` are handed to a later estimate that goes on from this one, as
-            `state.kept.parts`, and `k` is then the sum of both budgets;
+            `state.grown.buffers`, and `k` is then the sum of both budgets;
         - blocks of shape `(n, p)`, in the order of the operator's flattened structure,
             with `E[V Z^*] = I`.
         """
 
     def _exact(self, state):
-        space, functional = state_space(state), functional_of(state)
+        space, functional = space_of(state.operator), functional_of(state)
         operator = state.operator
 
         def entry(column, j):
@@ -111,5 +111,6 @@ class TraceEstimator(Estimator):
             # Exact answers measure what solvers leave.
             error = jnp.hypot(error, tolerance * jnp.abs(value))
         stand_in = blocks if isinstance(blocks, StandIn) else Blocks([blocks])
-        dtype, real = state_space(state).compute_dtype, has_real_trace(state.operator)
+        dtype = space_of(state.operator).compute_dtype
+        real = has_real_trace(state.operator)
         return make_outcome(value, error, stats, dtype, real=real), stand_in

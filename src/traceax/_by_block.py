@@ -68,18 +68,17 @@ class ByBlock(Algorithm):
     """Hutchinson's estimates of the blocks and of their sum, k products in all."""
 
     sampler: Sampler
-    k: int = eqx.field(static=True)
 
-    def run(self, state):
+    def run(self, state, k, stop):
         primal, space = state.operator, state.space
         sizes = [math.prod(x.shape) for x in jtu.tree_leaves(space.structure)]
         # Leaves of size 0 have trace 0.
         places = [i for i, n in enumerate(sizes) if n > 0]
         number, sizes = len(sizes), [sizes[i] for i in places]
         # Blocks that are smaller than a pilot are exact.
-        pilot = max(2, self.k // (8 * len(sizes)))
+        pilot = max(2, k // (8 * len(sizes)))
         pilots = [min(n, pilot) for n in sizes]
-        left = self.k - sum(pilots)
+        left = k - sum(pilots)
         keys = jax.random.split(state.key, number)
         blocks = [
             _Block(keys[i], self.sampler, space.compute_dtype, i, n, pilot, left)

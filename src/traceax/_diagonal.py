@@ -36,7 +36,7 @@ from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._samplers import RademacherSampler
-from ._state import TraceState
+from ._state import TraceState, init_state
 from ._trace import estimate_whole, trace
 
 
@@ -96,20 +96,18 @@ def diagonal(
     doi:10.1016/j.apnum.2007.01.003.
     """
     where = "traceax.diagonal"
-    operator = checked_operator(operator, where)
-    space = space_of(operator)
+    state = init_state(key, operator, where)
     if norm not in ("root mean square", "largest"):
         raise ValueError(
             f"{where}: norm must be 'root mean square' or 'largest', got {norm!r}; it is "
             "of the entries that a tolerance is for."
         )
-    dtype = space.compute_dtype
+    dtype, structure = state.space.compute_dtype, state.space.structure
     stop = make_stop(rtol, atol, level, progress_meter, dtype, where, norm)
-    functional = Diagonal(has_real_trace(operator))
-    estimate = estimate_whole(
-        where, key, operator, k, estimator, stop, functional, throw=throw
-    )
-    return _with_parts(estimate, lambda x: unflatten(x, space.structure))
+    functional = Diagonal(has_real_trace(state.operator))
+    state = TraceState(state.key, state.operator, functional=functional)
+    estimate = estimate_whole(where, state, k, estimator, stop, throw=throw)
+    return _with_parts(estimate, lambda x: unflatten(x, structure))
 
 
 def leaf_traces(
@@ -158,8 +156,8 @@ def leaf_traces(
     three products a block, and an estimator with blocks.
     """
     where = "traceax.leaf_traces"
-    operator = checked_operator(operator, where)
-    space = space_of(operator)
+    state = init_state(key, operator, where)
+    operator, space = state.operator, state.space
     leaves, treedef = jtu.tree_flatten(space.structure)
     if probes not in ("whole", "blocks"):
         raise ValueError(
@@ -169,9 +167,8 @@ def leaf_traces(
     if probes == "whole" or known or check_budget(k, where) >= space.size:
         sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
         functional = LeafSums(has_real_trace(operator), sizes)
-        estimate = estimate_whole(
-            where, key, operator, k, estimator, None, functional, throw=throw
-        )
+        state = TraceState(state.key, operator, functional=functional)
+        estimate = estimate_whole(where, state, k, estimator, throw=throw)
     else:
         k = check_budget(k, where)
         if estimator is not None:
@@ -185,10 +182,9 @@ def leaf_traces(
                 f"{where}: k must be at least {3 * number}, three products for each of "
                 f"{number} blocks, got {k}."
             )
-        key = check_key(key, where)
-        state = TraceState(key, as_data(operator))
-        outcome = run(ByBlock(RademacherSampler(), k), state)
-        estimate = Estimate(*outcome[:4], TraceState(key, operator))
+        part = TraceState(state.key, as_data(operator))
+        outcome = run(ByBlock(RademacherSampler()), part, k)
+        estimate = Estimate(*outcome[:4], state)
         estimate = raise_failure(estimate) if throw else estimate
     by_leaf = _with_parts(estimate, lambda x: treedef.unflatten(list(x[:-1])))
     return by_leaf, _with_parts(estimate, lambda x: x[-1])

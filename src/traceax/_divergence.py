@@ -15,8 +15,8 @@ from ._coloured_sampler import ColouredSampler
 from ._colours import Colours
 from ._estimate import Estimate
 from ._estimators.hutchinson import HutchinsonEstimator
-from ._operators.block import forward_mode, space_of, structure_of
-from ._operators.check import checked_operator
+from ._operators.block import forward_mode, structure_of
+from ._state import init_state
 from ._trace import CHOICES, estimate_whole, set_choice
 
 
@@ -163,14 +163,14 @@ def laplacian(
 
 
 def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
-    operator = checked_operator(operator, where)
+    state = init_state(key, operator, where)
     k = check_budget(k, where)
     # Batched over points the others take longer than signs for the same error.
     default = HutchinsonEstimator() if estimator is None else estimator
-    estimate = estimate_whole(where, key, operator, k, default, throw=throw)
+    estimate = estimate_whole(where, state, k, default, throw=throw)
     if estimator is not None:
         return estimate
-    exact = k >= space_of(operator).size
+    exact = k >= state.space.size
     return set_choice(estimate, CHOICES.budget if exact else CHOICES.signs)
 
 

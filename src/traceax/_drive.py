@@ -1,6 +1,7 @@
 """The one way from a checked state to an estimate, for all estimators."""
 
 import abc
+import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -21,18 +22,18 @@ from ._accuracy.tolerance import (
 )
 from ._arguments import budget_of, most_products
 from ._estimate import RESULTS, Estimate, raise_failure
-from ._operators.block import as_data, columns_at_once
+from ._operators.block import as_data, columns_at_once, space_of
 from ._operators.columns import unit_columns
 from ._primitive import Algorithm, Outcome, StandIn, estimate
 from ._progress import NO_PROGRESS_METER, ProgressMeter
-from ._state import Kept, check_state, kept_of, replace_parts, state_space
+from ._state import Grown, check_state, grown_of, with_grown
 
 # Without a budget operators of up to this size have exact answers: a few steps of probes
 # would take as many products.
 _FEW = 32
 
 
-class Estimator(eqx.Module):
+class Estimator(Algorithm):
     """Abstract base class of estimators of traces and of spectral functions."""
 
     # Whether JAX may differentiate exact answers itself.
@@ -61,23 +62,6 @@ class Estimator(eqx.Module):
     def depth(self, state: Any, meter: ProgressMeter) -> Depth | None:
         """When a loop may stop whose budget is left out; `None` if it must be given. Optional."""
         return None
-
-    def limits(
-        self,
-        state: Any,
-        k: int | None,
-        stop: Stop | None,
-        meter: ProgressMeter,
-        where: str,
-    ) -> tuple[int, Stop | Depth | None]:
-        """The most products, less than n without a tolerance; and when a loop may stop."""
-        size = state_space(state).size
-        depth = self.depth(state, meter) if k is None and stop is None else None
-        if depth is None:
-            return budget_of(k, stop, size, where), stop
-        if size <= _FEW:
-            return size, None
-        return min(size - 1, most_products(size)), depth
 
     def check_budget(self, k: int, *, at_most: bool) -> None:
         """Refuses budgets that can't be spent; `at_most`: caps of a tolerance. Optional."""
@@ -110,6 +94,32 @@ class Estimator(eqx.Module):
     def _finish(self, state: Any, computed: Any) -> tuple[Outcome, StandIn]:
         """The outcome and its stand-in, from what `compute` returned."""
 
+    def plain(self, state, k):
+        # Exact answers of few products: of the loss of a physics-informed network in ten
+        # dimensions the rule, which takes them again, made the training step 1.2 times
+        # as long.
+        size = space_of(state.operator).size
+        if not self._plain_exact or k < size:
+            return False
+        return size <= min(columns_at_once(size), unit_columns(state.operator))
+
+    def run(self, state, k, stop):
+        size = space_of(state.operator).size
+        if k >= size:
+            return self._finish(state, self._exact(state))
+        if stop is None:
+            return self._finish(state, self.compute(state, k))
+        outcome, stand_in = self._finish(state, self.compute_until(state, k, stop))
+        if isinstance(stop, Depth):
+            return outcome, stand_in
+        result = tolerance_result(stop, self.bar_of(outcome), outcome.result)
+        needed = outcome.stats["products_needed"]
+        # Where it isn't known, it stays infinite.
+        most = jnp.asarray(size, needed.dtype)
+        needed = jnp.where(jnp.isfinite(needed), jnp.minimum(needed, most), needed)
+        stats = {**outcome.stats, "products_needed": needed}
+        return outcome._replace(result=result, stats=stats), stand_in
+
     def estimate(
         self,
         state: PyTree,
@@ -135,23 +145,34 @@ class Estimator(eqx.Module):
         - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for [`traceax.trace`][],
             of estimators that take a tolerance. The state keeps what was taken.
 
-        **Returns:**
+        **Returns:** a [`traceax.Estimate`][].
 
-        A [`traceax.Estimate`][]. Of a spectral function its value is of the structure
-        that `fn` returns; `stats["ritz_values"]` and `stats["ritz_weights"]` are the
-        estimated distribution of eigenvalues: `sum(ritz_weights * g(ritz_values))` is an
-        estimate of `tr g(A)`.
-
-        **Raises:**
-
-        - as [`traceax.trace`][]; `TypeError` for the state of another estimator.
+        **Raises:** as [`traceax.trace`][]; `TypeError` for the state of another estimator.
         """
         where = f"{type(self).__name__}.estimate"
         check_state(state, self, where)
-        space = state_space(state)
-        stop = make_stop(rtol, atol, level, progress_meter, space.compute_dtype, where)
-        most, until = self.limits(state, k, stop, progress_meter, where)
-        return run_estimator(self, state, most, until, throw=throw)
+        dtype = space_of(state.operator).compute_dtype
+        stop = make_stop(rtol, atol, level, progress_meter, dtype, where)
+        k, stop = limits(self, state, k, stop, progress_meter, where)
+        return run_estimator(self, state, k, stop, throw=throw)
+
+
+def limits(
+    estimator: Estimator,
+    state: Any,
+    k: int | None,
+    stop: Stop | None,
+    meter: ProgressMeter,
+    where: str,
+) -> tuple[int, Stop | Depth | None]:
+    """The most products, less than n without a tolerance; and when a loop may stop."""
+    size = space_of(state.operator).size
+    depth = estimator.depth(state, meter) if k is None and stop is None else None
+    if depth is None:
+        return budget_of(k, stop, size, where), stop
+    if size <= _FEW:
+        return size, None
+    return min(size - 1, most_products(size)), depth
 
 
 def run_estimator(
@@ -162,21 +183,20 @@ def run_estimator(
     *,
     throw: bool,
 ) -> Estimate:
-    """The estimate with k products more than the state keeps, from checked arguments."""
+    """The estimate with k products more than the state's, from checked arguments."""
     state = estimator.trim(state)
-    size, total, kept = state_space(state).size, k, kept_of(state)
-    if kept is not None:
-        total = k + kept.budget
-        if total >= size > k:
-            # An exact answer takes n products of its own.
-            total = max(size - 1, kept.budget)
+    size, grown = space_of(state.operator).size, grown_of(state)
+    spent = 0 if grown is None else grown.budget
+    total = k + spent
+    if total >= size > k:
+        # An exact answer takes n products of its own.
+        total = max(size - 1, spent)
     loop = k
     if isinstance(stop, Stop):
         loop = products_of_loop(k, size, estimator.least_of_loop(state))
     # A loop that fails to meet the tolerance leaves n products for the exact answer.
     then_exact = 0 < loop < size <= k
     if then_exact:
-        spent = 0 if kept is None else kept.budget
         total = max(min(spent + loop, size - 1), spent)
     if total < size:
         estimator.check_budget(k if stop is None else total, at_most=stop is not None)
@@ -184,69 +204,30 @@ def run_estimator(
     primal = state
     if operator is not state.operator:
         primal = eqx.tree_at(lambda x: x.operator, state, operator)
-    run, at_n = _Run(estimator, total, stop), _Run(estimator, size, None)
-    outcome = (
-        _estimate_or_exact(run, at_n, primal) if then_exact else estimate(run, primal)
-    )
+    run: Any = _estimate_or_exact if then_exact else estimate
+    outcome: Outcome = run(estimator, primal, total, stop)
     kept = outcome.kept
     if kept is not None:
-        if not isinstance(kept, Kept):
-            kept = Kept(total, kept)
-        kept = Kept(kept.budget, kept.parts, estimator)
-        state = replace_parts(state, kept=kept)
+        kept = kept if isinstance(kept, Grown) else Grown(kept, budget=total)
+        state = with_grown(state, dataclasses.replace(kept, estimator=estimator))
     by = "exact" if total >= size else type(estimator).__name__
     result = Estimate(*outcome[:4], state, by)
     return raise_failure(result) if throw else result
 
 
-class _Run(Algorithm):
-    """An estimator as the primitive takes it."""
-
-    estimator: Estimator
-    k: int = eqx.field(static=True)
-    stop: Stop | Depth | None
-
-    def plain(self, state):
-        # Exact answers of few products: of the loss of a physics-informed network in ten
-        # dimensions the rule, which takes them again, made the training step 1.2 times
-        # as long.
-        size = state_space(state).size
-        most = min(columns_at_once(size), unit_columns(state.operator))
-        small = self.k >= size and size <= most
-        return self.estimator._plain_exact and small
-
-    def run(self, state):
-        if self.k >= state_space(state).size:
-            return self.estimator._finish(state, self.estimator._exact(state))
-        if self.stop is None:
-            computed = self.estimator.compute(state, self.k)
-            return self.estimator._finish(state, computed)
-        computed = self.estimator.compute_until(state, self.k, self.stop)
-        outcome, stand_in = self.estimator._finish(state, computed)
-        if isinstance(self.stop, Depth):
-            return outcome, stand_in
-        bar = self.estimator.bar_of(outcome)
-        result = tolerance_result(self.stop, bar, outcome.result)
-        needed = outcome.stats["products_needed"]
-        # Where it isn't known, it stays infinite.
-        most = jnp.asarray(state_space(state).size, needed.dtype)
-        needed = jnp.where(jnp.isfinite(needed), jnp.minimum(needed, most), needed)
-        stats = {**outcome.stats, "products_needed": needed}
-        return outcome._replace(result=result, stats=stats), stand_in
-
-
 @eqx.filter_jit
-def _estimate_or_exact(loop: _Run, exact: _Run, state: Any) -> Outcome:
+def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Stop) -> Outcome:
     """The estimate of a loop; the exact answer where it doesn't meet the tolerance."""
-    outcome = estimate(loop, state)
-    stats = loop.estimator.stats_of_size(outcome.stats, exact.k)
+    size = space_of(state.operator).size
+    outcome = estimate(estimator, state, k, stop)
+    stats = estimator.stats_of_size(outcome.stats, size)
     parts = (*outcome[:3], stats)
     unmet = outcome.result == RESULTS.tolerance_not_met
 
     def exactly():
-        found = estimate(exact, state)
+        found = estimate(estimator, state, size)
         used = stats["num_matvecs"] + found.stats["num_matvecs"]
-        needed = jnp.full_like(stats["products_needed"], exact.k)
+        needed = jnp.full_like(stats["products_needed"], size)
         counts = {"num_matvecs": used, "products_needed": needed}
         others = {**stats, **found.stats, **counts}
         return jtu.tree_map(

@@ -1,9 +1,9 @@
 """Estimators that can go on: they fill buffers with units, probes and their products."""
 
 import abc
+import dataclasses
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -15,33 +15,10 @@ from ._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until, step_width
 from ._base import TraceEstimator
 from ._estimate import RESULTS
 from ._linalg.tall import put, side_by_side
+from ._operators.block import space_of
 from ._primitive import Blocks, Columns
 from ._samplers import with_drawn
-from ._state import Kept, kept_of, replace_parts, state_space
-
-
-class Grown(eqx.Module):
-    """Units that a [`traceax.GrowingEstimator`][] keeps for a later estimate.
-
-    - `buffers`: arrays with space for `room` units, the first `count` of which are taken.
-    - `count`: an array after an estimate to a tolerance, a Python integer otherwise.
-    """
-
-    buffers: PyTree[Array]
-    count: int | Int[Array, ""]
-    room: int = eqx.field(static=True)
-
-
-class Start(eqx.Module):
-    """Beginning of an estimate, which may take `num_new` units more than `count`.
-
-    `room` is larger than both together where an earlier loop left some of its units.
-    """
-
-    buffers: PyTree[Array]
-    count: int | Int[Array, ""]
-    room: int = eqx.field(static=True)
-    num_new: int = eqx.field(static=True)
+from ._state import Grown, grown_of, with_grown
 
 
 class GrowingEstimator(TraceEstimator):
@@ -98,63 +75,60 @@ class GrowingEstimator(TraceEstimator):
         other = self.fallback(state, k)
         if other is not None:
             return other
-        start = self._start(state, k)
-        drawn = self._drawn(state, start.room)
-        buffers, count = start.buffers, start.count + start.num_new
-        if start.num_new:
-            buffers = drawn.grow(state, buffers, start.count, start.num_new)
-        grown = Grown(buffers, count, start.room)
-        return drawn._results(state, grown, self._check(state, buffers, grown.count))
+        grown, more = self._room(state, k)
+        drawn = with_drawn(self, state.key, grown.room, space_of(state.operator))
+        buffers, count = grown.buffers, grown.count + more
+        if more:
+            buffers = drawn.grow(state, buffers, grown.count, more)
+        grown = Grown(buffers, count, grown.room, k)
+        return drawn._results(state, grown, *drawn.judge(state, buffers, count))
 
     def compute_until(self, state, k, stop):
         minimum = max(LEAST_PRODUCTS // self.products_per_unit, 2)
-        kept = kept_of(state)
-        if kept is not None and not _can_go_on(kept.parts, minimum):
+        grown, budget = grown_of(state), k
+        # Counts that are arrays are of loops, which took enough.
+        if grown is not None and isinstance(grown.count, int) and grown.count < minimum:
             # Too few to go on from: forgotten, though their products are spent.
-            state, k = replace_parts(state, kept=None), k - kept.budget
+            state, k = with_grown(state, None), k - grown.budget
         if k < LEAST_PRODUCTS:
             value, error, stats, blocks = self.compute(state, k)
             # Too few products for a forecast: it is not known.
             return value, error, {**stats, "products_needed": jnp.inf}, blocks
-        start = self._start(state, k)
-        drawn = self._drawn(state, start.room)
-        step = step_width(start.num_new, minimum)
+        grown, more = self._room(state, k)
+        drawn = with_drawn(self, state.key, grown.room, space_of(state.operator))
+        step = step_width(more, minimum)
+
+        def judge(buffers, count):
+            bar, result = drawn.judge(state, buffers, count)
+            return Check(bar, RESULTS.successful if result is None else result)
+
         loop = run_until(
             stop,
             lambda buffers, count: drawn.grow(state, buffers, count, step),
-            lambda buffers, count: self._check(state, buffers, count),
-            start.buffers,
-            start=start.count,
+            judge,
+            grown.buffers,
+            start=grown.count,
             width=step,
-            limit=start.count + start.num_new,
-            minimum=min(minimum, max(start.num_new, 1)),
+            limit=grown.count + more,
+            minimum=min(minimum, max(more, 1)),
         )
-        grown = Grown(loop.buffers, loop.count, start.room)
-        value, error, stats, blocks = drawn._results(state, grown, loop.check)
+        grown = Grown(loop.buffers, loop.count, grown.room, budget)
+        bar, result, _ = loop.check
+        value, error, stats, blocks = drawn._results(state, grown, bar, result)
         stats["products_needed"] = self.products_per_unit * loop.forecast.needed
         return value, error, stats, blocks
 
-    def _drawn(self, state: Any, room: int) -> "GrowingEstimator":
-        """The estimator, whose samplers have drawn what they draw at once."""
-        return with_drawn(self, state.key, room, state_space(state))
-
-    def _check(self, state, buffers, count) -> Check:
-        bar, result = self.judge(state, buffers, count)
-        return Check(bar, RESULTS.successful if result is None else result)
-
-    def _start(self, state: Any, k: int) -> Start:
-        """The units that the state keeps, with room for k products in all."""
+    def _room(self, state: Any, k: int) -> tuple[Grown, int]:
+        """What the state has, with room for k products in all, and how many units more."""
         self.check(state.operator, f"{type(self).__name__}.estimate")
-        kept, units = kept_of(state), k // self.products_per_unit
-        if kept is None:
-            return Start(self.begin(state, units), 0, units, units)
-        grown = kept.parts
-        more = max(units - kept.budget // self.products_per_unit, 0)
-        room = grown.room + more
-        return Start(self._resize(state, grown, room), grown.count, room, more)
+        grown, units = grown_of(state), k // self.products_per_unit
+        if grown is None:
+            return Grown(self.begin(state, units), 0, units), units
+        more = max(units - grown.budget // self.products_per_unit, 0)
+        return self._resize(state, grown, grown.room + more), more
 
-    def _resize(self, state: Any, grown: Grown, room: int) -> PyTree[Array]:
-        """The buffers, cut or padded with zeros to room for other units."""
+    def _resize(self, state: Any, grown: Grown, room: int) -> Grown:
+        """The same units, with buffers cut or padded with zeros to another room."""
 
         def resize(x, like):
             if x.shape == like.shape:
@@ -164,15 +138,15 @@ class GrowingEstimator(TraceEstimator):
             return jnp.pad(x[tuple(map(slice, common))], missing)
 
         shapes = jax.eval_shape(lambda: self.begin(state, room))
-        return jtu.tree_map(resize, grown.buffers, shapes)
+        buffers = jtu.tree_map(resize, grown.buffers, shapes)
+        return dataclasses.replace(grown, buffers=buffers, room=room)
 
-    def _results(self, state, grown: Grown, check: Check):
+    def _results(self, state, grown: Grown, bar: ErrorBar, result: RESULTS | None):
         """What `compute` returns: the value, its standard error, `stats` and blocks."""
-        bar, result, _ = check
         stats = {
             "num_matvecs": self.products_per_unit * grown.count,
             "degrees_of_freedom": bar.degrees_of_freedom,
-            "result": result,
+            "result": RESULTS.successful if result is None else result,
             "kept": grown,
             **self.more_stats(grown.buffers),
         }
@@ -185,28 +159,17 @@ class GrowingEstimator(TraceEstimator):
 
     def trim(self, state):
         # Not where buffers are full, nor a count that is traced, or one of many lanes.
-        kept = kept_of(state)
-        if kept is None or not isinstance(kept.parts, Grown):
+        grown = grown_of(state)
+        if grown is None or isinstance(grown.count, int | jax.core.Tracer):
             return state
-        count = kept.parts.count
-        if isinstance(count, int | jax.core.Tracer) or count.ndim > 0:
+        if grown.count.ndim > 0:
             return state
-        count = int(count)
-        grown = Grown(self._resize(state, kept.parts, count), count, count)
+        count = int(grown.count)
+        grown = self._resize(state, grown, count)
         budget = self.products_per_unit * count
-        return replace_parts(state, kept=Kept(budget, grown, kept.owner))
+        return with_grown(state, dataclasses.replace(grown, count=count, budget=budget))
 
 
 def put_units(buffers: PyTree, new: PyTree, count: int | Int[Array, ""]) -> Any:
     """Buffers with new units from unit `count` on, along the last axis of each."""
     return jtu.tree_map(lambda buffer, x: put(buffer, x, count), buffers, new)
-
-
-def _can_go_on(parts: Any, minimum: int) -> bool:
-    """Whether a loop can go on from what a state keeps: `minimum` units or more.
-
-    Counts that are arrays are of loops, which took enough.
-    """
-    if not isinstance(parts, Grown):
-        return False
-    return not isinstance(parts.count, int) or parts.count >= minimum

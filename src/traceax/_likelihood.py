@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
 from ._accuracy.tolerance import Stop
 from ._arguments import check_key, require
-from ._drive import run_estimator
+from ._drive import limits, run_estimator
 from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure, with_slopes
 from ._linalg.whitening import Whitening
 from ._operators.block import Space, as_data, space_of
@@ -248,7 +248,7 @@ class _Problem(NamedTuple):
             "pass an instance, or None",
             TypeError,
         )
-        most, stop = estimator.limits(state, k, stop, options.progress_meter, where)
+        most, stop = limits(estimator, state, k, stop, options.progress_meter, where)
         least = 1 + self.number
         if k is None and most < least:
             most, stop = space.size, None  # the exact answer

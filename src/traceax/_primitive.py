@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._estimate import RESULTS, finite_or_failed
-from ._functional import TRACE, Functional
+from ._functional import Functional
 from ._linalg.tall import side_by_side
 from ._operators.block import (
     apply_block,
@@ -40,6 +40,7 @@ from ._operators.block import (
     space_of,
 )
 from ._operators.columns import unit_columns, unit_vectors
+from ._state import functional_of
 
 
 class Outcome(NamedTuple):
@@ -98,13 +99,13 @@ class StandIn(eqx.Module):
 
 
 class Algorithm(eqx.Module):
-    """Abstract base class of the algorithms that the primitive evaluates."""
+    """Abstract base class of what the primitive evaluates."""
 
     @abc.abstractmethod
-    def run(self, state: PyTree) -> tuple[Outcome, StandIn]:
-        """The estimate, and what stands in for its derivative."""
+    def run(self, state: PyTree, k: int, stop: Any) -> tuple[Outcome, StandIn]:
+        """The estimate from k products at most, and what stands in for its derivative."""
 
-    def plain(self, state: PyTree) -> bool:
+    def plain(self, state: PyTree, k: int) -> bool:
         """Whether JAX may differentiate `run` itself, without the rule. Optional."""
         return False
 
@@ -117,11 +118,11 @@ class Algorithm(eqx.Module):
 # Jitted, so that JAX's trace cache serves the abstract evaluation, the program and its
 # derivative: a third of the time of a first call.
 @eqx.filter_jit
-def _run(algorithm: Algorithm, state: PyTree) -> tuple[Outcome, StandIn]:
-    return algorithm.run(state)
+def _run(algorithm: Algorithm, state: PyTree, k: int, stop: Any):
+    return algorithm.run(state, k, stop)
 
 
-def _implementation(algorithm, state, blocks, x64):
+def _implementation(algorithm, state, k, stop, blocks, x64):
     if x64 != jax.config.jax_enable_x64:  # pyright: ignore
         raise RuntimeError(
             "traceax: jax.enable_x64 was changed inside of a jitted function, which JAX "
@@ -131,11 +132,11 @@ def _implementation(algorithm, state, blocks, x64):
     # Lowering says that there is no mesh where tracing says nothing, and the trace cache
     # takes the two for different.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-        outcome, stand_in = _run(algorithm, state)
+        outcome, stand_in = _run(algorithm, state, k, stop)
     return (outcome, stand_in) if blocks else outcome
 
 
-def _abstract(algorithm, state, blocks, x64):
+def _abstract(*arguments):
     def to_struct(x):
         if isinstance(x, jax.core.ShapedArray):
             return jax.ShapeDtypeStruct(
@@ -148,15 +149,14 @@ def _abstract(algorithm, state, blocks, x64):
             return jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
         return x
 
-    given = jtu.tree_map(to_struct, (algorithm, state))
-    out = eqx.filter_eval_shape(_implementation, *given, blocks, x64)
+    out = eqx.filter_eval_shape(_implementation, *jtu.tree_map(to_struct, arguments))
     return jtu.tree_map(to_aval, out)
 
 
 def _jvp(primals, tangents):
-    algorithm, state, blocks, x64 = primals
+    algorithm, state, k, stop, blocks, x64 = primals
     outcome, stand_in = eqxi.filter_primitive_bind(
-        estimate_p, algorithm, state, True, x64
+        estimate_p, algorithm, state, k, stop, True, x64
     )
     t_value = stand_in.derivative(state, tangents[1])
 
@@ -191,22 +191,24 @@ eqxi.register_impl_finalisation(estimate_p)
 
 
 @jitted
-def estimate(algorithm: Algorithm, state: PyTree) -> Outcome:
+def estimate(algorithm: Algorithm, state: PyTree, k: int, stop: Any = None) -> Outcome:
     """The outcome of an algorithm, differentiable with respect to the state's operator.
 
     Under a mesh of explicit axes the compiler finds layouts as under one of automatic
     axes, and what is returned is on every device.
     """
-    arrays, static = eqx.partition((algorithm, state), eqx.is_array)
+    arrays, static = eqx.partition((state, algorithm, stop), eqx.is_array)
 
     def bind(arrays):
-        algorithm, state = eqx.combine(arrays, static)
-        dynamic, others = eqx.partition(algorithm, eqx.is_array)
-        algorithm = eqx.combine(jax.lax.stop_gradient(dynamic), others)
-        if algorithm.plain(state):
-            return _run(algorithm, state)[0]
+        of_state, *others = arrays
+        arrays = of_state, *jax.lax.stop_gradient(others)
+        state, algorithm, stop = eqx.combine(arrays, static)
+        if algorithm.plain(state, k):
+            return _run(algorithm, state, k, stop)[0]
         x64 = jax.config.jax_enable_x64  # pyright: ignore
-        return eqxi.filter_primitive_bind(estimate_p, algorithm, state, False, x64)
+        return eqxi.filter_primitive_bind(
+            estimate_p, algorithm, state, k, stop, False, x64
+        )
 
     meshes = [jax.typeof(x).sharding.mesh for x in jtu.tree_leaves(arrays)]
     meshes.append(jax.sharding.get_abstract_mesh())
@@ -253,8 +255,7 @@ class Columns(StandIn):
         return apply_block(operator, V)
 
     def derivative(self, state, tangent):
-        functional = getattr(state, "functional", TRACE)
-        return self.pair(state.operator, tangent.operator, functional)
+        return self.pair(state.operator, tangent.operator, functional_of(state))
 
     def pair(
         self,

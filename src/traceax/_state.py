@@ -8,7 +8,7 @@ import jax.core
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Int, Key, PyTree
 
 from ._arguments import StoredKey, check_key, kind_of
 from ._estimate import Estimate
@@ -17,19 +17,24 @@ from ._operators.block import Space, space_of
 from ._operators.check import checked_operator
 
 
-class Kept(eqx.Module):
-    """What an estimate keeps of its products, for a later one to go on from.
+class Grown(eqx.Module):
+    """What an estimate took, for a later one to go on from.
 
     **Attributes:**
 
+    - `buffers`: arrays, as the estimator's `compute` returned them; of a
+        [`traceax.GrowingEstimator`][] with space for `room` units, the first `count` of
+        which are taken.
+    - `count`: an array after an estimate to a tolerance, a Python integer otherwise.
     - `budget`: how many products were allowed so far.
-    - `parts`: arrays, as the estimator's `compute` returned them.
-    - `owner`: the estimator.
+    - `estimator`: whose they are.
     """
 
-    budget: int = eqx.field(static=True)
-    parts: PyTree[Any]
-    owner: Any = None
+    buffers: PyTree[Any]
+    count: int | Int[Array, ""] = 0
+    room: int = eqx.field(static=True, default=0)
+    budget: int = eqx.field(static=True, default=0)
+    estimator: Any = None
 
 
 class State(eqx.Module):
@@ -55,14 +60,14 @@ class TraceState(State):
 
     - `key`: a typed key.
     - `operator`: the operator whose trace is estimated.
-    - `kept`: what earlier estimates keep of their products; `None` for a new state.
+    - `grown`: what earlier estimates took; `None` for a new state.
     - `functional`: what is summed of the diagonal: all of it for a trace.
     - `space`: the space that the operator maps to itself.
     """
 
     _key: StoredKey
     operator: lx.AbstractLinearOperator
-    kept: Kept | None
+    grown: Grown | None
     functional: Functional = eqx.field(static=True)
     space: Space = eqx.field(static=True)
 
@@ -70,12 +75,12 @@ class TraceState(State):
         self,
         key: Key[Array, ""],
         operator: lx.AbstractLinearOperator,
-        kept: Kept | None = None,
+        grown: Grown | None = None,
         functional: Functional = TRACE,
     ):
         self._key = StoredKey(key)
         self.operator = operator
-        self.kept = kept
+        self.grown = grown
         self.functional = functional
         self.space = space_of(operator)
 
@@ -104,47 +109,34 @@ def init_state(
     return TraceState(check_key(key, where), operator)
 
 
-# States of a user's own estimators have a key and an operator, and need not have more.
-_MISSING = object()
-
-
-def kept_of(state: Any) -> Kept | None:
-    """What a state keeps."""
-    return getattr(state, "kept", None)
+# States of a user's own have a key and an operator, and need not have more.
+def grown_of(state: Any) -> Grown | None:
+    """What earlier estimates took."""
+    return state.grown if isinstance(state, TraceState) else None
 
 
 def functional_of(state: Any) -> Functional:
     """What is summed of the diagonal."""
-    return getattr(state, "functional", TRACE)
+    return state.functional if isinstance(state, TraceState) else TRACE
 
 
-def state_space(state: Any) -> Space:
-    """The space of the state's operator."""
-    space = getattr(state, "space", None)
-    return space_of(state.operator) if space is None else space
-
-
-def replace_parts(state: Any, **parts: Any) -> Any:
-    """The state with other parts, of those that it has."""
-    names = [name for name in parts if getattr(state, name, _MISSING) is not _MISSING]
-    return eqx.tree_at(
-        lambda x: [getattr(x, name) for name in names],
-        state,
-        [parts[name] for name in names],
-        is_leaf=lambda x: x is None,
-    )
+def with_grown(state: Any, grown: Grown | None) -> Any:
+    """The state with something else to go on from."""
+    if not isinstance(state, TraceState):
+        return state
+    return eqx.tree_at(lambda x: x.grown, state, grown, is_leaf=lambda x: x is None)
 
 
 def check_state(state: Any, estimator: eqx.Module, where: str) -> None:
-    """Refuses what isn't a state, and what another estimator keeps."""
-    if getattr(state, "operator", _MISSING) is _MISSING:
+    """Refuses what isn't a state, and what another estimator took."""
+    if getattr(state, "operator", state) is state:  # a state has one, which may be None
         hint = "its `.state`" if isinstance(state, Estimate) else "that of `init`"
         raise TypeError(
             f"{where}: state must be that of an estimator, got "
             f"{kind_of(state)}; pass {hint}."
         )
-    kept = kept_of(state)
-    if kept is not None and not _equal(kept.owner, estimator):
+    grown = grown_of(state)
+    if grown is not None and not _equal(grown.estimator, estimator):
         raise TypeError(
             f"{where}: the state keeps products of another estimator or configuration, "
             f"of which {estimator} can't make use; begin anew with "
@@ -155,11 +147,7 @@ def check_state(state: Any, estimator: eqx.Module, where: str) -> None:
 def _equal(x: Any, y: Any) -> bool:
     """Whether modules are equal as far as it is known: arrays may be traced."""
     (xs, structure), (ys, other) = jtu.tree_flatten(x), jtu.tree_flatten(y)
-    if structure != other:
-        return False
-    known = [z for z in zip(xs, ys, strict=True) if not _is_traced(*z)]
-    return all(np.array_equal(*z) for z in known)
-
-
-def _is_traced(*arrays: Any) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in arrays)
+    return structure == other and all(
+        any(isinstance(z, jax.core.Tracer) for z in pair) or np.array_equal(*pair)
+        for pair in zip(xs, ys, strict=True)
+    )

@@ -11,7 +11,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
 from ._accuracy.tolerance import Stop, make_stop, products_of_loop
-from ._arguments import budget_of, check_key
+from ._arguments import budget_of
 from ._base import TraceEstimator
 from ._drive import run_estimator
 from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
@@ -19,13 +19,13 @@ from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
-from ._functional import TRACE, Functional, Trace
-from ._operators.block import has_real_trace, is_semidefinite, space_of
-from ._operators.check import as_complex, checked_operator
+from ._functional import Functional, Trace
+from ._operators.block import has_real_trace, is_semidefinite
+from ._operators.check import as_complex
 from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._samplers import NormalSampler, RademacherSampler
-from ._state import TraceState
+from ._state import TraceState, init_state
 
 
 class CHOICES(eqx.Enumeration):
@@ -121,26 +121,23 @@ def trace(
     - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
     """
     where = "traceax.trace"
-    operator = checked_operator(operator, where)
-    dtype = space_of(operator).compute_dtype
+    state = init_state(key, operator, where)
+    dtype = state.space.compute_dtype
     stop = make_stop(rtol, atol, level, progress_meter, dtype, where)
-    return estimate_whole(where, key, operator, k, estimator, stop, throw=throw)
+    return estimate_whole(where, state, k, estimator, stop, throw=throw)
 
 
 def estimate_whole(
     where: str,
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
+    state: TraceState,
     k: int | None,
     estimator: TraceEstimator | None,
     stop: Stop | None = None,
-    functional: Functional = TRACE,
     *,
     throw: bool,
 ) -> Estimate:
-    """The estimate of a checked operator: exact parts, and an estimator for the rest."""
-    state = TraceState(check_key(key, where), operator, functional=functional)
-    space = state.space
+    """The estimate of a new state's functional: exact parts, and an estimator for the rest."""
+    operator, space, functional = state.operator, state.space, state.functional
     k = budget_of(k, stop, space.size, where)
     if estimator is None:
         split = _split(operator, k)
@@ -154,19 +151,18 @@ def estimate_whole(
         stats["degrees_of_freedom"] = jnp.full_like(nothing, jnp.inf, space.real_dtype)
         estimate = Estimate(nothing, nothing.real, RESULTS.successful, stats, state)
     else:
-        budget, choice = k - split.num_matvecs, CHOICES.given
+        budget, choice, part = k - split.num_matvecs, CHOICES.given, state
         if estimator is None:
-            at_once = stop is None or products_of_loop(budget, space.size) == 0
-            fixed = stop is None and isinstance(functional, Trace)
-            estimator, choice = _choose(
-                split.remainder, budget, functional, exact=at_once, fixed=fixed
-            )
+            if split.remainder is not operator:
+                part = TraceState(state.key, split.remainder, functional=functional)
+            estimator, choice = _choose(part, budget, stop)
+        else:
+            part = estimator.init(state.key, operator)
+            if not isinstance(functional, Trace):
+                part = TraceState(part.key, part.operator, functional=functional)
         if stop is not None:
             exact = None if split.exact is None else functional.sum(split.exact)
             stop = stop.for_part(split.factor, exact)
-        part = estimator.init(key, split.remainder)
-        if not isinstance(functional, Trace):
-            part = TraceState(part.key, part.operator, functional=functional)
         estimate = run_estimator(estimator, part, budget, stop, throw=False)
         if stop is not None and choice is not CHOICES.given:
             all_taken = estimate.stats["num_matvecs"] >= space.size
@@ -230,20 +226,17 @@ def set_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
 
 
 def _choose(
-    operator: lx.AbstractLinearOperator,
-    k: int,
-    functional: Functional,
-    *,
-    exact: bool,
-    fixed: bool,
+    state: TraceState, k: int, stop: Stop | None
 ) -> tuple[TraceEstimator, CHOICES]:
+    size, fixed = state.space.size, stop is None
+    if k >= size and (fixed or products_of_loop(k, size) == 0):
+        return HutchinsonEstimator(), CHOICES.budget
     # Of a single entry probes of any length see little; signs see the least of the others.
     given = RademacherSampler(), False
-    if isinstance(functional, Trace):
+    if isinstance(state.functional, Trace):
         given = NormalSampler(), True
-    semidefinite = is_semidefinite(operator)
-    if exact and k >= space_of(operator).size:
-        return HutchinsonEstimator(), CHOICES.budget
+    semidefinite = is_semidefinite(state.operator)
+    fixed = fixed and isinstance(state.functional, Trace)
     if semidefinite and k >= 2:
         return XNysTraceEstimator(*given), CHOICES.xnystrace
     if not semidefinite and fixed and k >= 8:

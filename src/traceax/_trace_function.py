@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from ._accuracy.tolerance import Stop, make_stop
 from ._arguments import check_budget
-from ._drive import run_estimator
+from ._drive import limits, run_estimator
 from ._estimate import RESULTS, Estimate, raise_failure, with_slopes
 from ._linalg.tall import largest_entry
 from ._operators.block import is_known
@@ -160,7 +160,7 @@ def estimate_function(
             f"{estimator!r}; pass an instance, such as "
             "traceax.KrylovAwareEstimator()."
         )
-    most, stop = estimator.limits(state, k, stop, options.progress_meter, where)
+    most, stop = limits(estimator, state, k, stop, options.progress_meter, where)
     estimate = run_estimator(estimator, state, most, stop, throw=False)
     if "bracket" in estimate.stats:
         low, high = estimate.stats["bracket"]

@@ -10,7 +10,7 @@ from .._deflation import average
 from .._linalg import adaptive, tall
 from .._operators.block import apply_block
 from .._samplers import RademacherSampler, Sampler, check_sampler
-from .._state import kept_of
+from .._state import grown_of
 
 # With fewer products there are too few tests to choose by.
 _LEAST_PRODUCTS = 8
@@ -63,7 +63,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         check_sampler(self.sampler, type(self).__name__, independent=True)
 
     def compute(self, state, k):
-        if kept_of(state) is not None:
+        if grown_of(state) is not None:
             raise TypeError(
                 "AdaptiveXTraceEstimator.estimate: an estimate can't go on from an earlier "
                 "one; begin anew with init and another key, or go on with "

@@ -35,7 +35,7 @@ from .._linalg.mixing import Counts, mean_product, mix_with_past
 from .._linalg.tall import column_dots, orthonormalise, side_by_side
 from .._operators.block import apply_block
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .._state import Kept, TraceState, check_state, init_state
+from .._state import Grown, TraceState, check_state, init_state
 
 # Products that are enough for three probes of the past and three fresh ones.
 _FEWEST = 6
@@ -170,9 +170,8 @@ class DeltaShiftEstimator(TraceEstimator):
         if k is None:
             return state
         k = min(check_budget(k, where), max(state.space.size - 1, 1))
-        return TraceState(
-            state.key, state.operator, Kept(0, self._nothing_yet(state, k), self)
-        )
+        past = Grown(self._nothing_yet(state, k), budget=0, estimator=self)
+        return TraceState(state.key, state.operator, past)
 
     def refresh(
         self,
@@ -206,7 +205,7 @@ class DeltaShiftEstimator(TraceEstimator):
                 f"{where}: the operator must have the structure of the state's, "
                 f"{old.structure}, got {new.structure}; begin anew with init."
             )
-        return TraceState(fresh.key, fresh.operator, state.kept)
+        return TraceState(fresh.key, fresh.operator, state.grown)
 
     def compute(self, state, k):
         if k < _FEWEST:
@@ -214,8 +213,8 @@ class DeltaShiftEstimator(TraceEstimator):
                 state, k, self.sampler, resphere=self.resphere
             )
             return value, error, {**stats, "weight_of_past": 0 * error}, blocks
-        kept = state.kept
-        past = self._nothing_yet(state, k) if kept is None else kept.parts
+        grown = state.grown
+        past = self._nothing_yet(state, k) if grown is None else grown.buffers
         return self._next(state, past, k)
 
     def _nothing_yet(self, state, k: int) -> _Past:
@@ -288,7 +287,7 @@ class DeltaShiftEstimator(TraceEstimator):
             "num_matvecs": k,
             "degrees_of_freedom": total.degrees_of_freedom,
             "weight_of_past": mix.weights[2],
-            "kept": Kept(0, _finite(kept)),
+            "kept": Grown(_finite(kept), budget=0),
         }
         V = side_by_side(B, fresh.G, again.G)
         Z = side_by_side(B, a / f * fresh.G, b / p * again.G)

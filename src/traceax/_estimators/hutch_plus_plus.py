@@ -68,8 +68,8 @@ class HutchPlusPlusEstimator(TraceEstimator):
         if _sketch_size(k, 0, 0) == 0 and isinstance(functional, Trace):
             return average(state, k, self.sampler, resphere=False)
         n, dtype = state.space.size, state.space.compute_dtype
-        kept, nothing = state.kept, jnp.zeros((n, 0), dtype)
-        Q, AQ, APsi = [nothing] * 3 if kept is None else kept.parts
+        grown, nothing = state.grown, jnp.zeros((n, 0), dtype)
+        Q, AQ, APsi = [nothing] * 3 if grown is None else grown.buffers
         known, tested = Q.shape[1], APsi.shape[1]
         m = _sketch_size(k, known, tested)
         num_tests = max(k - 2 * m, tested)
