@@ -39,6 +39,7 @@ LAYERS = [
     "_accuracy",
     "_state",
     "_primitive",
+    "_slope",
     "_preconditioner",
     "_drive",
     "_base",

@@ -48,6 +48,7 @@ from ._samplers import OrthogonalSampler as OrthogonalSampler
 from ._samplers import RademacherSampler as RademacherSampler
 from ._samplers import Sampler as Sampler
 from ._samplers import SphereSampler as SphereSampler
+from ._slope import jvp as jvp
 from ._spectral.base import SpectralEstimator as SpectralEstimator
 from ._spectral.base import SpectralOutcome as SpectralOutcome
 from ._spectral.base import SpectralState as SpectralState

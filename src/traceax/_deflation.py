@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from ._accuracy.error_bar import gram_of, independent_samples
+from ._accuracy.error_bar import ErrorBar, gram_of, independent_samples
 from ._linalg.small import svd
 from ._linalg.tall import (
     column_dots,
@@ -28,6 +28,7 @@ from ._linalg.tall import (
     side_by_side,
 )
 from ._operators.block import apply_block
+from ._primitive import Blocks
 from ._samplers import Sampler
 from ._state import TraceState
 
@@ -90,12 +91,24 @@ def leading_range(
     return combine(Q, W[:, :number])
 
 
+class DeflatedBlocks(Blocks):
+    """The blocks of `average`."""
+
+    def bar(self, V, W, n):
+        return _bar(Deflated(V, W), n)
+
+
+def _bar(tests: Deflated, n: int) -> ErrorBar:
+    norms = column_norms(tests.AG)
+    return independent_samples(tests.samples, norms, tests.gram(n))
+
+
 def average(state: TraceState, k: int, sampler: Sampler, *, resphere: bool):
     """The mean over k probes, as `compute` returns it, for budgets too small for more."""
     n, dtype = state.space.size, state.space.compute_dtype
     Omega, B = sampler.sample(state.key, n, k, dtype), jnp.zeros((n, 0), dtype)
     tests = deflate(B, B, Omega, apply_block(state.operator, Omega), resphere=resphere)
-    norms = column_norms(tests.AG)
-    bar = independent_samples(tests.samples, norms, tests.gram(n))
+    bar = _bar(tests, n)
     stats = {"num_matvecs": k, "degrees_of_freedom": bar.degrees_of_freedom}
-    return bar.mean, bar.standard_error, stats, (tests.G, tests.G / k)
+    blocks = DeflatedBlocks([(tests.G, tests.G / k)])
+    return bar.mean, bar.standard_error, stats, blocks

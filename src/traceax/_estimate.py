@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._student_t import check_level, student_t_quantile
 
+# Whether the tangents of standard errors and of degrees of freedom are those of slopes, see
+# `traceax.jvp`.
+SLOPES = jax.make_user_context(False)
 # So many estimates of a `vmap` are printed.
 _LANES = 8
 
@@ -168,10 +171,12 @@ class Estimate(eqx.Module):
         self.value = value
         self._by = by.removesuffix("Estimator")
         # Not differentiable: 0 times infinity would spoil slopes of values.
-        self._standard_error = jtu.tree_map(
-            lambda x: jax.lax.stop_gradient(jnp.where(jnp.isnan(x), jnp.inf, x)),
-            standard_error,
+        standard_error = jtu.tree_map(
+            lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), standard_error
         )
+        if not SLOPES.value:
+            standard_error = jax.lax.stop_gradient(standard_error)
+        self._standard_error = standard_error
         self.result = result
         self.stats = stats
         self._state = _Box(state)
@@ -303,6 +308,31 @@ def _interval(value, error, freedom, level):
         half = jax.lax.complex(half, half)
     half = half.astype(value.dtype)
     return value - half, value + half
+
+
+@jax.custom_jvp
+def scaled_error(factor: Inexact[Array, ""], error: Float[Array, "*g"]) -> Any:
+    """The standard error of `factor * value`."""
+    return jnp.abs(factor) * error
+
+
+@scaled_error.defjvp
+def _scaled_slope(primals, tangents):
+    (factor, error), (t_factor, t_error) = primals, tangents
+    # Of what is correlated in any way.
+    changed = jnp.where(t_factor == 0, 0, jnp.abs(t_factor) * error)
+    return scaled_error(factor, error), changed + jnp.abs(factor) * t_error
+
+
+@jax.custom_jvp
+def joint_error(x: Float[Array, "*g"], y: Float[Array, "*g"]) -> Float[Array, "*g"]:
+    """The standard error of a sum of two that are independent."""
+    return jnp.hypot(x, y)
+
+
+@joint_error.defjvp
+def _joint_slope(primals, tangents):
+    return joint_error(*primals), jnp.hypot(*tangents)
 
 
 def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:

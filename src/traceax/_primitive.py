@@ -30,8 +30,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
-from ._estimate import RESULTS, finite_or_failed
-from ._functional import Functional
+from ._accuracy.error_bar import ErrorBar, exact_bar
+from ._estimate import RESULTS, SLOPES, finite_or_failed
+from ._functional import Functional, Trace
 from ._linalg.tall import side_by_side
 from ._operators.block import (
     apply_block,
@@ -39,7 +40,7 @@ from ._operators.block import (
     jitted,
     space_of,
 )
-from ._operators.columns import unit_columns, unit_vectors
+from ._operators.columns import diagonal_by_products, unit_columns, unit_vectors
 from ._state import functional_of
 
 
@@ -97,6 +98,15 @@ class StandIn(eqx.Module):
         differentiated. Linear in their tangents, for JAX to transpose.
         """
 
+    def slope(self, state: PyTree, tangent: PyTree) -> tuple[Any, Any, Any] | None:
+        """The derivative, its standard error and degrees of freedom. Optional."""
+        raise NotImplementedError(
+            "traceax.jvp: derivatives of this estimate have no error bar; use jax.jvp of "
+            "its value, or one of traceax.HutchinsonEstimator, HutchPlusPlusEstimator, "
+            "XTraceEstimator, XNysTraceEstimator, AdaptiveXTraceEstimator and "
+            "KrylovAwareEstimator, of a trace or a spectral function."
+        )
+
 
 class Algorithm(eqx.Module):
     """Abstract base class of what the primitive evaluates."""
@@ -122,7 +132,7 @@ def _run(algorithm: Algorithm, state: PyTree, k: int, stop: Any):
     return algorithm.run(state, k, stop)
 
 
-def _implementation(algorithm, state, k, stop, blocks, x64):
+def _implementation(algorithm, state, k, stop, blocks, slopes, x64):
     if x64 != jax.config.jax_enable_x64:  # pyright: ignore
         raise RuntimeError(
             "traceax: jax.enable_x64 was changed inside of a jitted function, which JAX "
@@ -131,7 +141,8 @@ def _implementation(algorithm, state, k, stop, blocks, x64):
         )
     # Lowering says that there is no mesh where tracing says nothing, and the trace cache
     # takes the two for different.
-    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+    mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+    with mesh, SLOPES(slopes):
         outcome, stand_in = _run(algorithm, state, k, stop)
     return (outcome, stand_in) if blocks else outcome
 
@@ -154,22 +165,31 @@ def _abstract(*arguments):
 
 
 def _jvp(primals, tangents):
-    algorithm, state, k, stop, blocks, x64 = primals
+    algorithm, state, k, stop, blocks, slopes, x64 = primals
     outcome, stand_in = eqxi.filter_primitive_bind(
-        estimate_p, algorithm, state, k, stop, True, x64
+        estimate_p, algorithm, state, k, stop, True, slopes, x64
     )
-    t_value = stand_in.derivative(state, tangents[1])
 
     def of_dtype(x, t):
         if t is None:
             return None
         return (t if jnp.iscomplexobj(x) else t.real).astype(x.dtype)
 
+    def like(x, t):
+        return None if t is None else jtu.tree_map(of_dtype, x, t)
+
     t_outcome = jtu.tree_map(lambda _: None, outcome)
-    if t_value is not None:
+    if slopes:
+        found = stand_in.slope(state, tangents[1])
+        value, error, freedom = (None, None, None) if found is None else found
+        freedom = like(outcome.stats["degrees_of_freedom"], freedom)
         t_outcome = t_outcome._replace(
-            value=jtu.tree_map(of_dtype, outcome.value, t_value)
+            standard_error=like(outcome.standard_error, error),
+            stats={**t_outcome.stats, "degrees_of_freedom": freedom},
         )
+    else:
+        value = stand_in.derivative(state, tangents[1])
+    t_outcome = t_outcome._replace(value=like(outcome.value, value))
     if not blocks:
         return outcome, t_outcome
     return (outcome, stand_in), (t_outcome, jtu.tree_map(lambda _: None, stand_in))
@@ -203,11 +223,12 @@ def estimate(algorithm: Algorithm, state: PyTree, k: int, stop: Any = None) -> O
         of_state, *others = arrays
         arrays = of_state, *jax.lax.stop_gradient(others)
         state, algorithm, stop = eqx.combine(arrays, static)
-        if algorithm.plain(state, k):
+        slopes = SLOPES.value
+        if not slopes and algorithm.plain(state, k):
             return _run(algorithm, state, k, stop)[0]
         x64 = jax.config.jax_enable_x64  # pyright: ignore
         return eqxi.filter_primitive_bind(
-            estimate_p, algorithm, state, k, stop, False, x64
+            estimate_p, algorithm, state, k, stop, False, slopes, x64
         )
 
     meshes = [jax.typeof(x).sharding.mesh for x in jtu.tree_leaves(arrays)]
@@ -230,6 +251,27 @@ def estimate(algorithm: Algorithm, state: PyTree, k: int, stop: Any = None) -> O
 #
 # Blocks
 #
+
+
+def product_tangent(
+    operator: lx.AbstractLinearOperator, tangent: PyTree, V: Inexact[Array, "n p"]
+) -> Inexact[Array, "n p"] | None:
+    """`dA V`, of a fixed V. `None` stands for 0."""
+    V = jax.lax.stop_gradient(V)
+    return eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (tangent,))[1]
+
+
+def derived(
+    operator: lx.AbstractLinearOperator, tangent: PyTree
+) -> lx.AbstractLinearOperator:
+    """`dA` as an operator."""
+    structure = operator.in_structure()
+
+    def mv(vector):
+        out, t = eqx.filter_jvp(lambda op: op.mv(vector), (operator,), (tangent,))
+        return jtu.tree_map(lambda x, t: jnp.zeros_like(x) if t is None else t, out, t)
+
+    return lx.FunctionLinearOperator(mv, structure)
 
 
 class Columns(StandIn):
@@ -327,6 +369,23 @@ class Blocks(Columns):
         V, Z = zip(*jtu.tree_map(columns, self.pairs), strict=True)
         return side_by_side(*V), side_by_side(*Z)
 
+    def bar(
+        self, V: Inexact[Array, "n p"], W: Inexact[Array, "n p"], n: int
+    ) -> ErrorBar | None:
+        """The error bar of the estimate by products W with the columns V. Optional."""
+        return None
+
+    def slope(self, state, tangent):
+        operator, functional = state.operator, functional_of(state)
+        V, Z = (side_by_side(*x) for x in zip(*self.pairs, strict=True))
+        W = product_tangent(operator, tangent.operator, V)
+        if W is None:
+            return None
+        bar = self.bar(V, W, len(V)) if isinstance(functional, Trace) else None
+        if bar is None:
+            return super().slope(state, tangent)
+        return functional.pair(Z, W), bar.standard_error, bar.degrees_of_freedom
+
 
 class Identity(Columns):
     """The blocks `V = Z = I`, of which no more than a chunk is ever in memory."""
@@ -345,3 +404,11 @@ class Identity(Columns):
     def chunk(self, start):
         E = unit_vectors(start, self.most, self.size, self.dtype)
         return E, E
+
+    def slope(self, state, tangent):
+        if not jtu.tree_leaves(tangent.operator):
+            return None
+        space, functional = space_of(state.operator), functional_of(state)
+        entries = diagonal_by_products(derived(state.operator, tangent.operator))
+        sizes = space.rounding * functional.sum(jnp.abs(entries))
+        return tuple(exact_bar(functional.sum(entries), sizes))

@@ -14,7 +14,13 @@ from ._accuracy.tolerance import Stop, make_stop, products_of_loop
 from ._arguments import budget_of
 from ._base import TraceEstimator
 from ._drive import run_estimator
-from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure
+from ._estimate import (
+    RESULTS,
+    Estimate,
+    finite_or_failed,
+    raise_failure,
+    scaled_error,
+)
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
@@ -198,7 +204,7 @@ def _combine(
     error = estimate._standard_error.astype(space.real_dtype)
     if split.factor is not None:
         factor = split.factor.astype(space.compute_dtype)
-        value, error = value * factor, error * jnp.abs(factor)
+        value, error = value * factor, scaled_error(factor, error)
     if split.exact is not None:
         exact = state.functional.sum(split.exact)
         # The sum is rounded; an error of 0 says that all of it is exact.

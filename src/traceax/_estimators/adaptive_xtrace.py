@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._accuracy.error_bar import weighted_bar
+from .._accuracy.error_bar import ErrorBar, weighted_bar
 from .._base import TraceEstimator
 from .._deflation import average
 from .._linalg import adaptive, tall
+from .._linalg.small import squares
 from .._operators.block import apply_block
+from .._primitive import Blocks
 from .._samplers import RademacherSampler, Sampler, check_sampler
 from .._state import grown_of
 
@@ -89,22 +91,13 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         form = _form(tested, tall.inner(W, AX), jnp.pad(R, odd), XAX)
         lengths, WX = tall.column_dots(W, W), tall.inner(W, X)
         gram = _form(lengths, WX, WX.conj().T, tall.inner(X, X))
-        samples, transpose, shifts = jax.vjp(
-            lambda form: adaptive.test_samples(form, gram, n, plan), form, has_aux=True
-        )
+        bar = _bar(form, gram, n, plan, jnp.mean(energies))
         weights = adaptive.sample_weights(plan)
-        sizes = jnp.abs(jnp.diagonal(form))
-        bar = weighted_bar(
-            samples,
-            weights,
-            jnp.mean(sizes[:h]) + jnp.sum(jnp.where(plan.in_basis, sizes[h:], 0)),
-            half_variance=jnp.mean(energies),
-            shared=adaptive.covariance(form, gram, n, plan, shifts, weights),
-            # Tests share the basis: coverage in `benchmarks/choice.py`.
-            freedom=h / 2,
-        )
         # The plan being fixed, the value is linear in the form. Its coefficients K, with
         # `value = sum_ab K_ab v_a^* A v_b`, have `E[V K^T V^*] = I`.
+        _, transpose, _ = jax.vjp(
+            lambda form: adaptive.test_samples(form, gram, n, plan), form, has_aux=True
+        )
         (K,) = transpose(weights.astype(form.dtype))
         stats = {
             "num_matvecs": k,
@@ -114,7 +107,47 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         }
         V = tall.side_by_side(W, X)
         error = bar.standard_error * jnp.real(unit)
-        return bar.mean * unit, error, stats, (V, tall.combine(V, K.conj()))
+        blocks = PlannedBlocks([(V, tall.combine(V, K.conj()))], gram, plan)
+        return bar.mean * unit, error, stats, blocks
+
+
+class PlannedBlocks(Blocks):
+    """The blocks of tests whose plan was made."""
+
+    gram: Inexact[Array, "k k"]
+    plan: adaptive.Plan
+
+    def __init__(self, pairs, gram, plan):
+        super().__init__(pairs)
+        self.gram, self.plan = gram, plan
+
+    def bar(self, V, W, n):
+        h = len(self.plan.uses_basis)
+        unit = tall.power_of_two_scale(W)
+        VW = tall.inner(V, W / unit.astype(W.dtype))
+        form = _form(jnp.diagonal(VW)[:h], VW[:h, h:], VW[h:, :h], VW[h:, h:])
+        # Of tests that agree by chance: no more than of those that don't see a diagonal.
+        energies = squares(VW[:h, h:])
+        bar = _bar(form, self.gram, n, self.plan, jnp.mean(energies))
+        return ErrorBar(
+            unit * bar.mean, unit * bar.standard_error, bar.degrees_of_freedom
+        )
+
+
+def _bar(form, gram, n: int, plan: adaptive.Plan, half_variance) -> ErrorBar:
+    """The error bar of a form by tests whose plan is made."""
+    h, weights = len(plan.uses_basis), adaptive.sample_weights(plan)
+    samples, shifts = adaptive.test_samples(form, gram, n, plan)
+    sizes = jnp.abs(jnp.diagonal(form))
+    return weighted_bar(
+        samples,
+        weights,
+        jnp.mean(sizes[:h]) + jnp.sum(jnp.where(plan.in_basis, sizes[h:], 0)),
+        half_variance=half_variance,
+        shared=adaptive.covariance(form, gram, n, plan, shifts, weights),
+        # Tests share the basis: coverage in `benchmarks/choice.py`.
+        freedom=h / 2,
+    )
 
 
 def _form(

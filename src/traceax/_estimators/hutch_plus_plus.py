@@ -2,9 +2,15 @@
 
 from typing import ClassVar
 
+import equinox as eqx
 import jax.numpy as jnp
 
-from .._accuracy.error_bar import gram_of, independent_samples, moments_bar
+from .._accuracy.error_bar import (
+    ErrorBar,
+    gram_of,
+    independent_samples,
+    moments_bar,
+)
 from .._accuracy.moments import add_samples, empty_moments
 from .._base import TraceEstimator
 from .._deflation import average
@@ -18,6 +24,7 @@ from .._linalg.tall import (
     side_by_side,
 )
 from .._operators.block import apply_block
+from .._primitive import Blocks
 from .._samplers import RademacherSampler, Sampler, check_sampler
 
 
@@ -90,9 +97,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
         inside = inner(Q, Psi)
         G, AG = Psi - combine(Q, inside), APsi - combine(AQ, inside)
         if isinstance(functional, Trace):
-            exact = column_dots(Q, AQ)
-            samples, norms = column_dots(G, AG), column_norms(AG)
-            bar = independent_samples(samples, norms, gram_of(G, AG), exact)
+            bar = _bar(G, AG, column_dots(Q, AQ))
         else:
             moments = empty_moments(functional, n, dtype)
             bar = moments_bar(add_samples(moments, functional, G, AG, 0), num_tests)
@@ -103,7 +108,26 @@ class HutchPlusPlusEstimator(TraceEstimator):
         }
         value = functional.pair(Q, AQ) + bar.mean
         blocks = side_by_side(Q, G), side_by_side(Q, G / num_tests)
-        return value, bar.standard_error, stats, blocks
+        return value, bar.standard_error, stats, SketchedBlocks([blocks], m)
+
+
+class SketchedBlocks(Blocks):
+    """The blocks `[Q, G]`, Q of so many columns."""
+
+    rank: int = eqx.field(static=True)
+
+    def __init__(self, pairs, rank: int):
+        super().__init__(pairs)
+        self.rank = rank
+
+    def bar(self, V, W, n):
+        exact = column_dots(V[:, : self.rank], W[:, : self.rank])
+        return _bar(V[:, self.rank :], W[:, self.rank :], exact)
+
+
+def _bar(G, AG, exact) -> ErrorBar:
+    samples, norms = column_dots(G, AG), column_norms(AG)
+    return independent_samples(samples, norms, gram_of(G, AG), exact)
 
 
 def _sketch_size(k: int, known: int, tested: int) -> int:

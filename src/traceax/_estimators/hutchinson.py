@@ -24,13 +24,15 @@ from .._accuracy.moments import (
     off_diagonal_size,
 )
 from .._arguments import check_optional_integer, without_numpy
+from .._estimate import SLOPES
 from .._functional import Trace
 from .._growing import GrowingEstimator
 from .._linalg.pairs import active_units
 from .._linalg.tall import column_dots, column_norms
 from .._operators.block import Space, columns_at_once
-from .._primitive import Columns
+from .._primitive import Columns, derived
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
+from .._state import TraceState
 
 
 class TraceSamples(NamedTuple):
@@ -204,7 +206,7 @@ class HutchinsonEstimator(GrowingEstimator):
         space, room = state.space, _room(buffers)
         chunk = self._chunk(space.size)
         probes = Probes(state.key, self.sampler, count, room, chunk, space)
-        once = probes.size >= room and isinstance(count, int)
+        once = probes.size >= room and isinstance(count, int) and not SLOPES.value
         # What is differentiated of rounds is not A V.
         return [probes.chunk(0)] if once and self.sampler.round_size == 1 else probes
 
@@ -283,6 +285,17 @@ class Probes(Columns):
 
     def product(self, operator, V):
         return self.sampler._apply(operator, V)
+
+    def slope(self, state, tangent):
+        if not jtu.tree_leaves(tangent.operator):
+            return None
+        # Linear in the operator: that of dA, by the same probes.
+        estimator = HutchinsonEstimator(self.sampler, self.size)
+        operator = derived(state.operator, tangent.operator)
+        part = TraceState(state.key, operator, functional=state.functional)
+        buffers = estimator.begin(part, self.most)
+        buffers = estimator.grow(part, buffers, 0, self.most)
+        return tuple(estimator.judge(part, buffers, self.count)[0])
 
     def chunk(self, start):
         V = self.sampler._draw_range(self.key, start, self.size, self.most, self.space)

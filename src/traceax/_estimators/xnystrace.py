@@ -19,6 +19,7 @@ from .._operators.block import (
     is_semidefinite,
 )
 from .._samplers import NormalSampler, Sampler, check_sampler
+from .._slope import LeaveOneOutBlocks
 
 
 class XNysTraceBuffers(NamedTuple):
@@ -122,4 +123,5 @@ class XNysTraceEstimator(GrowingEstimator):
 
     def stand_in(self, state, buffers, count):
         probes = make_probe_set(buffers.U, count, self.resphere)
-        return stand_in(buffers.U, buffers.T, buffers.AU, probes)
+        pairs, loo = stand_in(buffers.U, buffers.T, buffers.AU, probes)
+        return LeaveOneOutBlocks(pairs, loo, count)

@@ -21,6 +21,7 @@ from .._linalg.pairs import make_probe_set
 from .._linalg.tall import column_dots, extend, inner
 from .._operators.block import apply_block, is_hermitian
 from .._samplers import NormalSampler, Sampler, check_sampler
+from .._slope import LeaveOneOutBlocks
 
 
 class XTraceBuffers(NamedTuple):
@@ -132,7 +133,7 @@ class XTraceEstimator(GrowingEstimator):
 
     def stand_in(self, state, buffers, count):
         loo = self._left_out(buffers, count)
-        return stand_in(buffers.Omega, buffers.Q, loo)
+        return LeaveOneOutBlocks(stand_in(buffers.Omega, buffers.Q, loo), loo, count)
 
     def _left_out(self, buffers: XTraceBuffers, count) -> LeaveOneOut:
         probes = make_probe_set(buffers.Q, count, self.resphere)

@@ -166,14 +166,27 @@ def leave_one_out_traces(
     Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding
     (the block has lost rank) t is rounding, and so is what A does on it.
     """
-    probes, R, S, X, a, left, basis = loo
+    R, X, basis = loo.R, loo.X, loo.basis
     if basis is not None:
         H = matmul(basis.conj().T, matmul(H, basis))
         T = matmul(basis.conj().T, T)
-    HS = matmul(H, S)
-    L = R - matmul(H, X)  # column i is Q^* A g_i
-    K = T - matmul(H.conj().T, X)  # column i is (g_i^* A Q)^*
+    L = R - matmul(H, X)
+    K = T - matmul(H.conj().T, X)
     quadratics = forms - jnp.sum(T.conj() * X + X.conj() * L, axis=0)
+    return leave_one_out_forms(H, L, K, quadratics, loo)
+
+
+def leave_one_out_forms(
+    H: Inexact[Array, "m m"],
+    L: Inexact[Array, "m m"],
+    K: Inexact[Array, "m m"],
+    quadratics: Inexact[Array, " m"],
+    loo: LeaveOneOut,
+) -> PairedSamples:
+    """The same, linear in `H = Q^* A Q`, `L = Q^* A G`, `K = Q^* A^* G` and `g_i^* A g_i`,
+    of the changed basis."""
+    probes, _, S, X, a, left, _ = loo
+    HS = matmul(H, S)
     on_s = column_dots(S, HS)
     on_range = jnp.trace(H) - on_s
     tested = a.astype(H.dtype) * quadratics

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
 from .._functional import Functional
-from .leave_one_out import leave_one_out, left_out_of_dependent
+from .leave_one_out import LeaveOneOut, leave_one_out, left_out_of_dependent
 from .leave_one_out import stand_in as leave_one_out_stand_in
 from .pairs import PairedSamples, ProbeSet, all_pairs, neighbour_pairs
 from .small import divisor, frobenius, inverse_root, matmul, squares
@@ -163,7 +163,7 @@ def stand_in(
     T: Inexact[Array, "k k"],
     AU: Inexact[Array, "n k"],
     probes: ProbeSet,
-) -> list[tuple[Inexact[Array, "n k"], Inexact[Array, "n k"]]]:
+) -> tuple[list[tuple[Inexact[Array, "n k"], Inexact[Array, "n k"]]], LeaveOneOut]:
     """Blocks V, Z of the form that XTrace has, from the range of `A Omega`, `Omega = U T`.
 
     The Nystrom factor itself is not differentiated.
@@ -174,7 +174,7 @@ def stand_in(
         Q = jnp.where(probes.active[None, :], Q, 0)
     W, sizes = inner(Q, Omega), jnp.real(column_dots(Omega, Omega))
     loo = leave_one_out(W, sizes, matmul(R, T), probes)
-    return leave_one_out_stand_in(Omega, Q, loo)
+    return leave_one_out_stand_in(Omega, Q, loo), loo
 
 
 def nystrom_sums(

@@ -35,19 +35,12 @@ from .._linalg.krylov import RitzPairs, arnoldi, lanczos
 from .._linalg.small import divisor, eigh, matmul, squares
 from .._linalg.tall import combine, inner, largest_entry, orthonormalise
 from .._operators.block import apply_block
+from .._primitive import product_tangent
 from .function import HIDDEN, SpectralFunction, derivative, divided_differences, final
 from .ritz import ritz_values
 
 # Columns that are multiplied at once where their number is known at run time only.
 _CHUNK = 64
-
-
-def product_tangent(
-    operator: lx.AbstractLinearOperator, t_operator: PyTree, V: Inexact[Array, "n p"]
-) -> Inexact[Array, "n p"] | None:
-    """`dA V`, of a fixed V. `None` stands for 0."""
-    V = jax.lax.stop_gradient(V)
-    return eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (t_operator,))[1]
 
 
 def product_tangents(
