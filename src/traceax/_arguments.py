@@ -67,12 +67,12 @@ def known_number(x: Any) -> float | None:
 
 def check_key(key: Any, where: str) -> Key[Array, ""]:
     """A single typed key from a typed or legacy key."""
-    if isinstance(key, jax.Array | np.ndarray):
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
-            return key
-        if key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
-            with contextlib.suppress(TypeError, ValueError):
-                return jax.random.wrap_key_data(jnp.asarray(key))
+    is_array = isinstance(key, jax.Array | np.ndarray)
+    if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+        return jnp.asarray(key)
+    if is_array and key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
+        with contextlib.suppress(TypeError, ValueError):
+            return jax.random.wrap_key_data(jnp.asarray(key))
     raise TypeError(
         f"{where}: key must be a single key, got {kind_of(key)}; make one with "
         "jax.random.key(0), split several with jax.random.split and use jax.vmap over "
@@ -112,8 +112,8 @@ def check_budget(k: Any, where: str) -> int:
 
 
 def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
-    """`k` as a positive Python int. Left out, with a tolerance, `most_products`, or 2 n where
-    n is at most 1,000: the last n give the exact answer.
+    """`k` as a positive Python int. Left out, with a tolerance, `most_products`, or 2 n
+    where n is at most 1,000: the last n give the exact answer.
     """
     if k is not None:
         return check_budget(k, where)

@@ -23,12 +23,10 @@ Active = Bool[Array, " m"] | None
 
 # Probes that the skewness is estimated from, for n x 16 x 16 operations at most; chosen.
 GRAM_PROBES = 16
-# Errors of rounding in units of eps and of what is added up: measured on estimates that had
-# converged, without a script.
+# Rounding in units of eps and of what is added up, measured on estimates that had converged.
 _ROUNDING = 4
-# Share of the variance that ties hide below which a sample variance is a tie's; chosen. And
-# where what is off the diagonal was measured: two samples are within a tenth of each other by
-# chance in 4 % of cases.
+# Share of the variance that ties hide below which a sample variance is a tie's; chosen. Less
+# where what is off the diagonal was measured, as two samples are near by chance.
 _TIE_SHARE, _TIE_SHARE_OFF_DIAGONAL = 0.01, 1e-4
 # In 1/nu of leave-one-out samples, the weights of 1/(m-1) and of J, by the coverage of 95 %
 # intervals.
@@ -119,9 +117,7 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     return ErrorBar(jnp.sum(means), unit * jnp.sqrt(variance), freedom)
 
 
-def gram_of(
-    probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]
-) -> Inexact[Array, "g g"]:
+def gram_of(probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]) -> Array:
     """The Gram matrix `w_i^* A w_j` of the first `GRAM_PROBES` probes."""
     return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
 
@@ -244,13 +240,13 @@ def weighted_bar(
 
 
 def _untie(variance, largest, m, share: ArrayLike = _TIE_SHARE) -> Array:
-    """Sample variance of m samples; where they agree, `2^(1 - m)` of the largest possible."""
+    """Sample variance of m samples; where they agree, `2^(1 - m)` of the largest."""
     tied = jnp.exp2(1.0 - m) * largest
     return jnp.where(variance < share * tied, tied, variance)
 
 
 def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
-    """Error bar by the variance of `mean / unit` and by `1 / nu`, of which at most 1 counts."""
+    """Error bar by the variance of `mean / unit` and by `1 / nu`, at most 1."""
     # The root of an estimated variance is too small on average, by 1 - 1 / (4 nu).
     inverse_freedom = jnp.minimum(inverse_freedom, 1)
     error = unit * jnp.sqrt(variance) * (1 + inverse_freedom / 4)
@@ -266,6 +262,6 @@ def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> Err
 
 
 def _unknown(mean: Inexact[Array, "*g"]) -> ErrorBar:
-    """Error bar of a single sample: infinite, with 0 degrees of freedom."""
+    """Error bar of a single sample."""
     real = jnp.finfo(mean.dtype).dtype
     return ErrorBar(mean, jnp.full((), jnp.inf, real), jnp.zeros((), real))

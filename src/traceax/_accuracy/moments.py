@@ -35,8 +35,10 @@ def add_samples(
     products: Inexact[Array, "n c"],
     count: ArrayLike,
 ) -> Moments:
-    """The moments of `count` samples and c more (Chan, Golub and LeVeque, "Algorithms for
-    Computing the Sample Variance", Am. Stat. 37 (1983), doi:10.1080/00031305.1983.10483115).
+    """The moments of `count` samples and c more.
+
+    Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance", Am. Stat. 37
+    (1983), doi:10.1080/00031305.1983.10483115.
     """
     c = probes.shape[1]
     unit = jnp.where(moments.unit == 0, power_of_two_scale(products), moments.unit)
@@ -91,7 +93,7 @@ def skewness_term(gamma_squared: ArrayLike, m: ArrayLike) -> Float[Array, "*g"]:
 
 
 def power_sums(deviations: Inexact[Array, "*g m"]) -> tuple[list[Array], list[Array]]:
-    """Sums of squares and sums of cubes, each of real parts and, if any, imaginary parts."""
+    """Sums of squares and of cubes, each of real parts and, if any, imaginary parts."""
     parts = [jnp.real(deviations)]
     if jnp.iscomplexobj(deviations):
         parts.append(jnp.imag(deviations))

@@ -75,17 +75,15 @@ class Stop(eqx.Module):
         half_width = jnp.where(error == 0, 0, quantile * scaled)
         # The loop's value may be known to be real where the whole is not.
         dtype = np.result_type(bar.mean.dtype, self.factor.dtype, self.offset.dtype)
-        parts = (x.astype(dtype) for x in (self.factor, self.offset, bar.mean))
-        factor, offset, mean = parts
-        size = jnp.abs(factor * mean + offset).astype(error.dtype)
+        value = self.factor.astype(dtype) * bar.mean.astype(dtype)
+        size = jnp.abs(value + self.offset.astype(dtype)).astype(error.dtype)
         rtol, atol = self.rtol.astype(error.dtype), self.atol.astype(error.dtype)
         if self.norm == "largest":
             half_width, size = jnp.max(half_width), jnp.max(size)
         elif self.norm == "root mean square":
             half_width, size = (root_mean_square(x) for x in (half_width, size))
         allowed = atol + rtol * size
-        ratio = half_width / jnp.where(allowed > 0, allowed, 1)
-        ratio = jnp.where(allowed > 0, ratio, jnp.inf)
+        ratio = jnp.where(allowed > 0, half_width / divisor(allowed), jnp.inf)
         ratio = jnp.where(half_width == 0, 0, ratio)
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
@@ -147,9 +145,8 @@ def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Scalar:
     number = not (isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x))
     what, hint = f"{name} must be a real number", "write 1e-2 for two digits"
     require(number, where, what, f"{x!r}", hint, TypeError)
-    known = not isinstance(x, jax.core.Tracer)
-    if known and not 0 <= float(np.asarray(x)) < math.inf:
-        raise ValueError(f"{where}: {name} must be finite and not negative, got {x}.")
+    right = isinstance(x, jax.core.Tracer) or 0 <= float(np.asarray(x)) < math.inf
+    require(right, where, f"{name} must be finite and not negative", f"{x}", hint)
     return jnp.asarray(x).astype(jnp.finfo(dtype).dtype)
 
 
@@ -195,9 +192,7 @@ class Loop(eqx.Module):
     next_check: Count  # the number from which on they are checked again
     check: Check  # the last one
     forecast: Forecast  # after it
-    done: Bool[
-        Array, ""
-    ]  # whether it met the tolerance, or had a value that isn't finite
+    done: Bool[Array, ""]  # whether it met the tolerance, or its value isn't finite
     meter: Any
 
 
@@ -290,7 +285,7 @@ def products_of_loop(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
 
 
 def step_width(limit: int, minimum: int) -> int:
-    """Units in a step, from `minimum` to less than twice that, which leave the fewest over."""
+    """Units in a step, `minimum` to less than twice that, which leave the fewest over."""
     if limit < 2 * minimum:
         return max(limit, 1)
     return min(range(minimum, 2 * minimum), key=lambda width: limit % width)

@@ -70,9 +70,7 @@ def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
     return Arnoldi(put(basis, Q, start), factor, product(Q))
 
 
-def arnoldi_factor(
-    run: Arnoldi, steps: Steps
-) -> tuple[Inexact[Array, "k km"], Inexact[Array, "m m"]]:
+def arnoldi_factor(run: Arnoldi, steps: Steps) -> tuple[Array, Array]:
     """H after so many steps, zeros beyond; and R."""
     basis, factor, pending = run
     last, start = inner(basis, pending), steps * pending.shape[1]
@@ -99,9 +97,7 @@ def _triangular_factor(block: Block) -> Inexact[Array, "m m"]:
     return R
 
 
-def arnoldi(
-    product: Product, start: Block, steps: int
-) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k km"], Inexact[Array, "m m"]]:
+def arnoldi(product: Product, start: Block, steps: int) -> tuple[Array, Array, Array]:
     """K, H and R of any operator, in `m * steps <= n` products and O(n k^2) time."""
     run = arnoldi_start(start, steps)
     run = jax.lax.fori_loop(0, steps, lambda j, run: arnoldi_step(product, run, j), run)
@@ -213,9 +209,7 @@ class RitzPairs(eqx.Module):
     `D = probes probes^*` has `E[V D V^*] = I`.
     """
 
-    basis: Inexact[
-        Array, "n p"
-    ]  # K; the first `width` columns span the starting vectors
+    basis: Inexact[Array, "n p"]  # K; its first `width` columns span the first block
     values: Float[Array, " p"]
     vectors: Inexact[Array, "p p"]  # S; the Ritz vectors are V = K S
     probes: Inexact[Array, "p m"]

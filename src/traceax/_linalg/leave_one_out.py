@@ -51,15 +51,13 @@ class ProbeSet(NamedTuple):
 
 
 def make_probe_set(
-    block: Inexact[Array, "n room"], count: int | Int[Array, ""], resphere: bool
+    block: Block, count: int | Int[Array, ""], resphere: bool
 ) -> ProbeSet:
     n, room = block.shape
     return ProbeSet(n, room, active_units(room, count), resphere)
 
 
-def active_units(
-    room: int, count: int | Int[Array, ""]
-) -> Bool[Array, " {room}"] | None:
+def active_units(room: int, count: int | Int[Array, ""]) -> Active:
     """Which of the units that buffers have room for are taken; `None` for all."""
     if isinstance(count, int):
         return None
@@ -101,14 +99,12 @@ def all_pairs(
 
 def neighbour_pairs(
     samples: Inexact[Array, "*g m"],
+    # Every sample i with probe j_i left out as well, given j.
     without_partner: Callable[[Int[Array, " m"]], Inexact[Array, "*g m"]],
     active: Active,
     dimension: ArrayLike | None = None,
 ) -> PairedSamples:
-    """Samples with the next one as partner, the first being next to the last.
-
-    `without_partner(j)` is every sample i with probe `j_i` left out as well.
-    """
+    """Samples with the next one as partner, the first being next to the last."""
     m = samples.shape[-1]
     position = jnp.arange(m, dtype=jnp.int32)
     is_active = jnp.ones(m, bool) if active is None else active

@@ -11,7 +11,7 @@ so every space without one or two probes is found by block Lanczos on T, without
 | Y | (k, p), p = (q + m - 1) s | orthonormal basis of a space without one or two probes; zero columns where it is smaller |
 | g | (k,) | along `(I - Y Y^*) omega_i`, of a probe i left out |
 
-Everywhere fewer steps may be taken than T and omega, which are 0 beyond, have room for.
+Fewer steps may be taken than T and omega, which are 0 beyond, have room for.
 """
 
 import operator as op

@@ -152,7 +152,7 @@ def _complements(factor: NystromFactor):
 def stand_in(
     U: Block, T: Square, AU: Block, probes: ProbeSet
 ) -> list[tuple[Block, Block]]:
-    """Blocks V, Z of the form that XTrace has, from the range of `A Omega`, `Omega = U T`."""
+    """Blocks V, Z as those of XTrace, from the range of `A Omega`, `Omega = U T`."""
     Omega = combine(U, T)
     Q, R = orthonormalise(AU)
     if probes.active is not None:

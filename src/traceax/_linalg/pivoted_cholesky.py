@@ -51,9 +51,7 @@ class Pivots(NamedTuple):
 
     indices: Int[Array, " most"]  # -1 behind the last one
     residual_trace: Float[Array, ""]  # of K' - F F^*
-    semidefinite: Bool[
-        Array, ""
-    ]  # whether the diagonal of K' and residuals are positive
+    semidefinite: Bool[Array, ""]  # whether its diagonal and residuals aren't negative
     finite: Bool[Array, ""]  # whether the diagonal and the columns that were read are
 
 
@@ -102,18 +100,15 @@ def choose(
         gains = jnp.sum(squares(new), axis=0)
         count = jnp.sum(accepted, dtype=jnp.int32)
         alone = count.astype(real) * jnp.mean(residual)
-        # Not where NaN is.
-        worthwhile = ~(jnp.sum(gains) < _GAIN * alone)
+        worthwhile = ~(jnp.sum(gains) < _GAIN * alone)  # also where NaN is
         accepted, new = accepted & worthwhile, jnp.where(worthwhile, new, 0)
         gains, count = jnp.where(worthwhile, gains, 0), jnp.where(worthwhile, count, 0)
         # Those accepted come first. The next round writes over the others.
         order = jnp.argsort(~accepted, stable=True)
         drawn_now = jnp.where(accepted, drawn, -1)[order]
         put = jax.lax.dynamic_update_slice_in_dim
-        rows, indices = (
-            put(rows, new[order], number, 0),
-            put(indices, drawn_now, number, 0),
-        )
+        rows = put(rows, new[order], number, 0)
+        indices = put(indices, drawn_now, number, 0)
         # As computed anew: a round accepts the first candidate or strikes it out.
         residual = residual.at[drawn].min(jnp.real(jnp.diagonal(H)))
         residual = residual - gains
@@ -121,9 +116,8 @@ def choose(
         # NaN and infinity stay.
         residual = jnp.where(residual <= floor, 0, residual)
         residual = residual.at[jnp.where(accepted, drawn, n)].set(0, mode="drop")
-        return _Search(
-            key, rows, indices, residual, number + count, semidefinite, worthwhile
-        )
+        number = number + count
+        return _Search(key, rows, indices, residual, number, semidefinite, worthwhile)
 
     def needs_more(search: _Search) -> Bool[Array, ""]:
         mean = jnp.mean(search.residual)

@@ -66,7 +66,8 @@ def eigh(matrix: Inexact[Array, "k k"]) -> tuple[Float[Array, " k"], Array]:
 @sequential_vmap
 def svd(matrix: Inexact[Array, "k m"]) -> tuple[Array, Float[Array, " k"], Array]:
     """`U`, singular values, descending, and `V^*`; the thin factors."""
-    return jnp.linalg.svd(matrix, full_matrices=False)
+    u, values, vh = jnp.linalg.svd(matrix, full_matrices=False)
+    return u, values, vh
 
 
 @sequential_vmap

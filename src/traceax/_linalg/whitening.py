@@ -39,9 +39,7 @@ class Whitening(eqx.Module):
     num_columns: Int[Array, ""]  # how many pivots take part
     trace: Float[Array, ""]  # tr N^-1 K
     residual_trace: Float[Array, ""]  # tr N^-1 (K - F F^*)
-    semidefinite: Bool[
-        Array, ""
-    ]  # whether the diagonal of K, K[S, S] and residuals are
+    semidefinite: Bool[Array, ""]  # whether the diagonal of K, K[S, S], residuals are
 
     def rotate(self, block: Block) -> Array:  # W V
         return block - combine(self.basis, matmul(self.core, inner(self.basis, block)))
