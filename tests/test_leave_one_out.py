@@ -10,15 +10,16 @@ from helpers import as_operator, assert_close, draw, matrix, rounding
 
 import traceax as tx
 from traceax._accuracy.error_bar import leave_one_out_bar
-from traceax._accuracy.skewness import gram_squared_skewness
+from traceax._accuracy.moments import gram_squared_skewness
 from traceax._linalg.leave_one_out import (
+    ProbeSet,
+    all_pairs,
     leave_one_out,
     leave_one_out_traces,
     stand_in,
 )
 from traceax._linalg.nystrom import nystrom_factor, nystrom_traces
 from traceax._linalg.nystrom import stand_in as nystrom_stand_in
-from traceax._linalg.pairs import ProbeSet, all_pairs
 from traceax._linalg.tall import column_dots, inner, orthonormalise
 from traceax._operators.block import apply_block
 

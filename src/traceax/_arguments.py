@@ -1,7 +1,6 @@
 """Checks of keys, budgets and numbers, in the words of error messages."""
 
-import importlib.util
-import operator as op
+import contextlib
 from typing import Any
 
 import equinox as eqx
@@ -43,31 +42,14 @@ def require(
     hint: str,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raises `error` unless the condition holds.
-
-    The message says what must hold, what was got (a string stands as it is, anything else
-    is described) and what to do.
-    """
+    """Raises `error` unless the condition holds; a string that was got stands as it is."""
     if not condition:
         got = got if isinstance(got, str) else kind_of(got)
         raise error(f"{where}: {what}, got {got}; {hint}.")
 
 
-def check_installed(module: str, where: str) -> None:
-    """Refuses to go on without a module that only an extra installs."""
-    what, hint = (
-        f"{module} must be installed",
-        f"install it with `pip install {module}`",
-    )
-    spec = importlib.util.find_spec(module)
-    require(spec, where, what, "no such module", hint, ImportError)
-
-
 def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:
-    """Refuses what isn't a real number, Python's, NumPy's or JAX's, which may be traced.
-
-    Raises `TypeError` for what is no number, `ValueError` for arrays and complex ones.
-    """
+    """Refuses what isn't a real number, which may be traced."""
     message = f"{where}: {name} must be a real scalar, got {kind_of(x)}; {hint}"
     numbers = int | float | complex | np.number | np.ndarray | jax.Array
     if isinstance(x, bool) or not isinstance(x, numbers):
@@ -85,19 +67,14 @@ def known_number(x: Any) -> float | None:
 
 def check_key(key: Any, where: str) -> Key[Array, ""]:
     """A single typed key from a typed or legacy key."""
-    got = kind_of(key)
-    if isinstance(key, jax.Array | np.ndarray):
-        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            if key.shape == ():
-                return key if isinstance(key, jax.Array) else jnp.asarray(key)
-            got = f"an array of keys of shape {key.shape}"
-        elif key.dtype == jnp.uint32 and key.ndim == 1 and key.shape[0] in (2, 4):
-            try:
-                return jax.random.wrap_key_data(jnp.asarray(key))
-            except (TypeError, ValueError):
-                got = f"uint32 key data of shape {key.shape}"
+    is_array = isinstance(key, jax.Array | np.ndarray)
+    if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+        return jnp.asarray(key)
+    if is_array and key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
+        with contextlib.suppress(TypeError, ValueError):
+            return jax.random.wrap_key_data(jnp.asarray(key))
     raise TypeError(
-        f"{where}: key must be a single key, got {got}; make one with "
+        f"{where}: key must be a single key, got {kind_of(key)}; make one with "
         "jax.random.key(0), split several with jax.random.split and use jax.vmap over "
         "them. It is the first argument."
     )
@@ -125,51 +102,33 @@ def check_budget(k: Any, where: str) -> int:
             f"{where}: k must be a Python int known at trace time, got a traced value; "
             "pass it as a static argument."
         )
-    if isinstance(k, bool | np.bool_):
-        raise TypeError(
-            f"{where}: k must be an integer, got the boolean {k}; pass the number of "
-            "matrix-vector products that may be used."
-        )
-    try:
-        if isinstance(k, jax.Array):
-            raise TypeError
-        budget = op.index(k)
-    except TypeError:
-        raise TypeError(
-            f"{where}: k must be a Python int, got {k!r} of type {type(k).__name__}; "
-            "pass the number of matrix-vector products that may be used, for example "
-            "int(k)."
-        ) from None
-    if budget < 1:
-        raise ValueError(
-            f"{where}: k must be at least 1, got {budget}; it is the number of "
-            "matrix-vector products that may be used."
-        )
-    return budget
+    hint = "pass the number of matrix-vector products that may be used, int(k) say"
+    what = "k must be a Python int"
+    got = f"the boolean {k}" if isinstance(k, bool | np.bool_) else kind_of(k)
+    integer = isinstance(k, int | np.integer) and not isinstance(k, bool)
+    require(integer, where, what, got, hint, TypeError)
+    require(k >= 1, where, "k must be at least 1", f"{k}", hint)
+    return int(k)
 
 
 def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
-    """`k` as a positive Python int.
-
-    Left out, with a tolerance, it is 1,000 products, and fewer where blocks of 2^27 entries
-    are full before; 2 n where n is at most 1,000: the last n give the exact answer.
+    """`k` as a positive Python int. Left out, with a tolerance, `most_products`, or 2 n
+    where n is at most 1,000: the last n give the exact answer.
     """
     if k is not None:
         return check_budget(k, where)
-    if tolerance is None:
-        raise TypeError(
-            f"{where}: k must be a Python int unless rtol or atol is given, or the estimate "
-            "has a bracket (traceax.KrylovAwareEstimator, of an operator that is tagged "
-            "positive semidefinite, or lower=, and a monotone function), got None of type "
-            "NoneType; pass the number of matrix-vector products that may be used."
-        )
-    if n <= _MOST_OF_CAP:
-        return max(1, 2 * n)
-    return most_products(n)
+    what = "k must be a Python int unless rtol or atol is given, or the estimate has a "
+    what += (
+        "bracket (traceax.KrylovAwareEstimator, of an operator that is tagged positive "
+    )
+    what += "semidefinite, or lower=, and a monotone function)"
+    hint = "pass the number of matrix-vector products that may be used"
+    require(tolerance is not None, where, what, k, hint, TypeError)
+    return max(1, 2 * n) if n <= _MOST_OF_CAP else most_products(n)
 
 
 def most_products(n: int) -> int:
-    """The most products that are taken where no budget is given."""
+    """1,000 products, and fewer where blocks of 2^27 entries are full before."""
     return min(_MOST_OF_CAP, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // max(n, 1)))
 
 
@@ -184,12 +143,7 @@ def check_optional_integer(
     """Refuses what is neither `None` nor an integer of at least so much."""
     if given is None:
         return
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise TypeError(
-            f"{where}: {name} must be an int or None, got {given!r} of type "
-            f"{type(given).__name__}; it is {what}."
-        )
-    if given < least:
-        raise ValueError(
-            f"{where}: {name} must be at least {least}, got {given}; it is {what}."
-        )
+    hint, got = f"it is {what}", kind_of(given)
+    integer = isinstance(given, int) and not isinstance(given, bool)
+    require(integer, where, f"{name} must be an int or None", got, hint, TypeError)
+    require(given >= least, where, f"{name} must be at least {least}", f"{given}", hint)

@@ -8,7 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Inexact, Int
+from jaxtyping import Array, ArrayLike, Bool, Int
 
 from ._arguments import kind_of, require
 from ._colours import Colours
@@ -27,14 +27,11 @@ class ColouredSampler(Sampler):
 
         sum_c s_r^* P_c A P_c s_r = s_r^* B s_r,    B = sum_c P_c A P_c,
 
-    sees nothing of what A couples between different colours: it is Hutchinson's of B, of
-    the same trace and diagonal. It is unbiased for any A, and exact, with signs, where A
-    couples no two unknowns of one colour.
+    is Hutchinson's of B, of the same trace and diagonal. It is unbiased for any A, and
+    exact, with signs, where A couples no two unknowns of one colour.
 
     *Use when* entries far apart are zero or small: sparse matrices, Jacobians of
-    block-hollow networks, functions and inverses of stencils. The error falls with the
-    distance at which colours repeat. There is nothing to gain where correlations are longer
-    than that.
+    block-hollow networks, functions and inverses of stencils.
 
     | | |
     |---|---|
@@ -45,8 +42,7 @@ class ColouredSampler(Sampler):
     | variance | of m rounds of signs, A real symmetric: `2 (|B|_F^2 - sum_i A_ii^2) / m` |
     | error bar | from rounds: unknown (NaN) of one that isn't exact, m - 1 degrees of freedom of m |
 
-    Other estimators need probes that are isotropic each on its own, and refuse it. So
-    does [`traceax.trace`][] a budget that is no whole number of rounds.
+    Other estimators need probes that are isotropic each on its own, and refuse it.
 
     **Arguments:**
 
@@ -54,19 +50,11 @@ class ColouredSampler(Sampler):
         occur, in the flattened order of the operator's input; or [`traceax.Colours`][], of
         [`traceax.colour`][] or [`traceax.lattice_colours`][].
     - `exact`: whether the operator couples no two unknowns of one colour, so that the error
-        bar is that of rounding. By default what `Colours` say, else `False`. It is
-        believed, unless rounds differ, whose error bar is then that of samples. Colours of
-        A at distance 1 are exact of A, and say nothing of its inverse, for which pass
-        `exact=False`. Functions of A by Lanczos quadrature are never taken for exact.
-    - `sampler`: of the `s_r`; [`traceax.RademacherSampler`][] by default, which `exact`
-        needs. `traceax.NormalSampler()` for normals.
+        bar is that of rounding, unless rounds differ. By default what `Colours` say, else
+        `False`. Colours of A at distance 1 say nothing of its inverse, for which pass
+        `exact=False`. Functions by Lanczos quadrature are never taken for exact.
+    - `sampler`: of the `s_r`; [`traceax.RademacherSampler`][], which `exact` needs.
     - `num_colours`: p, an attribute.
-
-    **Raises:**
-
-    - `TypeError` for colours that are no integers or are traced, `ValueError` if one between
-        0 and p - 1 is missing, for another length than that of the operator's vectors, and for an inverse
-        or a function of an operator where `Colours` say that they are exact.
 
     **Reference:** Tang and Saad, "A probing method for computing the diagonal of a matrix
     inverse", Numer. Linear Algebra Appl. 19 (2012), doi:10.1002/nla.779; Frommer, Rinelli
@@ -86,9 +74,11 @@ class ColouredSampler(Sampler):
         exact: bool | None = None,
         sampler: Sampler = _SIGNS,
     ):
-        known = colours.exact if isinstance(colours, Colours) else False
-        index = colours.labels if isinstance(colours, Colours) else colours
-        self.colours, self.num_colours = _checked(index)
+        known = isinstance(colours, Colours) and colours.exact
+        self.colours = _checked(
+            colours.labels if isinstance(colours, Colours) else colours
+        )
+        self.num_colours = int(self.colours.max()) + 1
         self.exact = known if exact is None else exact
         self._of_pattern = known and exact is None
         self.sampler = sampler
@@ -120,23 +110,22 @@ class ColouredSampler(Sampler):
         return self.exact
 
     def check(self, operator, where):
-        if self._of_pattern and has_part(operator, Dense):
-            raise ValueError(
-                f"{where}: colours of a pattern are exact of operators of that pattern, "
-                "got an inverse or a function of an operator; pass "
-                "traceax.ColouredSampler(colours, exact=False), or exact=True if they "
-                "separate what that couples."
-            )
+        what = "colours of a pattern are exact of operators of that pattern"
+        hint = (
+            "pass traceax.ColouredSampler(colours, exact=False), or exact=True if they "
+        )
+        hint += "separate what that couples"
+        got = "an inverse or a function of an operator"
+        wrong = self._of_pattern and has_part(operator, Dense)
+        require(not wrong, where, what, got, hint)
 
     def sample(self, key, n, k, dtype):
-        """Probe j is on colour `j mod p`, and `sqrt(p)` times as long as its part of s, so
-        that the mean over a round is the round's sample."""
+        # Probe j is on colour `j mod p`, and `sqrt(p)` times as long as its part of s.
         self._check_length(n)
         p = self.num_colours
         rounds = self.sampler.sample(key, n, -(-k // p), dtype)
         parts = jnp.repeat(rounds.T, p, axis=0)[:k]
-        here = self._mask(0, k)
-        return jnp.where(here, math.sqrt(p) * parts, 0).T
+        return jnp.where(self._mask(0, k), math.sqrt(p) * parts, 0).T
 
     def _draw_range(self, key, start, width, most, space):
         self._check_length(space.size)
@@ -166,22 +155,16 @@ class ColouredSampler(Sampler):
         total, _ = jax.lax.scan(step, total, starts)
         return (add(total, p - left, left) if left else total).T
 
-    def _rounds(
-        self, probes: Inexact[Array, "n k"], products: Inexact[Array, "n k"]
-    ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]:
-        """`s_r` and `B s_r`, from whole rounds of probes and products with them."""
-        p, scale = self.num_colours, math.sqrt(self.num_colours)
-        here = self._mask(0, probes.shape[1])
+    def _rounds(self, probes, products):
+        p, here = self.num_colours, self._mask(0, probes.shape[1])
 
         def of_rounds(block):
-            parts = jnp.where(here, block.T, 0) / scale
+            parts = jnp.where(here, block.T, 0) / math.sqrt(p)
             return jnp.sum(parts.reshape(-1, p, parts.shape[1]), axis=1).T
 
         return of_rounds(probes), of_rounds(products)
 
-    def _mask(
-        self, start: int | Int[Array, ""], width: int
-    ) -> Bool[Array, "{width} n"]:
+    def _mask(self, start: int | Array, width: int) -> Bool[Array, "{width} n"]:
         """Which unknowns are of the colours of the probes `start, start + 1, ...`."""
         which = (jnp.arange(width, dtype=jnp.int32) + start) % self.num_colours
         return jnp.asarray(self.colours)[None, :] == which[:, None]
@@ -193,19 +176,18 @@ class ColouredSampler(Sampler):
         require(right, _WHERE, what, self.colours, hint)
 
 
-def _checked(colours: Any) -> tuple[Int[np.ndarray, " n"], int]:
-    """The colours as a NumPy array, and their number."""
+def _checked(colours: Any) -> Int[np.ndarray, " n"]:
+    what = "colours must be an array of integers known at trace time"
     hint = "make them outside of jax.jit, by traceax.colour for example"
     known = not isinstance(colours, jax.core.Tracer)
-    what = "colours must be an array of integers known at trace time"
     require(known, _WHERE, what, "a traced array", hint, TypeError)
     index = np.asarray(colours)
     right = index.ndim == 1 and index.dtype.kind in "iu" and index.size > 0
     require(right, _WHERE, what, kind_of(colours), hint, TypeError)
     number = int(index.max()) + 1
-    counts = np.bincount(index) if index.min() >= 0 else np.zeros(1)
+    all_occur = index.min() >= 0 and (np.bincount(index) > 0).all()
     hint = "numpy.unique(colours, return_inverse=True)[1] renumbers them"
-    what = "each colour from 0 to the largest must occur"
     missing = f"colours from {index.min()} to {number - 1}, not all of which do"
-    require((counts > 0).all(), _WHERE, what, missing, hint)
-    return index.astype(np.int32), number
+    what = "each colour from 0 to the largest must occur"
+    require(all_occur, _WHERE, what, missing, hint)
+    return index.astype(np.int32)

@@ -1,6 +1,5 @@
 """Colourings: what is near has different colours. NumPy alone, outside of `jax.jit`."""
 
-import operator as op
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ _AT_ONCE = 2**12
 # Passes of first fit. A second one took a 3-D grid of 1e6 nodes from 13 colours to 12 at
 # distance 2, and its shuffled nodes from 16 to 14; a third one nothing.
 _PASSES = 2
+_APART = "it is how far apart colours repeat"
 
 
 class Colours(NamedTuple):
@@ -24,8 +24,7 @@ class Colours(NamedTuple):
 
     - `labels`: an integer array of shape `(n,)`, the colour of each, from 0 on.
     - `number`: p, how many colours there are.
-    - `exact`: whether a round of p products is known to give an exact trace: those of a
-        pattern at distance 1, for operators of that pattern.
+    - `exact`: whether a round of p products is known to give an exact trace, at distance 1.
     """
 
     labels: Int[np.ndarray, " n"]
@@ -42,20 +41,16 @@ def colour(pattern: Any, distance: int = 1, *, size: int | None = None) -> Colou
     traceax.trace(key, operator, colours.number, estimator)  # exact
     ```
 
-    The nodes of the graph are the n unknowns, its edges the entries off the diagonal, in
-    either direction. At distance 1 no colour has two unknowns that the matrix couples, so
-    that the trace and the diagonal of an operator of that pattern are exact in p products.
-    At distance d that is so for polynomials of degree d, and the error of other functions,
-    and of the inverse, falls with d as their entries do: there colours are samples, and
-    `exact` is `False`.
+    Nodes are the n unknowns, edges the entries off the diagonal, in either direction. At
+    distance 1 the trace and the diagonal of an operator of that pattern are exact in p
+    products, at distance d those of polynomials of degree d. The error of other functions,
+    and of the inverse, falls with d as their entries do: there `exact` is `False`.
 
     First fit in the order of the nodes, and once more with the classes in reverse order,
-    which never takes more colours. Number the nodes so that neighbours are near. On a grid
-    formulas take fewer, see [Sparse operators and colours](../sparse.md).
+    which never takes more colours. Number the nodes so that neighbours are near.
 
-    NumPy and Python, in the caller's process, not under `jax.jit`. O(n b) time and memory,
-    b being the number of nodes within `distance / 2`: 1e6 nodes of a grid in three
-    dimensions take 5 s at distance 1, and 8 s at distance 2.
+    Not under `jax.jit`. O(n b) time and memory for b nodes within `distance / 2`: 1e6 nodes
+    of a grid in three dimensions take 5 s at distance 1, and 8 s at distance 2.
 
     **Arguments:**
 
@@ -67,11 +62,6 @@ def colour(pattern: Any, distance: int = 1, *, size: int | None = None) -> Colou
 
     **Returns:** [`traceax.Colours`][].
 
-    **Raises:**
-
-    - `TypeError` for any other pattern, `ValueError` for one that isn't square, pairs
-        outside of it, or a distance below 1.
-
     **Reference:** Curtis, Powell and Reid, "On the Estimation of Sparse Jacobian Matrices",
     IMA J. Appl. Math. 13 (1974), doi:10.1093/imamat/13.1.117; Gebremedhin, Manne and Pothen,
     "What Color Is Your Jacobian?", SIAM Rev. 47 (2005), doi:10.1137/S0036144504444711;
@@ -79,9 +69,11 @@ def colour(pattern: Any, distance: int = 1, *, size: int | None = None) -> Colou
     Alberta TR 92-07 (1992), for the second pass.
     """
     where = "traceax.colour"
-    distance = _positive(distance, "distance", where, "how far apart colours repeat")
-    rows, columns, n = _entries(pattern, size, where)
-    one = _graph(rows, columns, n)
+    distance = _positive(distance, "distance", where, _APART)
+    pairs, n = _entries(pattern, size, where)
+    rows, columns = pairs.T
+    diagonal = np.arange(n, dtype=np.int64) * (n + 1)
+    one = _graph(np.concatenate([rows * n + columns, columns * n + rows, diagonal]), n)
     # Nodes are within a distance if balls of half of it about them meet.
     far = _ball(one, (distance + 1) // 2)
     near = far if distance % 2 == 0 else _ball(one, distance // 2)
@@ -97,15 +89,13 @@ def lattice_colours(
 ) -> Colours:
     r"""Colours for a lattice, in blocks that repeat.
 
-    Points of one colour are more than `distance` apart along some axis. A block has
-    `distance + 1` points along each axis, `(distance + 1)^d` colours in d dimensions.
-    Blocks lie as bricks do, a row half of a block further than the one before. On a
-    periodic lattice whose sizes are not multiples some blocks are longer, and there are
-    more colours: none repeats too early around the seam.
+    A block has `distance + 1` points along each axis, `(distance + 1)^d` colours in d
+    dimensions. Blocks lie as bricks do, a row half of a block further than the one before.
+    On a periodic lattice whose sizes are not multiples some blocks are longer, and there
+    are more colours.
 
-    *Use for* functions of stencils: `log A`, `A^-1`. Their entries are small beyond some
-    distance, and smaller along the axes than at as many steps in other directions. For the
-    trace of a stencil itself [`traceax.colour`][] takes fewer colours.
+    *Use for* functions of stencils, `log A` and `A^-1`, whose entries are small beyond some
+    distance. For the trace of a stencil itself [`traceax.colour`][] takes fewer colours.
 
     **Arguments:**
 
@@ -116,114 +106,78 @@ def lattice_colours(
     **Returns:** [`traceax.Colours`][], not known to be exact: pass `exact=True` to
     [`traceax.ColouredSampler`][] for a stencil of at most that reach.
 
-    **Reference:** Tang and Saad, "A probing method for computing the diagonal of a matrix
-    inverse", Numer. Linear Algebra Appl. 19 (2012), doi:10.1002/nla.779; Stathopoulos,
-    Laeuchli and Orginos, SIAM J. Sci. Comput. 35 (2013), doi:10.1137/120881452; Frommer,
-    Rinelli and Schweitzer, Math. Comp. 94 (2025), doi:10.1090/mcom/3984.
+    **Reference:** Stathopoulos, Laeuchli and Orginos, SIAM J. Sci. Comput. 35 (2013),
+    doi:10.1137/120881452; and see [`traceax.ColouredSampler`][].
     """
     where = "traceax.lattice_colours"
     sizes = shape if isinstance(shape, Sequence) else (shape,)
-    sizes = [_positive(x, "shape", where, "the size of each axis") for x in sizes]
-    distance = _positive(distance, "distance", where, "how far apart colours repeat")
+    sizes = [_positive(x, "shape", where, "it is the size of an axis") for x in sizes]
+    block = _positive(distance, "distance", where, _APART) + 1
     labels = blocks = np.zeros((1,) * len(sizes), np.int32)
-    number, block = 1, distance + 1
     for axis, size in enumerate(sizes):
-        place, which = _along_axis(size, block, periodic)
-        along = np.arange(size).reshape(
-            [-1 if i == axis else 1 for i in range(len(sizes))]
-        )
+        along = np.arange(size).reshape([-1] + [1] * (len(sizes) - 1 - axis))
+        if periodic:  # no block is shorter
+            ends = np.arange(max(size // block, 1) + 1) * size // max(size // block, 1)
+            which = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+            place = np.arange(size) - ends[which]
+        else:
+            which, place = np.divmod(np.arange(size + block // 2), block)
         # Of (Laplacian + 1) in two and three dimensions bricks have 0.6 to 0.8 times the
         # error of blocks in line.
         points = (along + block // 2 * (blocks % 2)) % len(place)
-        colours = int(place.max()) + 1
-        labels, blocks = labels * colours + place[points], blocks + which[points]
-        number *= colours
-    labels = labels.reshape(-1).astype(np.int32)
-    if len(np.unique(labels)) < number:
-        # Of a lattice smaller than a block.
-        labels = np.unique(labels, return_inverse=True)[1].astype(np.int32)
-        number = int(labels.max()) + 1
-    return Colours(labels, number, False)
+        labels = labels * (int(place.max()) + 1) + place[points]
+        blocks = blocks + which[points]
+    # A lattice smaller than a block hasn't all colours.
+    labels = np.unique(labels.reshape(-1), return_inverse=True)[1].astype(np.int32)
+    return Colours(labels, int(labels.max()) + 1, False)
 
 
-def _along_axis(
-    size: int, block: int, periodic: bool
-) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " m"]]:
-    """The place of each point in its block, none of which is shorter than `block`; and
-    the block. Where nothing repeats there are half of a block more points."""
-    if not periodic:
-        points = np.arange(size + block // 2)
-        return points % block, points // block
-    number = max(size // block, 1)
-    ends = np.arange(number + 1) * size // number
-    which = np.repeat(np.arange(number), np.diff(ends))
-    return np.arange(size) - ends[which], which
-
-
-def _positive(x: Any, name: str, where: str, what: str) -> int:
-    try:
-        number = op.index(x)
-    except TypeError:
-        number = 0
-    hint = f"it is {what}"
-    require(
-        number >= 1 and x is not True, where, f"{name} must be a positive int", x, hint
-    )
-    return number
-
-
-#
-# Graphs
-#
-
-# For each of n nodes those next to it, and itself: `nodes[starts[i] : starts[i + 1]]`.
-_Graph = tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]
+def _positive(x: Any, name: str, where: str, hint: str) -> int:
+    right = isinstance(x, int | np.integer) and x is not True and x >= 1
+    require(right, where, f"{name} must be a positive int", x, hint)
+    return int(x)
 
 
 def _entries(pattern: Any, size: int | None, where: str):
-    """Rows and columns of entries, and the order n."""
+    """Pairs of rows and columns of entries, and the order n."""
     if is_a(pattern, "jax.experimental.sparse", "BCSR"):
         pattern = pattern.to_bcoo()
-    matrix, shape = True, (0, 0)
+    shape = None
     if is_a(pattern, "jax.experimental.sparse", "BCOO"):
         pairs, shape = np.asarray(pattern.indices), pattern.shape
     elif any(is_a(pattern, "scipy.sparse", x) for x in ("sparray", "spmatrix")):
         pattern = pattern.tocoo()
         pairs, shape = np.stack([pattern.row, pattern.col], axis=1), pattern.shape
     else:
-        matrix = False
         pairs = np.asarray(pattern)
+    right = pairs.ndim == 2 and pairs.shape[1] == 2 and pairs.dtype.kind in "iu"
     what = "pattern must be a sparse matrix, or an integer array of shape (m, 2)"
     hint = "pass numpy.argwhere(mask) of a dense mask"
-    right = pairs.ndim == 2 and pairs.shape[1] == 2 and pairs.dtype.kind in "iu"
-    got = pattern if matrix else kind_of(pattern)
-    require(right, where, what, got, hint, TypeError)
-    if matrix:
+    require(right, where, what, kind_of(pattern), hint, TypeError)
+    if shape is not None:
+        square, got = len(shape) == 2 and shape[0] == shape[1], f"one of shape {shape}"
         hint = "a trace is of square ones"
-        what, got = "pattern must be square", f"one of shape {shape}"
-        require(len(shape) == 2 and shape[0] == shape[1], where, what, got, hint)
+        require(square, where, "pattern must be square", got, hint)
         n = shape[0]
         # What pads BCOO arrays lies outside.
         pairs = pairs[(pairs < n).all(axis=1)]
     else:
-        least = int(pairs.max(initial=-1)) + 1
-        n = least if size is None else _positive(size, "size", where, "n")
-        what, got = f"indices must lie between 0 and {n - 1}", f"{least - 1}"
-        inside = least <= n and pairs.min(initial=0) >= 0
-        got = got if least > n else f"{pairs.min(initial=0)}"
+        least, largest = int(pairs.min(initial=0)), int(pairs.max(initial=-1))
+        n = largest + 1 if size is None else _positive(size, "size", where, "it is n")
+        got = f"{least if least < 0 else largest}"
+        inside, what = (
+            least >= 0 and largest < n,
+            f"indices must lie between 0 and {n - 1}",
+        )
         require(inside, where, what, got, "pass size=n")
-    pairs = pairs.astype(np.int64)
-    return pairs[:, 0], pairs[:, 1], n
+    return pairs.astype(np.int64), n
 
 
-def _graph(rows, columns, n: int) -> _Graph:
-    """Nodes joined by entries in either direction."""
-    diagonal = np.arange(n, dtype=np.int64) * (n + 1)
-    keys = np.concatenate([rows * n + columns, columns * n + rows, diagonal])
-    return _from_keys(keys, n)
+# For each of n nodes those next to it, and itself: `nodes[starts[i] : starts[i + 1]]`.
+_Graph = tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]
 
 
-def _from_keys(keys: Int[np.ndarray, " m"], n: int) -> _Graph:
+def _graph(keys: Int[np.ndarray, " m"], n: int) -> _Graph:
     """Nodes joined by `row * n + column`, which may occur more than once."""
     keys = np.sort(keys)
     keys = keys[np.diff(keys, prepend=-1) > 0]
@@ -249,33 +203,26 @@ def _ball(graph: _Graph, radius: int) -> _Graph:
     for _ in range(radius - 1):
         ends, reached = _rows(graph, nodes)
         origin = np.repeat(np.arange(n), np.diff(starts))
-        keys = np.repeat(origin, np.diff(ends)) * n + reached
-        starts, nodes = _from_keys(keys, n)
+        starts, nodes = _graph(np.repeat(origin, np.diff(ends)) * n + reached, n)
     return starts, nodes
 
 
-def _greedy(
-    near: _Graph, far: _Graph, order: Int[np.ndarray, " n"]
-) -> Int[np.ndarray, " n"]:
+def _greedy(near: _Graph, far: _Graph, order: Int[np.ndarray, " n"]) -> np.ndarray:
     """To each node the first colour that none has whose far ball meets its near one.
 
     Sets of colours are bits: `seen` those in the far ball about a node.
     """
-    n = len(order)
-    seen, index = [0] * n, np.empty(n, np.int32)
-    for first in range(0, n, _AT_ONCE):
+    seen, index = [0] * len(order), np.empty(len(order), np.int32)
+    for first in range(0, len(order), _AT_ONCE):
         nodes = order[first : first + _AT_ONCE]
-        read, write = (
-            [x.tolist() for x in _rows(graph, nodes)] for graph in (near, far)
-        )
-        colours = []
-        for i in range(len(nodes)):
+        starts, read = (x.tolist() for x in _rows(near, nodes))
+        far_starts, write = (x.tolist() for x in _rows(far, nodes))
+        for i, own in enumerate(nodes):
             taken = 0
-            for node in read[1][read[0][i] : read[0][i + 1]]:
+            for node in read[starts[i] : starts[i + 1]]:
                 taken |= seen[node]
             bit = ~taken & (taken + 1)
-            for node in write[1][write[0][i] : write[0][i + 1]]:
+            for node in write[far_starts[i] : far_starts[i + 1]]:
                 seen[node] |= bit
-            colours.append(bit.bit_length() - 1)
-        index[nodes] = colours
+            index[own] = bit.bit_length() - 1
     return index

@@ -1,7 +1,7 @@
 """Progress meters of loops."""
 
 import abc
-import importlib
+import importlib.util
 import math
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from ._arguments import check_installed, kind_of, require
+from ._arguments import kind_of, require
 
 _WHOLE = 10_000  # hundredths of a percent: integers have no derivatives
 
@@ -29,17 +29,15 @@ def _checked(given: Any) -> Any:
 class ProgressMeter(eqx.Module):
     """Abstract base class of progress meters, which say how to show a progress.
 
-    A meter follows one loop: `state = init()` before it, `state = step(state, progress)`
-    in its body with a progress from 0 to 1, `close(state)` after it. The loop carries the
-    state. Loops that run at the same time share a display, and are not told apart.
-
-    Under `jax.vmap` there is one display for all lanes, which shows the slowest. A lane that
-    stops early reports 1 with its last step, as it would else hold the display back.
+    A meter follows one loop, which carries `state`: `state = init()` before it,
+    `state = step(state, progress)` in its body, `close(state)` after it. Loops that run at
+    the same time share a display. Under `jax.vmap` it shows the slowest lane; one that
+    stops early reports 1 with its last step.
 
     **Arguments:**
 
-    - `minimum_increase`: the progress is shown when it grew by so much, a number from 0 to 1
-        (by 0.0001 at least), and at the end. The host is called for this only.
+    - `minimum_increase`: the progress is shown when it grew by so much, a number from 0 to
+        1 (by 0.0001 at least), and at the end. The host is called for this only.
     """
 
     minimum_increase: float = eqx.field(default=0.02, static=True, converter=_checked)
@@ -49,21 +47,19 @@ class ProgressMeter(eqx.Module):
         """Shows the progress, on the host, and ends the display with the last."""
 
     def init(self) -> Position:
-        """The state of a run that begins."""
         # A sum, as loops over lanes on an explicit mesh refuse constants.
         zero = jnp.zeros((), jnp.int32) + 0
         return zero, zero
 
     def step(self, state: Position, progress: Float[Array, ""]) -> Position:
-        """The state of a loop that is so far. It never goes back; NaN counts as 0."""
+        """The state of a loop that is so far, from 0 to 1. It never goes back; NaN is 0."""
         if math.isinf(self.minimum_increase):
             return state
         progress = jnp.nan_to_num(jax.lax.stop_gradient(progress)).astype(jnp.float32)
         far = jnp.round(jnp.clip(progress, 0, 1) * _WHOLE).astype(jnp.int32)
         # Only what is done is shown as 100.00%, by `close`.
-        far = jnp.maximum(
-            state[0], jnp.minimum(far, _WHOLE - (progress < 1).astype(jnp.int32))
-        )
+        far = jnp.minimum(far, _WHOLE - (progress < 1).astype(jnp.int32))
+        far = jnp.maximum(state[0], far)
         # One call for all lanes. Those that are done keep their old states.
         slowest, shown = -eqxi.unvmap_max(-far), eqxi.unvmap_max(state[1])
         least = max(1, round(self.minimum_increase * _WHOLE))
@@ -72,7 +68,6 @@ class ProgressMeter(eqx.Module):
         return far, jnp.where(due, slowest, shown)
 
     def close(self, state: Position) -> None:
-        """Shows where the loop ended."""
         if not math.isinf(self.minimum_increase):
             self._report(-eqxi.unvmap_max(-state[0]), last=True)
 
@@ -81,10 +76,7 @@ class ProgressMeter(eqx.Module):
 
 
 class NoProgressMeter(ProgressMeter):
-    """Shows nothing, and puts no host callback into the program.
-
-    Its `minimum_increase` is infinite.
-    """
+    """Shows nothing, without a host callback. Its `minimum_increase` is infinite."""
 
     minimum_increase: float = eqx.field(default=math.inf, static=True)  # pyright: ignore
 
@@ -92,23 +84,19 @@ class NoProgressMeter(ProgressMeter):
 
 
 class TextProgressMeter(ProgressMeter):
-    """Prints a line such as ` 42.00%`, which is overwritten.
-
-    At every `minimum_increase`, and at the end with a line break.
-    """
+    """Prints a line such as ` 42.00%`, overwritten at every `minimum_increase`."""
 
     def show(self, percent, last):
         print(f"\r{percent:6.2f}%", end="\n" if last else "", flush=True)
 
 
 class TqdmProgressMeter(ProgressMeter):
-    """Draws a bar with [tqdm](https://tqdm.github.io), which must be installed.
-
-    It is updated at every `minimum_increase`.
-    """
+    """A bar of [tqdm](https://tqdm.github.io), which moves at every `minimum_increase`."""
 
     def __check_init__(self):
-        check_installed("tqdm", "traceax.TqdmProgressMeter")
+        found, hint = importlib.util.find_spec("tqdm"), "`pip install tqdm` installs it"
+        where, what = "traceax.TqdmProgressMeter", "tqdm must be installed"
+        require(found, where, what, "no such module", hint, ImportError)
 
     def show(self, percent, last):
         if _bars and percent < _bars[0].n:
@@ -125,10 +113,3 @@ class TqdmProgressMeter(ProgressMeter):
 
 _bars: list[Any] = []  # the bar on the screen, if there is one
 NO_PROGRESS_METER = NoProgressMeter()
-
-
-def check_meter(meter: Any, where: str) -> None:
-    """Refuses what is not a progress meter."""
-    what = "progress_meter must be a traceax.ProgressMeter"
-    hint = "pass an instance, such as traceax.TextProgressMeter()"
-    require(isinstance(meter, ProgressMeter), where, what, meter, hint, TypeError)

@@ -13,26 +13,26 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, Key
 
-from ._arguments import kind_of
+from ._arguments import require
 from ._linalg.tall import column_norms, orthonormalise, signs
 from ._operators.block import Space, apply_block
+
+Block = Inexact[Array, "n k"]
+Start = int | Int[Array, ""]
 
 
 class Sampler(eqx.Module):
     """Abstract base class of probe distributions.
 
-    A sampler has no dtype and no size: probes take the operator's. Probe `j` must
-    depend on the key and on the probes before it alone, so that a larger budget extends
-    the sequence.
+    Probe `j` must depend on the key and on the probes before it alone, so that a larger
+    budget extends the sequence.
 
     **Attributes:**
 
-    - `rotation_invariant`: whether the direction of a probe is uniform on the sphere,
-        which resphering needs.
-    - `independent`: whether probes are independent of each other, which leaving one
-        out needs. `True` unless a subclass says otherwise.
-    - `round_size`: how many probes make one sample, 1 unless a subclass says otherwise.
-        Isotropic is then the mean of `w w^*` over a round.
+    - `rotation_invariant`: whether a probe's direction is uniform, which resphering needs.
+    - `independent`: whether probes are, which leaving one out needs; `True` by default.
+    - `round_size`: how many probes make one sample, 1 by default. Isotropic is the mean of
+        `w w^*` over a round.
     """
 
     rotation_invariant: ClassVar[bool]
@@ -40,21 +40,10 @@ class Sampler(eqx.Module):
     round_size: ClassVar[int] = 1
 
     @abc.abstractmethod
-    def sample(
-        self, key: Key[Array, ""], n: int, k: int, dtype: np.dtype
-    ) -> Inexact[Array, "n k"]:
-        """Draws the first `k` probes.
+    def sample(self, key: Key[Array, ""], n: int, k: int, dtype: np.dtype) -> Block:
+        """The first `k` probes, of length `n`, a probe a column.
 
-        **Arguments:**
-
-        - `key`: a typed key.
-        - `n`: the length of a probe.
-        - `k`: how many.
-        - `dtype`: a real or complex dtype of at least 32-bit precision.
-
-        **Returns:**
-
-        An array of shape `(n, k)` and dtype `dtype`, a probe a column.
+        `key` is a typed key, `dtype` real or complex, of at least 32-bit precision.
         """
 
     def check(self, operator: lx.AbstractLinearOperator, where: str) -> None:
@@ -62,19 +51,12 @@ class Sampler(eqx.Module):
 
     @property
     def _is_exact(self) -> bool:
-        """Whether a sample of an operator is known to be its trace."""
-        return False
+        return False  # whether a sample of an operator is known to be its trace
 
     def _draw_range(
-        self,
-        key: Key[Array, ""],
-        start: int | Int[Array, ""],
-        width: int,
-        most: int,
-        space: Space,
+        self, key: Key[Array, ""], start: Start, width: int, most: int, space: Space
     ) -> Inexact[Array, "n {width}"]:
-        """The vectors w of the samples `start, ..., start + width - 1` of `most`, in an
-        operator's space. Optional."""
+        """The vectors w of `width` samples from `start` on, of `most`. Optional."""
         return self._drawn(key, most, space)._draw_range(key, start, width, most, space)
 
     def _drawn(self, key: Key[Array, ""], most: int, space: Space) -> "Sampler":
@@ -84,11 +66,11 @@ class Sampler(eqx.Module):
     def _apply(
         self, operator: lx.AbstractLinearOperator, block: Inexact[Array, "n m"]
     ) -> Inexact[Array, "n m"]:
-        """What samples `w^* B w` are made of, `B w`. Of one probe `A w`. Optional."""
+        """What samples `w^* B w` are made of, `B w`; of one probe `A w`. Optional."""
         return apply_block(operator, block)
 
     def _rounds(
-        self, probes: Inexact[Array, "n k"], products: Inexact[Array, "n k"]
+        self, probes: Block, products: Block
     ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]:
         """w and `B w` of each sample, from the probes and products with them. Optional."""
         return probes, products
@@ -97,8 +79,7 @@ class Sampler(eqx.Module):
 class IndexedSampler(Sampler):
     """Abstract base class of samplers whose probe `j` depends on `(key, j)` alone.
 
-    So any range of the sequence can be drawn, in chunks for example. A subclass defines
-    `probes`, and has `sample` from here.
+    A subclass defines `probes`, any range of the sequence.
     """
 
     @abc.abstractmethod
@@ -110,12 +91,7 @@ class IndexedSampler(Sampler):
         k: int,
         dtype: np.dtype,
     ) -> Inexact[Array, "n k"]:
-        """Draws the probes `start, ..., start + k - 1`.
-
-        **Arguments:** those of `sample`, and
-
-        - `start`: the first, an integer that may be traced.
-        """
+        """The probes `start, ..., start + k - 1`, as `sample`; `start` may be traced."""
 
     def sample(self, key, n, k, dtype):
         return self.probes(key, 0, n, k, dtype)
@@ -128,10 +104,8 @@ class IndexedSampler(Sampler):
 
 
 class _Drawn(Sampler):
-    """A sampler whose first probes are in memory."""
-
     sampler: Sampler
-    block: Inexact[Array, "n k"]
+    block: Block
 
     @property
     def rotation_invariant(self) -> bool:  # pyright: ignore
@@ -155,11 +129,11 @@ class _Drawn(Sampler):
 
 def _each(
     key: Key[Array, ""],
-    start: int | Int[Array, ""],
+    start: Start,
     k: int,
     draw: Callable[[Key[Array, ""]], Inexact[Array, " n"]],
-) -> Inexact[Array, "n k"]:
-    """A probe a column, each from a key of its own: that of its position."""
+) -> Block:
+    """A probe a column, each from the key of its position."""
     positions = jnp.arange(k, dtype=jnp.int32) + start
     keys = jax.vmap(lambda j: jax.random.fold_in(key, j))(positions)
     if "threefry" in str(jax.random.key_impl(key)):
@@ -169,10 +143,9 @@ def _each(
 
 
 class RademacherSampler(IndexedSampler):
-    """Random signs, the lowest variance of independent entries.
+    """Random signs, the lowest variance of independent entries. Not rotation invariant.
 
-    Entries are `+1` or `-1`; for a complex operator `(+-1 +- i) / sqrt(2)`, of modulus
-    1. Not rotation invariant.
+    Entries are `+1` or `-1`; for a complex operator `(+-1 +- i) / sqrt(2)`.
     """
 
     rotation_invariant: ClassVar[bool] = False
@@ -192,10 +165,7 @@ class RademacherSampler(IndexedSampler):
 
 
 class NormalSampler(IndexedSampler):
-    """Standard normal entries; for a complex operator circular ones, `E|w|^2 = 1`.
-
-    Rotation invariant.
-    """
+    """Standard normal entries, for a complex operator circular. Rotation invariant."""
 
     rotation_invariant: ClassVar[bool] = True
 
@@ -204,10 +174,9 @@ class NormalSampler(IndexedSampler):
 
 
 class SphereSampler(IndexedSampler):
-    """Uniform on the real or complex sphere of radius `sqrt(n)`.
+    """Uniform on the real or complex sphere of radius `sqrt(n)`. Rotation invariant.
 
     A normal probe without the fluctuation of its length, which only adds variance.
-    Rotation invariant.
     """
 
     rotation_invariant: ClassVar[bool] = True
@@ -221,17 +190,12 @@ class SphereSampler(IndexedSampler):
 class OrthogonalSampler(Sampler):
     r"""Probes orthogonal to each other, of length `sqrt(n)`: columns of a Haar matrix.
 
-    Each alone is uniform on the sphere, and k of them together miss no direction twice:
-    the variance of Hutchinson's estimator falls by `1 - k / n`, to 0 for k = n. Worth
-    its O(n k^2) time where k is not small against n. All probes are drawn at once, and
-    held, also by an estimator that takes products in chunks.
+    The variance of Hutchinson's estimator falls by `1 - k / n`. Worth its O(n k^2) time
+    where k is not small against n. All probes are held, also by an estimator that takes
+    products in chunks. Rotation invariant. Not independent: estimators that leave one probe
+    out refuse it.
 
-    Rotation invariant. Not independent: estimators that leave one probe out refuse it.
-    Probe j depends on those before it, and a larger k extends the sequence.
-
-    **Raises:**
-
-    - `ValueError` for more than n probes.
+    **Raises:** `ValueError` for more than n probes.
 
     **Reference:** Yu, Suresh, Choromanski, Holtmann-Rice and Kumar, "Orthogonal Random
     Features", NeurIPS (2016), arXiv:1610.09072; Stewart, "The Efficient Generation of
@@ -242,15 +206,10 @@ class OrthogonalSampler(Sampler):
     independent: ClassVar[bool] = False
 
     def sample(self, key, n, k, dtype):
-        if k > n:
-            raise ValueError(
-                f"OrthogonalSampler.sample: at most n = {n} probes are orthogonal, "
-                f"got k = {k}."
-            )
-        normal = NormalSampler().sample(key, n, k, dtype)
-        Q, R = orthonormalise(normal)
-        # Haar needs a positive diagonal of R, which also makes Q a function of the block:
-        # a larger one begins with the same columns.
+        what, hint = f"at most n = {n} probes are orthogonal", "pass k <= n"
+        require(k <= n, "OrthogonalSampler.sample", what, f"k = {k}", hint)
+        Q, R = orthonormalise(NormalSampler().sample(key, n, k, dtype))
+        # Haar needs a positive diagonal of R, which lets a larger block begin as this one.
         diagonal = jnp.diagonal(R)
         phase = diagonal / jnp.abs(diagonal).astype(dtype)
         return Q * (math.sqrt(n) * phase)[None, :].astype(dtype)
@@ -262,23 +221,21 @@ def with_drawn(tree: Any, key: Key[Array, ""], most: int, space: Space) -> Any:
     def is_sampler(x):
         return isinstance(x, Sampler)
 
-    def draw(x):
-        return x._drawn(key, most, space) if is_sampler(x) else x
-
-    return jtu.tree_map(draw, tree, is_leaf=is_sampler)
+    return jtu.tree_map(
+        lambda x: x._drawn(key, most, space) if is_sampler(x) else x,
+        tree,
+        is_leaf=is_sampler,
+    )
 
 
 def check_rounds(sampler: Sampler, k: int, where: str, *, at_most: bool) -> None:
     """Refuses budgets that are not whole rounds; as caps, those below one round."""
     p = sampler.round_size
     below, above = k // p * p, -(-k // p) * p
-    if below == k or (at_most and below > 0):
-        return
+    right = below == k or (at_most and below > 0)
     nearby = f"{below} or {above}" if below > 0 else f"{above}"
-    raise ValueError(
-        f"{where}: k must be a whole number of rounds of {p} products, one a colour, got "
-        f"{k}; pass {nearby}."
-    )
+    what = f"k must be a whole number of rounds of {p} products, one a colour"
+    require(right, where, what, f"{k}", f"pass {nearby}")
 
 
 def check_sampler(
@@ -294,28 +251,21 @@ def check_sampler(
     Resphering needs a uniform direction, testing on some probes what others found
     independent ones. `rounds` says that samples may be of several probes.
     """
-    if not isinstance(sampler, Sampler):
-        raise TypeError(
-            f"{where}: sampler must be a traceax.Sampler, got "
-            f"{kind_of(sampler)}; pass an instance, such as "
-            "traceax.SphereSampler()."
-        )
-    if sampler.round_size > 1 and not rounds:
-        raise ValueError(
-            f"{where}: each probe must be isotropic, got those of "
-            f"{type(sampler).__name__}, which are so only in rounds of "
-            f"{sampler.round_size}; use it in traceax.HutchinsonEstimator or "
-            "traceax.LanczosQuadratureEstimator, or traceax.SphereSampler() in this one."
-        )
-    if resphere and not sampler.rotation_invariant:
-        raise ValueError(
-            f"{where}: resphere=True needs a rotation-invariant sampler, got "
-            f"{type(sampler).__name__}; use traceax.SphereSampler() or "
-            "traceax.NormalSampler(), or pass resphere=False."
-        )
-    if independent and not sampler.independent:
-        raise ValueError(
-            f"{where}: probes that test what others found must be independent, got those of "
-            f"{type(sampler).__name__}; use traceax.SphereSampler() or "
-            "traceax.NormalSampler()."
-        )
+    sphere, what = "traceax.SphereSampler()", "sampler must be a traceax.Sampler"
+    hint = f"pass an instance, such as {sphere}"
+    require(isinstance(sampler, Sampler), where, what, sampler, hint, TypeError)
+    name, hint = type(sampler).__name__, f"use {sphere} or traceax.NormalSampler()"
+    require(
+        sampler.round_size == 1 or rounds,
+        where,
+        "each probe must be isotropic",
+        f"those of {name}, which are so only in rounds of {sampler.round_size}",
+        "use it in traceax.HutchinsonEstimator or traceax.LanczosQuadratureEstimator, or "
+        f"{sphere} in this one",
+    )
+    right = sampler.rotation_invariant or not resphere
+    what = "resphere=True needs a rotation-invariant sampler"
+    require(right, where, what, name, f"{hint}, or pass resphere=False")
+    right = sampler.independent or not independent
+    what = "probes that test what others found must be independent"
+    require(right, where, what, f"those of {name}", hint)

@@ -8,34 +8,32 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-# Up to this many degrees of freedom quantiles are interpolated from those at 1 / node.
+from ._arguments import kind_of, require
+
+# Below so many degrees of freedom quantiles are interpolated from those at 1 / node.
 _FEW = 3
 _NODES = (1.0, 1 / 2, 1 / 3, 1 / 4)
 
 
 def check_level(level: Any, where: str) -> float:
     """The level of an interval, a Python number."""
-    hint = "write 0.95 for an interval of 95 %."
-    if isinstance(level, bool) or not isinstance(level, float | int | np.number):
-        raise TypeError(
-            f"{where}: level must be a Python number, got {level!r} of type "
-            f"{type(level).__name__}; {hint}"
-        )
-    if not 0 < level < 1:
-        raise ValueError(
-            f"{where}: level must lie strictly between 0 and 1, got {level}; {hint}"
-        )
+    hint = "write 0.95 for an interval of 95 %"
+    number = isinstance(level, float | int | np.number) and level is not True
+    require(
+        number, where, "level must be a Python number", kind_of(level), hint, TypeError
+    )
+    inside = "level must lie strictly between 0 and 1"
+    require(0 < level < 1, where, inside, f"{level}", hint)
     return float(level)
 
 
 def student_t_quantile(level: float, freedom: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """The quantile of Student's t distribution, of two-sided intervals.
 
-    Hill (1970), "Algorithm 396: Student's t-quantiles", doi:10.1145/355598.355600.
-    Its expansion is poor below three degrees of freedom: there the logarithm is
-    interpolated in `1 / freedom` from the closed forms at one to four. Relative error
-    below 1e-3 from three degrees on, below 1 % at levels up to 0.99 and 4 % at all. At
-    least one degree of freedom is taken.
+    Hill (1970), "Algorithm 396: Student's t-quantiles", doi:10.1145/355598.355600. Below
+    three degrees of freedom the logarithm is interpolated in `1 / freedom`, at least 1,
+    from closed forms. Relative error below 1e-3 from three degrees on, below 1 % at levels
+    up to 0.99 and 4 % at all.
     """
     tails = 1 - level
     inverse = 1 / jnp.maximum(freedom, 1)
@@ -49,7 +47,6 @@ def student_t_quantile(level: float, freedom: Float[Array, "*s"]) -> Float[Array
 
 
 def _closed_forms(level: float, tails: float) -> tuple[float, ...]:
-    """The quantiles of one, two, three and four degrees of freedom."""
     one = 1 / math.tan(math.pi / 2 * tails)
     two = level / math.sqrt((1 + level) * tails / 2)
     # Of three, `tails = (x - sin x) / pi` and the quantile is `sqrt(3) / tan(x / 2)`:
@@ -79,12 +76,6 @@ def _hill(tails: float, x: float, freedom: Array) -> Array:
     y1 = (((((0.4 * y1 + 6.3) * y1 + 36) * y1 + 94.5) / c1 - y1 - 3) / b + 1) * x
     central = jnp.expm1(a * y1**2)
 
-    outer = (
-        (
-            1 / (((nu + 6) / (nu * y) - 0.089 * d - 0.822) * (nu + 2) * 3)
-            + 0.5 / (nu + 4)
-        )
-        * y
-        - 1
-    ) * (nu + 1) / (nu + 2) + 1 / y
+    outer = 1 / (((nu + 6) / (nu * y) - 0.089 * d - 0.822) * (nu + 2) * 3)
+    outer = ((outer + 0.5 / (nu + 4)) * y - 1) * (nu + 1) / (nu + 2) + 1 / y
     return jnp.sqrt(nu * jnp.where(y > 0.05 + a, central, outer))

@@ -1,7 +1,4 @@
-r"""Error bars: of independent samples, and of leave-one-out samples.
-
-Pure kernels on arrays. docs/error-bars-derived.md has the derivations.
-"""
+"""Error bars: of independent samples, and of leave-one-out samples."""
 
 import functools as ft
 import operator as op
@@ -11,34 +8,33 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
-from .._linalg.pairs import PairedSamples
+from .._linalg.leave_one_out import PairedSamples
 from .._linalg.small import divisor, leading, ratio, squares
 from .._linalg.tall import inner
-from .moments import Moments
-from .skewness import (
+from .moments import (
+    Moments,
     gram_squared_skewness,
     power_sums,
     skewness_term,
     squared_skewness,
 )
 
+Active = Bool[Array, " m"] | None
+
 # Probes that the skewness is estimated from, for n x 16 x 16 operations at most; chosen.
 GRAM_PROBES = 16
-# Errors of rounding in units of eps and of what is added up: measured on estimates that had
-# converged. There is no script for this one, nor for those below.
+# Rounding in units of eps and of what is added up, measured on estimates that had converged.
 _ROUNDING = 4
-# Share of the variance that ties hide below which a sample variance is a tie's; chosen.
-_TIE_SHARE = 0.01
-# The same where what is off the diagonal was measured: two samples are within a tenth of each
-# other by chance in 4 % of cases, which must not count as a tie.
-_TIE_SHARE_OFF_DIAGONAL = 1e-4
-# In 1/nu of leave-one-out samples, the weights of 1/(m-1) and of J, chosen by the coverage of
-# 95 % intervals.
+# Share of the variance that ties hide below which a sample variance is a tie's; chosen. Less
+# where what is off the diagonal was measured, as two samples are near by chance.
+_TIE_SHARE, _TIE_SHARE_OFF_DIAGONAL = 0.01, 1e-4
+# In 1/nu of leave-one-out samples, the weights of 1/(m-1) and of J, by the coverage of 95 %
+# intervals.
 _NORMAL_WEIGHT, _UNEVEN_WEIGHT = 0.5, 0.7
 
 
 class ErrorBar(NamedTuple):
-    """The mean of samples, its root mean square error, and the latter's degrees of freedom."""
+    """The mean of samples, its RMS error, and the latter's degrees of freedom."""
 
     mean: Inexact[Array, "*g"]
     standard_error: Float[Array, "*g"]
@@ -52,35 +48,33 @@ def independent_samples(
     exact: Inexact[Array, " e"] | None = None,
     *,
     dimension: int | None = None,
-    active: Bool[Array, " m"] | None = None,
+    active: Active = None,
     off_diagonal: Float[Array, ""] | None = None,
 ) -> ErrorBar:
     r"""The error bar of the mean of independent samples `w_j^* A w_j`.
 
-    - `norms`: `|A w_j|`.
-    - `gram`: `w_i^* A w_j` of the first probes, see `gram_of`.
+    - `norms`, `gram`: `|A w_j|`, and `w_i^* A w_j` of the first probes.
     - `exact`: what else is added up to the value, for the error of rounding.
     - `dimension`: n, for the remedy for ties.
-    - `active`: which samples there are, at least two; all by default, and if that is a
-        single one its error is unknown (infinite).
+    - `active`: which samples there are, at least two; all by default. The error of a single
+        one is infinite.
 
-    *Variance.* `V = s^2 / m`, with `s^2` the sample variance, but for ties: m signs can agree
-    by chance, with probability `2^(1 - m)`, so that `s^2 = 0` for a wrong answer. Then `s^2`
-    is the largest variance that samples of signs can have, `2 |A|_F^2`, times that
-    probability; `|A|_F^2` is the mean of `|A w_j|^2`. Signs don't see a multiple of the
-    identity: given n, it is that of the traceless part, the mean of
-    `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased if that has a diagonal of 0.
-
-    Where A is almost diagonal `2 |A|_F^2` is far too much. Given `off_diagonal`, an estimate
-    of the norm of what is off the diagonal, it is of that, unless that is rounding.
+    *Variance.* `V = s^2 / m`, with `s^2` the sample variance, but for ties: m signs can
+    agree by chance, with probability `2^(1 - m)`. Then `s^2` is the largest variance that
+    samples of signs can have, `2 |A|_F^2`, times that probability; `|A|_F^2` is the mean of
+    `|A w_j|^2`. Signs don't see a multiple of the identity: given n, it is that of the
+    traceless part, the mean of `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`, unbiased if
+    that has a diagonal of 0. Given `off_diagonal`, an estimate of the norm of what is off
+    the diagonal, it is of that, unless that is rounding: where A is almost diagonal
+    `2 |A|_F^2` is far too much.
 
     *Degrees of freedom.* `1/nu = 1/(m-1) + 0.9 gamma^2 / (m+2)`: one less than m for normal
     samples, and fewer the larger their skewness gamma (see `skewness_term`). Few samples
     don't show it; their products do. Its square for `w^* A w` and a Hermitian A is
-    `8 (tr A^3)^2 / (tr A^2)^3`, and `M_ij M_jl M_li`, of three probes with the Gram matrix M,
-    is an unbiased estimate of `tr A^3`.
+    `8 (tr A^3)^2 / (tr A^2)^3`, and `M_ij M_jl M_li`, of three probes with the Gram matrix
+    M, is an unbiased estimate of `tr A^3`.
     """
-    m = _number(samples, active)
+    m = len(samples) if active is None else jnp.sum(active).astype(norms.dtype)
     samples, norms = leading(samples, active), leading(norms, active)
     mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
     if samples.shape[0] == 1:
@@ -113,63 +107,56 @@ def independent_samples(
 
 def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     """The error bar of a sum of independent estimates, by Satterthwaite's rule."""
-    errors = jnp.stack([bar.standard_error for bar in bars])
-    freedoms = jnp.stack([bar.degrees_of_freedom for bar in bars])
+    means, errors, freedoms = (jnp.stack(x) for x in zip(*bars, strict=True))
     unit = divisor(jnp.max(errors))
     variances = (errors / unit) ** 2
     variance = jnp.sum(variances)
     known = jnp.where(freedoms > 0, freedoms, 1)  # 0 for what counts for nothing
     freedom = ratio(variance**2, jnp.sum(variances**2 / known))
     freedom = jnp.where(variance == 0, jnp.max(freedoms), freedom)
-    mean = jnp.sum(jnp.stack([bar.mean for bar in bars]))
-    return ErrorBar(mean, unit * jnp.sqrt(variance), freedom)
+    return ErrorBar(jnp.sum(means), unit * jnp.sqrt(variance), freedom)
 
 
-def gram_of(
-    probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]
-) -> Inexact[Array, "g g"]:
+def gram_of(probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]) -> Array:
     """The Gram matrix `w_i^* A w_j` of the first `GRAM_PROBES` probes."""
     return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
 
 
-def leave_one_out_bar(
-    paired: PairedSamples, active: Bool[Array, " m"] | None = None
-) -> ErrorBar:
+def leave_one_out_bar(paired: PairedSamples, active: Active = None) -> ErrorBar:
     r"""The error bar of the mean of leave-one-out samples.
 
-    Sample i, `t_i`, tests on probe i what the other probes built. The samples share
-    probes, are correlated, and their sample variance understates the error of their
-    mean up to tenfold. `t_ij` is sample i with probe j left out of everything. `paired` has
-    them for d partners j of each i; the mean over these stands for the mean over all. `*g`
-    are axes of several values. `active` are the samples there are, at least two; or all.
+    The sample variance of `t_i`, which share probes, understates the error of their mean up
+    to tenfold. `t_ij` is sample i with probe j left out of everything; the mean over the
+    partners j that are given stands for that over all.
 
-    *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not
-    depend on probe j. So `t_j - t` has mean 0 against `t_ij - t`, `t_i - t` against
-    `t_ji - t`, and
+    *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not depend
+    on probe j. So `t_j - t` has mean 0 against `t_ij - t`, `t_i - t` against `t_ji - t`,
+    and
 
         E[(t_i - t_ij)(t_j - t_ji)] = cov(t_i, t_j) + E[(t_ij - t)(t_ji - t)] .
 
     For independent probes the last term is 0: given all but i and j, `t_ij` depends on
-    probe i alone, `t_ji` on probe j alone, and both have mean t. So the products on
-    the left estimate the covariances c without bias. With `s^2` the sample variance, of
-    mean `var t_i - c`, an unbiased estimate of the variance `(var t_i - c) / m + c` of the
-    mean is
+    probe i alone, `t_ji` on probe j alone, and both have mean t. So the products on the
+    left estimate the covariances c without bias. With the sample variance `s^2`, of mean
+    `var t_i - c`, an unbiased estimate of the variance `(var t_i - c) / m + c` of the mean
+    is
 
         V = s^2 / m + 1 / (m (m-1)) sum_{i != j} (t_i - t_ij)(t_j - t_ji) .
 
-    *Orthogonal probes.* Given all but i and j, orthonormal `u_i`, `u_j` are a uniform
-    pair in the complement, of dimension `N = paired.dimension`. The quadratic
-    forms of a full orthonormal basis add up to a constant, so those of a pair have
-    correlation `-1 / (N - 1)`. The last term is `-var(t_ij) / (N - 1)` instead of 0,
-    and `var(t_ij) / (N - 1)` is added to V. About their mean, in place of t, the `t_ij`
-    vary less, by about V; adding that back gives the factor `(N - 1) / (N - 2)`.
+    *Orthogonal probes.* Given all but i and j, orthonormal `u_i`, `u_j` are a uniform pair
+    in the complement, of dimension `N = paired.dimension`. The quadratic forms of a full
+    orthonormal basis add up to a constant, so those of a pair have correlation
+    `-1 / (N - 1)`. The last term is `-var(t_ij) / (N - 1)` instead of 0, and
+    `var(t_ij) / (N - 1)` is added to V. About their mean, in place of t, the `t_ij` vary
+    less, by about V; adding that back gives the factor `(N - 1) / (N - 2)`.
 
     The second term is noisy where it is small: V is kept at half of `s^2 / m` or above.
 
-    *Degrees of freedom.* `1/nu = 0.5/(m-1) + 0.7 J + 0.9 gamma^2 / (m+2)`. By Satterthwaite's
-    rule `nu = 2 V^2 / var V`. V is the sum of what each probe contributes, `h_i`, and those
-    that differ tell of its variance: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`. For normal samples
-    `J = 1/m`; where few probes make up V, J is larger. Weights are chosen, not derived.
+    *Degrees of freedom.* `1/nu = 0.5/(m-1) + 0.7 J + 0.9 gamma^2 / (m+2)`. By
+    Satterthwaite's rule `nu = 2 V^2 / var V`. V is the sum of what each probe contributes,
+    `h_i`, and those that differ tell of its variance: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`.
+    For normal samples `J = 1/m`; where few probes make up V, J is larger. Weights are
+    chosen, not derived.
     """
     t_i, t_j, t_ij, t_ji, is_pair, magnitude, dimension = paired
     room = t_i.shape[-1]
@@ -212,8 +199,8 @@ def leave_one_out_bar(
 def moments_bar(moments: Moments, m: int | Int[Array, ""]) -> ErrorBar:
     """Error bars of the means of m independent samples each, elementwise, by their moments.
 
-    `V = s^2 / m` and `nu = m - 1`. Signs may agree by chance (see `independent_samples`): the
-    largest variance of a sample of row r is `sum_s |A_rs|^2 - |A_rr|^2`.
+    `V = s^2 / m` and `nu = m - 1`. Signs may agree by chance (see `independent_samples`):
+    the largest variance of a sample of row r is `sum_s |A_rs|^2 - |A_rr|^2`.
     """
     mean, square_sum, energy, unit = moments
     number = jnp.asarray(m).astype(square_sum.dtype)
@@ -238,11 +225,9 @@ def weighted_bar(
 ) -> ErrorBar:
     """The error bar of a weighted sum of samples of one mean.
 
-    - `weights`: they add up to 1. What has weight 0 is no sample.
-    - `magnitude`: of what is added up, for the error of rounding.
-    - `half_variance`: of the largest variance of a sample, for samples that agree by chance.
-    - `freedom`: degrees of freedom.
-    - `shared`: by `V = s^2 sum_i weight_i^2 + shared`, what covariances of samples add to V.
+    `V = s^2 sum_i weight_i^2 + shared`, the latter from covariances. Weights add up to 1;
+    what has weight 0 is no sample. Samples that agree by chance have at most twice
+    `half_variance`.
     """
     real = weights.dtype
     m = jnp.sum(weights != 0).astype(real)
@@ -254,19 +239,14 @@ def weighted_bar(
     return _error_bar(value, unit, variance, inverse_freedom, magnitude)
 
 
-def _untie(
-    variance: ArrayLike,
-    largest: ArrayLike,
-    m: ArrayLike,
-    share: ArrayLike = _TIE_SHARE,
-) -> Float[Array, "*g"]:
-    """Sample variance of m samples; where they agree, `2^(1 - m)` of the largest possible."""
+def _untie(variance, largest, m, share: ArrayLike = _TIE_SHARE) -> Array:
+    """Sample variance of m samples; where they agree, `2^(1 - m)` of the largest."""
     tied = jnp.exp2(1.0 - m) * largest
     return jnp.where(variance < share * tied, tied, variance)
 
 
 def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
-    """Error bar by the variance of `mean / unit` and by `1 / nu`, of which at most 1 counts."""
+    """Error bar by the variance of `mean / unit` and by `1 / nu`, at most 1."""
     # The root of an estimated variance is too small on average, by 1 - 1 / (4 nu).
     inverse_freedom = jnp.minimum(inverse_freedom, 1)
     error = unit * jnp.sqrt(variance) * (1 + inverse_freedom / 4)
@@ -282,13 +262,6 @@ def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> Err
 
 
 def _unknown(mean: Inexact[Array, "*g"]) -> ErrorBar:
-    """Error bar of a single sample: infinite, with 0 degrees of freedom."""
+    """Error bar of a single sample."""
     real = jnp.finfo(mean.dtype).dtype
     return ErrorBar(mean, jnp.full((), jnp.inf, real), jnp.zeros((), real))
-
-
-def _number(samples, active) -> int | Float[Array, ""]:
-    """Number of samples."""
-    if active is None:
-        return samples.shape[0]
-    return jnp.sum(active).astype(jnp.finfo(samples.dtype).dtype)

@@ -1,8 +1,7 @@
 r"""Estimates to a tolerance: the number of products is decided while they are taken.
 
 A loop fills buffers of the size of the largest budget, a few *units* at a time: probes with
-their products, or steps of a Krylov space. It checks the error bar at a third more units
-than at the check before. docs/tolerances.md has the rule and its derivation.
+their products, or steps of a Krylov space. docs/tolerances.md derives its rule.
 """
 
 import dataclasses
@@ -19,16 +18,20 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
+from .._arguments import require
 from .._estimate import RESULTS
 from .._linalg.small import divisor
-from .._progress import ProgressMeter, check_meter
+from .._progress import ProgressMeter
 from .._student_t import check_level, student_t_quantile
 from .error_bar import ErrorBar
+
+Count = Int[Array, ""]
+Scalar = Float[Array, ""]
 
 # Error bars of m samples are multiplied by 1 + _WIDENING / m: the smallest integer for which
 # `benchmarks/tolerances.py normal` finds 95 % intervals to keep their level.
 _WIDENING = 2.0
-# Products before a loop may stop, and in each of its steps. After a check of so many units the
+# Products before a loop may stop, and in each of its steps; after a check of so many units the
 # next one is at count // 3 more. Both are chosen, and in the rule that this script simulates.
 LEAST_PRODUCTS = 8
 _CHECK_DIVISOR = 3
@@ -42,33 +45,29 @@ _LEAST_POWER, _LARGEST_POWER = 0.5, 8.0
 
 
 class Stop(eqx.Module):
-    """Condition for a loop to stop: the interval of a value is short enough.
+    """Condition for a loop to stop: half of an interval is at most `atol + rtol |value|`.
 
-    - `rtol`, `atol`: half of the interval is to be at most `atol + rtol |value|`.
-    - `level`: of the interval, 0.95 say.
-    - `meter`: a progress meter, which shows how far the loop is.
-    - `factor`, `offset`: the value is `factor` times that of the loop, plus `offset`.
-    - `norm`: of several values and of their half intervals, `"largest"` or `"root mean
-        square"`, to which the tolerance applies; `None` for each value on its own.
+    `norm` of several values and of their half intervals, `"largest"` or
+    `"root mean square"`, is what the tolerance applies to; `None` for each value on its
+    own.
     """
 
-    rtol: Float[Array, ""]
-    atol: Float[Array, ""]
+    rtol: Scalar
+    atol: Scalar
     level: float = eqx.field(static=True)
     meter: ProgressMeter = eqx.field(static=True)
-    factor: Inexact[Array, ""]
-    offset: Inexact[Array, "*g"]
+    factor: Inexact[Array, ""]  # the value is so many times that of the loop,
+    offset: Inexact[Array, "*g"]  # plus so much
     norm: str | None = eqx.field(static=True, default=None)
 
     @property
     def dtype(self) -> Any:
         return self.rtol.dtype
 
-    def ratio(self, bar: ErrorBar) -> Float[Array, ""]:
-        """Ratio of the length of the value's interval to the length asked for.
+    def ratio(self, bar: ErrorBar) -> Scalar:
+        """Ratio of the interval's length to the length asked for, the largest of several.
 
-        The tolerance is met by 1 and less. `bar` is that of the loop's value; of several
-        values the ratio is the largest. Infinite for an unknown error.
+        `bar` is that of the loop's value. Infinite for an unknown error.
         """
         error, freedom = bar.standard_error, bar.degrees_of_freedom
         quantile = student_t_quantile(self.level, freedom)
@@ -76,53 +75,43 @@ class Stop(eqx.Module):
         half_width = jnp.where(error == 0, 0, quantile * scaled)
         # The loop's value may be known to be real where the whole is not.
         dtype = np.result_type(bar.mean.dtype, self.factor.dtype, self.offset.dtype)
-        factor, offset, mean = (
-            x.astype(dtype) for x in (self.factor, self.offset, bar.mean)
-        )
-        size = jnp.abs(factor * mean + offset).astype(error.dtype)
+        value = self.factor.astype(dtype) * bar.mean.astype(dtype)
+        size = jnp.abs(value + self.offset.astype(dtype)).astype(error.dtype)
         rtol, atol = self.rtol.astype(error.dtype), self.atol.astype(error.dtype)
         if self.norm == "largest":
             half_width, size = jnp.max(half_width), jnp.max(size)
         elif self.norm == "root mean square":
             half_width, size = (root_mean_square(x) for x in (half_width, size))
         allowed = atol + rtol * size
-        ratio = half_width / jnp.where(allowed > 0, allowed, 1)
-        ratio = jnp.where(allowed > 0, ratio, jnp.inf)
+        ratio = jnp.where(allowed > 0, half_width / divisor(allowed), jnp.inf)
         ratio = jnp.where(half_width == 0, 0, ratio)
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
     def for_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
     ) -> "Stop":
-        """The condition for a loop that finds another part of the value; `None` to keep."""
+        """The condition of a loop that finds another part of the value; `None` to keep."""
         factor = self.factor if factor is None else factor
         offset = self.offset if offset is None else offset
         return dataclasses.replace(self, factor=factor, offset=offset)
 
 
 class Depth(eqx.Module):
-    """Condition for a loop to stop: what a Krylov space leaves no longer matters.
-
-    - `meter`: a progress meter.
-    - `dtype`: of real numbers.
-    - `negligible`: what doesn't matter in any case, in the unit of the value.
-    """
+    """Condition for a loop to stop: what a Krylov space leaves no longer matters."""
 
     meter: ProgressMeter = eqx.field(static=True)
-    dtype: Any = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)  # of real numbers
+    # What doesn't matter in any case, in the unit of the value.
     negligible: float = eqx.field(static=True, default=0.0)
 
-    def ratio(
-        self, left: Float[Array, "*g"], error: Float[Array, "*g"]
-    ) -> Float[Array, ""]:
+    def ratio(self, left: Float[Array, "*g"], error: Float[Array, "*g"]) -> Scalar:
         """Ratio of what is left to what doesn't matter beside the error of probes."""
         allowed = jnp.maximum(_SHARE_LEFT * error, self.negligible)
         ratio = jnp.where(left == 0, 0, left / divisor(allowed))
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
 
-def root_mean_square(x: Float[Array, " g"]) -> Float[Array, ""]:
-    """The root mean square of numbers that may be too small to square."""
+def root_mean_square(x: Float[Array, " g"]) -> Scalar:
     unit = divisor(jnp.max(jnp.abs(x)))
     return unit * jnp.sqrt(jnp.mean((x / unit) ** 2))
 
@@ -136,11 +125,10 @@ def make_stop(
     where: str,
     norm: str | None = None,
 ) -> Stop | None:
-    """The condition, from checked arguments; `None` if neither tolerance is given.
-
-    `dtype` is that of the value, and `where` names the caller in messages.
-    """
-    check_meter(meter, where)
+    """The condition, from arguments; `None` if neither tolerance is given."""
+    what = "progress_meter must be a traceax.ProgressMeter"
+    hint = "pass an instance, such as traceax.TextProgressMeter()"
+    require(isinstance(meter, ProgressMeter), where, what, meter, hint, TypeError)
     level = check_level(level, where)
     if rtol is None and atol is None:
         return None
@@ -148,60 +136,43 @@ def make_stop(
         check_tolerance(0.0 if x is None else x, name, dtype, where)
         for name, x in (("rtol", rtol), ("atol", atol))
     )
-    one = jnp.ones((), dtype)
-    nothing = jnp.zeros_like(one)
-    return Stop(relative, absolute, level, meter, one, nothing, norm)
+    one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
+    return Stop(relative, absolute, level, meter, one, zero, norm)
 
 
-def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Float[Array, ""]:
+def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Scalar:
     """A tolerance, checked, as a real array of the precision of `dtype`."""
-    if isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x):
-        raise TypeError(
-            f"{where}: {name} must be a real number, got {x!r}; write 1e-2 for two digits."
-        )
-    known = not isinstance(x, jax.core.Tracer)
-    if known and not 0 <= float(np.asarray(x)) < math.inf:
-        raise ValueError(f"{where}: {name} must be finite and not negative, got {x}.")
+    number = not (isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x))
+    what, hint = f"{name} must be a real number", "write 1e-2 for two digits"
+    require(number, where, what, f"{x!r}", hint, TypeError)
+    right = isinstance(x, jax.core.Tracer) or 0 <= float(np.asarray(x)) < math.inf
+    require(right, where, f"{name} must be finite and not negative", f"{x}", hint)
     return jnp.asarray(x).astype(jnp.finfo(dtype).dtype)
 
 
 def tolerance_result(stop: Stop, bar: ErrorBar, result: RESULTS) -> RESULTS:
-    """`result`, or that the tolerance was not met if it is a success.
-
-    A value that is not finite has a cause of its own.
-    """
+    """`result`, or that the tolerance was not met if it is a success, of a finite value."""
     met = (stop.ratio(bar) <= 1) | ~jnp.isfinite(bar.mean).all()
     unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
     return RESULTS.where(result == RESULTS.successful, unmet, result)
 
 
 class Check(NamedTuple):
-    """Check of the units so far.
+    """Check of the units so far."""
 
-    - `bar`: the error bar; `run_until` widens it for a tolerance.
-    - `extra`: anything that the caller of a loop wants to have of its last check.
-    - `ratio`: of what is left to what may be, where that isn't the length of an interval.
-    """
-
-    bar: ErrorBar
-    extra: Any
-    ratio: Float[Array, ""] | None = None
+    bar: ErrorBar  # which `run_until` widens for a tolerance
+    extra: Any  # anything that the caller of a loop wants to have of its last check
+    ratio: Scalar | None = None  # where that isn't `Stop.ratio`
 
 
 class Forecast(NamedTuple):
-    """Forecast of how many units meet the tolerance, as error bars fell between checks.
+    """Forecast of how many units meet the tolerance, as error bars fell between checks."""
 
-    - `first_count`, `first_ratio`: the number of units at the first check of a known error,
-        and `Stop.ratio` then; infinite before.
-    - `needed`: the number of units that meet the tolerance; infinite where not known.
-    """
+    first_count: Scalar  # units at the first check of a known error
+    first_ratio: Scalar  # and the ratio then; infinite before
+    needed: Scalar  # units that meet the tolerance; infinite where not known
 
-    first_count: Float[Array, ""]
-    first_ratio: Float[Array, ""]
-    needed: Float[Array, ""]
-
-    def after(self, ratio: Float[Array, ""], count: Int[Array, ""]) -> "Forecast":
-        """The forecast after a check of `count` units, with its `Stop.ratio`."""
+    def after(self, ratio: Scalar, count: Count) -> "Forecast":
         number = count.astype(ratio.dtype)
         is_first = ~jnp.isfinite(self.first_ratio)
         first_count = jnp.where(is_first, number, self.first_count)
@@ -216,47 +187,37 @@ class Forecast(NamedTuple):
 
 
 class Loop(eqx.Module):
-    """Variables of a loop.
-
-    - `buffers`: what `grow` fills.
-    - `count`: how many units the buffers hold.
-    - `next_check`: the number of units from which on they are checked again.
-    - `check`, `forecast`: the last check, and the forecast after it.
-    - `done`: whether the last check met the tolerance, or had a value that isn't finite.
-    - `meter`: the state of the progress meter.
-    """
-
-    buffers: Any
-    count: Int[Array, ""]
-    next_check: Int[Array, ""]
-    check: Check
-    forecast: Forecast
-    done: Bool[Array, ""]
+    buffers: Any  # what `grow` fills
+    count: Count  # how many units they hold
+    next_check: Count  # the number from which on they are checked again
+    check: Check  # the last one
+    forecast: Forecast  # after it
+    done: Bool[Array, ""]  # whether it met the tolerance, or its value isn't finite
     meter: Any
 
 
 def run_until(
     stop: Stop | Depth,
-    grow: Callable[[Any, Int[Array, ""]], Any],
-    judge: Callable[[Any, Int[Array, ""]], Check],
+    grow: Callable[[Any, Count], Any],
+    judge: Callable[[Any, Count], Check],
     buffers: Any,
     *,
-    start: int | Int[Array, ""],
+    start: int | Count,
     width: int,
-    limit: int | Int[Array, ""],
+    limit: int | Count,
     minimum: int,
     num_samples: int | None = None,
 ) -> Loop:
     """The loop at its end: when the tolerance is met, or another step would exceed `limit`.
 
-    - `grow(buffers, count)` returns the buffers with `width` units more, from `count` on.
-    - `judge(buffers, count)` returns a `Check` of the first `count` units.
-    - `start`: how many units the buffers hold at the beginning. If there are any they are
-        checked before the first step.
-    - `width`, `limit`: units in each step, and in the buffers at most.
+    - `grow(buffers, count)`: the buffers with `width` units more.
+    - `judge(buffers, count)`: a `Check` of the first `count` units.
+    - `start`, `limit`: units in the buffers at the beginning, which are checked before the
+        first step, and at most.
     - `minimum`: units that the first check after a step waits for. With less only a value
         that isn't finite stops the loop.
-    - `num_samples`: the m by which error bars are widened, where it isn't the number of units.
+    - `num_samples`: the m by which error bars are widened, where it isn't the number of
+        units.
     """
     meter = stop.meter
 
@@ -314,8 +275,8 @@ def run_until(
 def products_of_loop(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
     """How many of k products a loop may take: what the exact answer's n leave, less than n.
 
-    All of them where there are less than n. 0 where the answer is exact at once: where what
-    is left is below the least that a loop takes, and for few unknowns.
+    All of them where there are less than n. 0 where the answer is exact at once: where less
+    is left than a loop takes, and for few unknowns.
     """
     if k < size:
         return k
@@ -324,11 +285,7 @@ def products_of_loop(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
 
 
 def step_width(limit: int, minimum: int) -> int:
-    """The number of units in a step, of which `limit` in all leave the fewest over.
-
-    At least `minimum`, and less than twice that; or `limit`, if there is but one step.
-    """
+    """Units in a step, `minimum` to less than twice that, which leave the fewest over."""
     if limit < 2 * minimum:
         return max(limit, 1)
-    widths = range(minimum, 2 * minimum)
-    return min(widths, key=lambda width: limit % width)
+    return min(range(minimum, 2 * minimum), key=lambda width: limit % width)

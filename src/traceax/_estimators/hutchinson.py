@@ -27,7 +27,7 @@ from .._arguments import check_optional_integer, without_numpy
 from .._estimate import SLOPES
 from .._functional import Trace
 from .._growing import GrowingEstimator
-from .._linalg.pairs import active_units
+from .._linalg.leave_one_out import active_units
 from .._linalg.tall import column_dots, column_norms
 from .._operators.block import Space, columns_at_once
 from .._primitive import Columns, derived

@@ -10,8 +10,8 @@ from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._estimate import RESULTS
 from .._functional import Trace
 from .._growing import GrowingEstimator, put_units
+from .._linalg.leave_one_out import make_probe_set
 from .._linalg.nystrom import nystrom_factor, nystrom_sums, nystrom_traces, stand_in
-from .._linalg.pairs import make_probe_set
 from .._linalg.tall import combine, extend
 from .._operators.block import (
     apply_block,

@@ -15,9 +15,9 @@ from .._linalg.leave_one_out import (
     leave_one_out,
     leave_one_out_sums,
     leave_one_out_traces,
+    make_probe_set,
     stand_in,
 )
-from .._linalg.pairs import make_probe_set
 from .._linalg.tall import column_dots, extend, inner
 from .._operators.block import apply_block, is_hermitian
 from .._samplers import NormalSampler, Sampler, check_sampler

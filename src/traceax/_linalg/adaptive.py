@@ -1,37 +1,35 @@
 r"""Choice between a basis and more tests, by tests that have no say in their own basis.
 
-Pure kernels on arrays. Of a budget of k products, h = k // 2 are with the probes of the
-first block. The products of its first r = h - 1 probes span a basis. The other l = k - h
-products are with the second block: either with the r basis vectors and l - r fresh probes,
-or with l fresh probes. Masks tell which: no shape depends on the choice.
+Of a budget of k products, h = k // 2 are with the probes of the first block. The products
+of its first r = h - 1 probes span a basis. The other l = k - h products are with the second
+block: either with the r basis vectors and l - r fresh probes, or with l fresh probes. Masks
+tell which: no shape depends on the choice.
 
 | symbol | shape | meaning |
 |---|---|---|
-| `A` | n x n | the operator |
 | `W` | n x h | probes `w_i`, the first block |
 | `Q`, `R` | n x h, h x h | QR factorisation of `A W`; the first r columns of Q are the basis |
 | `C` | h x h | `Q^* W` |
 | `X` | n x l | the second block; basis vectors come before fresh probes |
 | `V` | n x k | `[W, X]`, all that is multiplied |
-| `form` | k x k | `V^* A V`; of `W^* A W` the diagonal only |
-| `gram` | k x k | `V^* V`; of `W^* W` the diagonal only |
+| `form`, `gram` | k x k | `V^* A V` and `V^* V`; of `W^* A W` and `W^* W` the diagonals only |
 | `B` | n x l | X with 0 for fresh probes: the basis, or 0 if it isn't taken |
 | `H` | l x l | `B^* A B` |
 | `S` | l x h1 | `B s_i` is the direction that the basis loses without product i; h1 = h + 1 |
 | `P_i` | n x n | the projector of test i: on the basis without `B s_i`, or 0 |
 | `g_ij` | n | `(I - P_i) v_j` |
 
-*Indices.* j counts all columns of V. i counts projectors: `P_i` for i < h is that of test i
-on `w_i`, and made without its product; `P_h`, with `s_h = 0`, is that of all fresh probes.
+j counts all columns of V, i projectors: `P_i` for i < h is that of test i on `w_i`, made
+without its product; `P_h`, with `s_h = 0`, is that of all fresh probes.
 
-*Why it has no bias.* Whether test i uses the basis is chosen without `w_i`, and its basis is
-made without `A w_i`. Given all other probes only `w_i` is random in
+*Why it has no bias.* Whether test i uses the basis is chosen without `w_i`, and its basis
+is made without `A w_i`. Given all other probes only `w_i` is random in
 
     t_i = tr(P_i A) + g_ii^* A g_ii - c_i (|g_ii|^2 - n + rank P_i) ,
 
 whose mean is `tr A`: the shift `c_i`, from tests that had no part in `P_i`, doesn't depend
-on `w_i` either. It makes multiples of the identity exact, as resphering does, for probes of
-any distribution. Fresh probes are drawn after all choices.
+on `w_i` either. It makes multiples of the identity exact. Fresh probes are drawn after all
+choices.
 """
 
 from typing import NamedTuple
@@ -41,63 +39,54 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from .leave_one_out import (
     LeaveOneOut,
+    ProbeSet,
     floor_diagonal,
     leave_one_out_traces,
     normalise_columns,
 )
-from .pairs import ProbeSet
 from .small import divisor, inverse_conjugate_transpose, matmul, squares
 from .tall import column_dots, inner
 
-# Correlation of two tests whose products span the basis: 0 if they miss different
-# directions, 1 if the same. By `benchmarks/choice.py --constants` 1/2 and 1 are worse, and
-# 0 to 1/4 are about the same.
+Square = Inexact[Array, "h h"]
+Whole = Inexact[Array, "k k"]
+
+# Correlation of two tests whose products span the basis. By `benchmarks/choice.py --constants`
+# 1/2 and 1 are worse, and 0 to 1/4 are about the same.
 CORRELATION = 0.25
-# A sample variance of h tests may be too small by chance: it is multiplied by
-# 1 + ALLOWANCE / h. By `benchmarks/choice.py --constants` 0 is worse, and 10 and more are
-# about the same.
+# A sample variance of h tests, which may be too small by chance, is multiplied by
+# 1 + ALLOWANCE / h. By that script 0 is worse, and 10 and more are about the same.
 ALLOWANCE = 30.0
 # The next four are chosen, and not measured. Energy less that of a multiple of the identity
-# is a difference, which may be rounding: it counts as this share of the energy at least.
+# is a difference: it counts as this share of the energy at least.
 _LEAST_SHARE = 1e-3
-# In units of eps: the diagonal of R over |R|_F, at least. Dependent products are moved apart
-# so far, so that what one leaves of the other has digits (`test_bias`, parallel);
-_SEPARATION = 100.0
-# the squared sine of two directions below which they count as parallel;
-_PARALLEL = 400.0
-# the share of squared lengths outside of the basis that counts as 0.
-_LEAST_OUTSIDE = 1e3
+# In units of eps: the diagonal of R over |R|_F, at least, to which dependent products are
+# moved apart; the squared sine below which two directions count as parallel; the share of
+# squared lengths outside of the basis that counts as 0.
+_SEPARATION, _PARALLEL, _LEAST_OUTSIDE = 100.0, 400.0, 1e3
 
 
-def dual_basis(R: Inexact[Array, "h h"]) -> Inexact[Array, "h h"]:
-    """Dual basis `R^-*`: its column i is orthogonal to all columns of R but the i-th.
-
-    Columns of R that depend on others are moved apart, along their column of Q.
-    """
+def dual_basis(R: Square) -> Square:
+    """Dual basis `R^-*`: its column i is orthogonal to all columns of R but the i-th."""
     return inverse_conjugate_transpose(floor_diagonal(R, factor=_SEPARATION))
 
 
 def choose_basis(
-    duals: Inexact[Array, "h h"],
-    R: Inexact[Array, "h h"],
-    C: Inexact[Array, "h h"],
-    n: int,
-    k: int,
+    duals: Square, R: Square, C: Square, n: int, k: int
 ) -> tuple[Bool[Array, " h"], Float[Array, " h"]]:
     r"""Whether test i uses the basis, and the energy that its choice leaves, for each i.
 
-    Both are by all tests but i. v is the mean energy `|(I - P) A w|^2` of tests, without that
-    of a multiple of the identity. But for the diagonal of A it is half of the variance of a
-    test, if A is symmetric. Half of the variance of the value is predicted to be `v_0 / k`
-    without a basis, and with one of r vectors, which take r products,
+    Both are by all tests but i. v is the mean energy `|(I - P) A w|^2` of tests, without
+    that of a multiple of the identity: but for the diagonal of A half of the variance of a
+    test, if A is symmetric. Half of that of the value is predicted to be `v_0 / k` without
+    a basis, and with one of r vectors
 
         v_r / (k - r) + CORRELATION r (r - 1) / (k - r)^2 (v_{r-1} - v_r) .
 
     The last term is the covariance of tests that share the basis. `v_{r-1} - v_r` is the
     energy of one direction, if v falls by the same factor with each.
 
-    Signs don't see a diagonal, which energies count. So `v_0` is half of the sample variance,
-    with the allowance for chance, where that is less.
+    Signs don't see a diagonal, which energies count: `v_0` is half of the sample variance,
+    with its allowance, where that is less.
     """
     h = len(R)
     r, wAw = h - 1, column_dots(C, R)
@@ -112,10 +101,7 @@ def choose_basis(
 
 
 def residual_energies(
-    duals: Inexact[Array, "h h"],
-    R: Inexact[Array, "h h"],
-    C: Inexact[Array, "h h"],
-    n: int,
+    duals: Square, R: Square, C: Square, n: int
 ) -> Float[Array, " h"]:
     r"""The mean energy `v_r` that the basis leaves of all products but i, for each i.
 
@@ -129,8 +115,7 @@ def residual_energies(
 
         e_ij = 1 / |d_ij|^2 ,      u_ij = C_j^* d_ij / |d_ij|^2 .
 
-    Vectors are subtracted, and not their lengths: of two products that are parallel, one
-    of which is left out, the lengths would have no digits.
+    Vectors are subtracted: of two parallel products lengths would have no digits.
     """
     h, r = len(R), len(R) - 1
     s, duals = _lost_directions(duals), duals[:r]
@@ -147,21 +132,19 @@ def residual_energies(
     return _mean_energies(e, u, n - r + spans_basis.astype(int))
 
 
-def _lost_directions(duals: Inexact[Array, "h h"]) -> Inexact[Array, "r h"]:
+def _lost_directions(duals: Square) -> Inexact[Array, "r h"]:
     """Unit vectors `s_i`: what the basis loses without product i; 0 for the last."""
     r = len(duals) - 1
     return jnp.pad(normalise_columns(duals[:r, :r]), ((0, 0), (0, 1)))
 
 
 def _mean_energies(
-    energies: Float[Array, "_ h"],
-    traces: Inexact[Array, "_ h"],
-    dimension: int | Array,
+    energies: Float[Array, "_ h"], traces: Inexact[Array, "_ h"], dimension: int | Array
 ) -> Float[Array, " h"]:
     """Mean energies over all tests but i, less that of a multiple of the identity.
 
-    `energies` and `traces` are `e_ij` and `u_ij`, or a row of them for all i. `dimension` is
-    that of the space that a projector leaves.
+    `e_ij` and `u_ij`, or a row of them for all i, and the dimension that a projector
+    leaves.
     """
     h = energies.shape[1]
     others = ~jnp.eye(h, dtype=bool)
@@ -182,21 +165,14 @@ def _variances_of_others(samples: Inexact[Array, " h"]) -> Float[Array, " h"]:
 
 
 class Plan(NamedTuple):
-    """Plan of the tests, made before the second block is multiplied.
+    """Plan of the tests, made before the second block is multiplied."""
 
-    - `uses_basis`: whether test i of the first block uses the basis.
-    - `in_basis`: which columns of X are the basis; none if no test uses it.
-    - `S`: see above; 0 outside of the basis.
-    """
-
-    uses_basis: Bool[Array, " h"]
-    in_basis: Bool[Array, " l"]
-    S: Inexact[Array, "l h1"]
+    uses_basis: Bool[Array, " h"]  # whether test i of the first block does
+    in_basis: Bool[Array, " l"]  # which columns of X are the basis, if a test uses it
+    S: Inexact[Array, "l h1"]  # 0 outside of the basis
 
 
-def plan_tests(
-    duals: Inexact[Array, "h h"], uses_basis: Bool[Array, " h"], width: int
-) -> Plan:
+def plan_tests(duals: Square, uses_basis: Bool[Array, " h"], width: int) -> Plan:
     """The plan for a second block of `width` = l columns."""
     r = len(duals) - 1
     in_basis = (jnp.arange(width) < r) & jnp.any(uses_basis)
@@ -220,7 +196,7 @@ def sample_weights(plan: Plan) -> Float[Array, " k"]:
 
 
 def test_samples(
-    form: Inexact[Array, "k k"], gram: Inexact[Array, "k k"], n: int, plan: Plan
+    form: Whole, gram: Whole, n: int, plan: Plan
 ) -> tuple[Inexact[Array, " k"], Inexact[Array, " h1"]]:
     r"""Samples `t_j`, linear in `form`, and shifts `c_i`. Those of the basis mean nothing.
 
@@ -267,8 +243,8 @@ def test_samples(
 
 
 def _basis_blocks(
-    form: Inexact[Array, "k k"], in_basis: Bool[Array, " l"]
-) -> tuple[Inexact[Array, "l l"], Inexact[Array, "l k"], Inexact[Array, "k l"]]:
+    form: Whole, in_basis: Bool[Array, " l"]
+) -> tuple[Array, Array, Array]:
     """`H = B^* A B`, `B^* A V` and `V^* A B`."""
     h = len(form) - len(in_basis)
     rows, columns = in_basis[:, None], in_basis[None, :]
@@ -277,8 +253,8 @@ def _basis_blocks(
 
 
 def covariance(
-    form: Inexact[Array, "k k"],
-    gram: Inexact[Array, "k k"],
+    form: Whole,
+    gram: Whole,
     n: int,
     plan: Plan,
     shifts: Inexact[Array, " h1"],
@@ -286,9 +262,9 @@ def covariance(
 ) -> Float[Array, ""]:
     r"""Covariance of the tests whose products span the basis, in the variance of the value.
 
-    The sum over i != j of `weight_i weight_j (t_ij - t_i) conj(t_ji - t_j)`, where `t_ij` is
-    `t_i` with the product of probe j left out of `P_i` too, and `c_i` as it is. For why see
-    `leave_one_out_bar` of the error bars.
+    The sum over i != j of `weight_i weight_j (t_ij - t_i) conj(t_ji - t_j)`, where `t_ij`
+    is `t_i` with the product of probe j left out of `P_i` too, and `c_i` as it is (see
+    `leave_one_out_bar`).
     """
     uses_basis, in_basis, S = plan
     h = len(uses_basis)
@@ -300,17 +276,14 @@ def covariance(
     loo = LeaveOneOut(probes, BAV[:, :h], s, x, a=ones, left=ones, basis=None)
     T, wAw = VAB[:h].conj().T, jnp.diagonal(form)[:h]
     paired = leave_one_out_traces(H, T, wAw, loo)  # t_i and t_ij for shifts of 0
-    # The factor of the shift, `|g_i|^2 - n + rank P_i`, changes by `|t^* x_i|^2 - 1`, with t
-    # the unit vector of what `s_j` has beside `s_i`, to which `x_i` is orthogonal.
+    # The factor of the shift changes by `|t^* x_i|^2 - 1`, with t the unit vector of what `s_j`
+    # has beside `s_i`, to which `x_i` is orthogonal.
     squared_sine = 1 - squares(inner(s, s))
     is_pair = uses_basis & (jnp.arange(h) < h - 1)
     is_pair = is_pair[:, None] & is_pair[None, :] & ~jnp.eye(h, dtype=bool)
     is_pair = is_pair & (squared_sine >= _PARALLEL * jnp.finfo(form.dtype).eps)
     factor_change = squares(inner(x, s)) / jnp.where(is_pair, squared_sine, 1) - 1
-    change = (
-        paired.without
-        - paired.samples[:, None]
-        - shifts[:h, None] * factor_change.astype(form.dtype)
-    )
+    change = paired.without - paired.samples[:, None]
+    change = change - shifts[:h, None] * factor_change.astype(form.dtype)
     change = jnp.where(is_pair, change * weights[:h, None].astype(form.dtype), 0)
     return jnp.maximum(jnp.sum(jnp.real(change * change.conj().T)), 0)

@@ -1,14 +1,11 @@
 r"""Krylov spaces: Arnoldi, block Lanczos, Lanczos of many vectors at once.
 
-Pure kernels. `product` maps an (n, m) block to the products of its columns. Every new
-block is orthogonalised against all before it, as often as it takes for a basis that is
-orthonormal to rounding in any precision, and a projected matrix is what it says:
-`T = K^* A K`.
+`product` maps an (n, m) block to the products of its columns. Every new block is
+orthogonalised against all before it, to rounding, and `T = K^* A K` is what it says.
 
-Breakdown is a success. Where a Krylov space stops growing, the residual is rounding;
-`extend` makes a direction of it, or fills one in, that is orthogonal to the space. The
-projected matrix stays a projection of A, and does not couple the space to that
-direction. Nothing is divided by the residual.
+Breakdown is a success. Where a Krylov space stops growing, the residual is rounding, of
+which `extend` makes a direction that is orthogonal to the space. The projected matrix stays
+a projection of A, and does not couple the space to that direction.
 
 | name | shape | |
 |---|---|---|
@@ -20,6 +17,7 @@ direction. Nothing is divided by the residual.
 | E | (k + m, k + m) | the smallest matrix that A can be on `[K, Z]` (see `smallest_extension`) |
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,32 +39,30 @@ from .tall import (
     put,
 )
 
-Product = Callable[[Inexact[Array, "n m"]], Inexact[Array, "n m"]]
+Block = Inexact[Array, "n m"]
+Square = Inexact[Array, "k k"]
+Steps = int | Int[Array, ""]
+
+Product = Callable[[Block], Block]
 
 
 class Arnoldi(NamedTuple):
-    """A run of Arnoldi's method, of which some steps are done.
+    """A run of Arnoldi's method, of which some steps are done."""
 
-    - `basis`: K; zeros where there is none yet.
-    - `factor`: H, but for the products with the last block.
-    - `pending`: these products, which make the next block.
-    """
-
-    basis: Inexact[Array, "n k"]
-    factor: Inexact[Array, "k km"]
-    pending: Inexact[Array, "n m"]
+    basis: Inexact[Array, "n k"]  # K; zeros where there is none yet
+    factor: Inexact[Array, "k km"]  # H, but for the products with the last block
+    pending: Block  # these products, which make the next block
 
 
-def arnoldi_start(start: Inexact[Array, "n m"], most: int) -> Arnoldi:
+def arnoldi_start(start: Block, most: int) -> Arnoldi:
     """Before the first of at most so many steps."""
-    n, m = start.shape
-    k = m * most
+    (n, m), k = start.shape, start.shape[1] * most
     basis = jnp.zeros((k, n), start.dtype).T
     return Arnoldi(basis, jnp.zeros((k, k + m), start.dtype), start)
 
 
 def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
-    """After step `j = 0, 1, ...`, which takes m products."""
+    """After step `j = 0, 1, ...`, of m products."""
     basis, factor, pending = run
     start = j * pending.shape[1]
     Q, R = extend(basis, pending, start)
@@ -74,19 +70,15 @@ def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
     return Arnoldi(put(basis, Q, start), factor, product(Q))
 
 
-def arnoldi_factor(
-    run: Arnoldi, steps: int | Int[Array, ""]
-) -> tuple[Inexact[Array, "k km"], Inexact[Array, "m m"]]:
+def arnoldi_factor(run: Arnoldi, steps: Steps) -> tuple[Array, Array]:
     """H after so many steps, zeros beyond; and R."""
     basis, factor, pending = run
-    last = inner(basis, pending)
-    factor = jax.lax.dynamic_update_slice_in_dim(
-        factor, last, steps * pending.shape[1], 1
-    )
+    last, start = inner(basis, pending), steps * pending.shape[1]
+    factor = jax.lax.dynamic_update_slice_in_dim(factor, last, start, 1)
     return factor, _triangular_factor(pending - combine(basis, last))
 
 
-def _triangular_factor(block: Inexact[Array, "n m"]) -> Inexact[Array, "m m"]:
+def _triangular_factor(block: Block) -> Inexact[Array, "m m"]:
     """R of a QR factorisation, by Cholesky factors of Gram matrices.
 
     Rounding is that of the root of eps after a pass, and of eps after two.
@@ -105,39 +97,24 @@ def _triangular_factor(block: Inexact[Array, "n m"]) -> Inexact[Array, "m m"]:
     return R
 
 
-def arnoldi(
-    product: Product, start: Inexact[Array, "n m"], steps: int
-) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k km"], Inexact[Array, "m m"]]:
-    """K, H and R, of any operator.
-
-    `m * steps <= n`. Takes `m * steps` products, O(n k^2) time, and the memory of K
-    and a few blocks (n, m).
-    """
-    run = jax.lax.fori_loop(
-        0,
-        steps,
-        lambda j, run: arnoldi_step(product, run, j),
-        arnoldi_start(start, steps),
-    )
+def arnoldi(product: Product, start: Block, steps: int) -> tuple[Array, Array, Array]:
+    """K, H and R of any operator, in `m * steps <= n` products and O(n k^2) time."""
+    run = arnoldi_start(start, steps)
+    run = jax.lax.fori_loop(0, steps, lambda j, run: arnoldi_step(product, run, j), run)
     return run.basis, *arnoldi_factor(run, steps)
 
 
 class Projected(NamedTuple):
-    """A Hermitian operator in coordinates of a block Krylov space.
+    """A Hermitian operator in coordinates of a block Krylov space."""
 
-    - `asymmetry`: the part of the projected matrix that a Hermitian operator would not
-        have, relative to the matrix.
-    """
-
-    T: Inexact[Array, "k k"]
+    T: Square
     omega: Inexact[Array, "k m"]
-    asymmetry: Float[Array, ""]
+    asymmetry: Float[Array, ""]  # the part of T that it wouldn't have, relative to T
 
 
 def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
     """Block Lanczos: what Arnoldi's factor is of a Hermitian operator."""
-    k = factor.shape[0]
-    m = factor.shape[1] - k
+    k, m = len(factor), factor.shape[1] - len(factor)
     omega, columns = factor[:, :m], factor[:, m:]
     block = jnp.arange(k) // m
     distance = block[None, :] - block[:, None]
@@ -157,16 +134,13 @@ def smallest_of(sizes: tuple[int, ...], count: Int[Array, ""]) -> Int[Array, ""]
 
 
 def ritz_pairs(
-    T: Inexact[Array, "k k"],
-    count: int | Int[Array, ""],
-    beside: int = 0,
-    sizes: tuple[int, ...] = (),
-) -> tuple[Float[Array, " k"], Inexact[Array, "k k"]]:
+    T: Square, count: Steps, beside: int = 0, sizes: tuple[int, ...] = ()
+) -> tuple[Float[Array, " k"], Square]:
     """Eigenvalues and eigenvectors of the leading block of order `count` of T.
 
-    The last rows and columns, as many as `beside`, belong to it, too. Eigenvalues beyond
-    are copies of the largest, so that functions are finite there, with vectors of 0. The
-    smallest of the ascending `sizes` that is enough is what is decomposed.
+    The last `beside` rows and columns belong to it, too. Eigenvalues beyond are copies of
+    the largest, so that functions are finite there, with vectors of 0. The smallest of the
+    ascending `sizes` that is enough is decomposed.
     """
     k = T.shape[0]
     if sizes:
@@ -192,21 +166,20 @@ def ritz_pairs(
 
 
 def smallest_extension(
-    T: Inexact[Array, "k k"],
+    T: Square,
     coupling: Inexact[Array, "m m"],
-    pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
+    pairs: tuple[Float[Array, " k"], Square],
     lower: Float[Array, ""],
-    steps: int | Int[Array, ""],
+    steps: Steps,
 ) -> Inexact[Array, "km km"]:
     r"""E: block Gauss-Radau, given the coupling R, and the Ritz pairs of T.
 
         E = [ T   C^*                                        ]
             [ C   lower I + C (T - lower I)^-1 C^*           ],     C = [0 ... 0 R].
 
-    With no eigenvalue of A below `lower`, and E continued by `lower I` outside of
-    `[K, Z]`, `A - E` is 0 but for a Schur complement of `A - lower I`, which is positive
-    semidefinite. So for f operator monotone, and thus operator concave (Hansen and
-    Pedersen, doi:10.1112/S0024609303002200),
+    With no eigenvalue of A below `lower`, and E continued by `lower I` outside of `[K, Z]`,
+    `A - E` is 0 but for a Schur complement of `A - lower I`, which is semidefinite. So for
+    f operator monotone, thus concave (Hansen and Pedersen, doi:10.1112/S0024609303002200),
 
         f(E)[K, K] <= K^* f(A) K <= f(T),
 
@@ -232,20 +205,13 @@ def smallest_extension(
 class RitzPairs(eqx.Module):
     """Ritz pairs of one or more Krylov spaces of a Hermitian operator.
 
-    **Attributes:**
-
-    - `basis`: K, of shape (n, p), of which the first `width` columns span the starting
-        vectors.
-    - `values`: theta, the Ritz values.
-    - `vectors`: S; the Ritz vectors are `V = K S`.
-    - `probes`: Ritz coordinates of the starting vectors, scaled so that
-        `D = probes probes^*` has `E[V D V^*] = I`.
-    - `width`: the number of starting vectors.
+    `probes` are Ritz coordinates of the starting vectors, scaled so that
+    `D = probes probes^*` has `E[V D V^*] = I`.
     """
 
-    basis: Inexact[Array, "n p"]
+    basis: Inexact[Array, "n p"]  # K; its first `width` columns span the first block
     values: Float[Array, " p"]
-    vectors: Inexact[Array, "p p"]
+    vectors: Inexact[Array, "p p"]  # S; the Ritz vectors are V = K S
     probes: Inexact[Array, "p m"]
     width: int = eqx.field(static=True)
 
@@ -255,71 +221,57 @@ class RitzPairs(eqx.Module):
 
     def first(self, size: int) -> "RitzPairs":
         """The first pairs alone, of a run that took no more steps."""
-        return RitzPairs(
-            self.basis.T[:size].T,
-            self.values[:size],
-            self.vectors[:size, :size],
-            self.probes[:size],
-            self.width,
-        )
+        basis, vectors = self.basis.T[:size].T, self.vectors[:size, :size]
+        values, probes = self.values[:size], self.probes[:size]
+        return RitzPairs(basis, values, vectors, probes, self.width)
 
 
 class KrylovSpaces(NamedTuple):
     """A Krylov space for each of m starting vectors.
 
-    - `basis[j, i]`: vector j of the space of starting vector i. Zero where that space
-        has fewer dimensions.
-    - `projected`: tridiagonal matrices.
-    - `norms`: of the starting vectors, which are `norms * basis[0]`.
-    - `asymmetry`: the largest coefficient that a Hermitian operator would not have,
-        relative to the largest norm of a product.
+    `basis[j, i]` is vector j of the space of starting vector i, 0 where that has fewer
+    dimensions. `asymmetry` is the largest coefficient that a Hermitian operator would not
+    have, relative to the largest norm of a product.
     """
 
     basis: Inexact[Array, "s m n"]
-    projected: Float[Array, "m s s"]
-    norms: Float[Array, " m"]
+    projected: Float[Array, "m s s"]  # tridiagonal matrices
+    norms: Float[Array, " m"]  # of the starting vectors, `norms * basis[0]`
     asymmetry: Float[Array, ""]
 
     def ritz_pairs(self) -> RitzPairs:
         """Those of all spaces; pair r of starting vector i at `i s + r`."""
-        steps, m, n = self.basis.shape
-        dtype = self.basis.dtype
+        (steps, m, n), dtype = self.basis.shape, self.basis.dtype
         values, vectors = jax.vmap(eigh)(self.projected)
         own = jnp.eye(m, dtype=bool)
         first = vectors[:, 0, :] * (self.norms / jnp.sqrt(1.0 * m))[:, None]
         probes = jnp.where(own[:, None, :], first[:, :, None], 0)
         # In the Krylov basis vector j of i comes at `j m + i`.
         S = jnp.where(own[None, :, :, None], vectors.swapaxes(0, 1)[:, :, None], 0)
-        return RitzPairs(
-            self.basis.reshape(m * steps, n).T,
-            values.reshape(-1),
-            S.reshape(m * steps, m * steps).astype(dtype),
-            probes.reshape(m * steps, m).astype(dtype),
-            m,
-        )
+        p, values = m * steps, values.reshape(-1)
+        S, probes = (x.reshape(p, -1).astype(dtype) for x in (S, probes))
+        return RitzPairs(self.basis.reshape(p, n).T, values, S, probes, m)
 
 
-def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> KrylovSpaces:
+def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
     """Lanczos from each of m vectors, independently; a product a step for all of them.
 
-    A space that stops growing is continued by zeros, and its matrix by a multiple of
-    the identity within the range of A, decoupled. O(n m s^2) time.
+    A space that stops growing is continued by zeros, and its matrix by a multiple of the
+    identity within the range of A, decoupled. O(n m s^2) time.
     """
     n, m = start.shape
     dtype, real = start.dtype, jnp.finfo(start.dtype).dtype
-    eps = jnp.finfo(dtype).eps
-    precision = jax.lax.Precision.HIGHEST
+    einsum = ft.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
     def normalised(vectors, lengths):
         return vectors / divisor(lengths)[:, None].astype(dtype)
 
     def inside(basis, vectors):
         # The part of each vector in its own space.
-        return jnp.einsum("jmn,mn->jm", basis.conj(), vectors, precision=precision)
+        return einsum("jmn,mn->jm", basis.conj(), vectors)
 
     def without(basis, vectors):
-        parts = inside(basis, vectors)
-        return vectors - jnp.einsum("jmn,jm->mn", basis, parts, precision=precision)
+        return vectors - einsum("jmn,jm->mn", basis, inside(basis, vectors))
 
     def step(j, carry):
         basis, T, alive, scale, foreign = carry
@@ -333,7 +285,7 @@ def lanczos(product: Product, start: Inexact[Array, "n m"], steps: int) -> Krylo
         foreign = jnp.maximum(foreign, jnp.max(jnp.where(alive, unexpected, 0)))
         residual = without(basis, without(basis, W))
         beta = column_norms(residual.T)
-        alive = beta > 10 * eps * scale
+        alive = beta > 10 * jnp.finfo(dtype).eps * scale
         beta = jnp.where(alive, beta, 0)
         following = without(basis, normalised(residual, beta))
         following = normalised(following, column_norms(following.T))

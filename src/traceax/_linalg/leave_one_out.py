@@ -1,8 +1,8 @@
 r"""Leaving one probe out of a low-rank approximation: downdates and resphering.
 
-Pure kernels on arrays. Shapes and names, after Epperly, Tropp and Webber, "XTrace:
-Making the Most of Every Sample in Stochastic Trace Estimation", SIAM J. Matrix Anal.
-Appl. 45 (2024), doi:10.1137/23M1548323, arXiv:2301.07825:
+Names are those of Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample in
+Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024), doi:10.1137/23M1548323,
+arXiv:2301.07825:
 
 | symbol | shape | meaning |
 |---|---|---|
@@ -17,76 +17,146 @@ Appl. 45 (2024), doi:10.1137/23M1548323, arXiv:2301.07825:
 | `t_i` | | the trace estimated by testing probe i on what the others built |
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from .._functional import Functional
-from .pairs import PairedSamples, ProbeSet, all_pairs, neighbour_pairs
-from .small import (
-    divisor,
-    frobenius,
-    inverse_conjugate_transpose,
-    leading,
-    matmul,
-    svd,
-)
+from .small import divisor, frobenius, inverse_conjugate_transpose, leading, matmul, svd
 from .tall import column_dots, combine, inner, power_of_two_scale
+
+Block = Inexact[Array, "n m"]
+Square = Inexact[Array, "m m"]
+Active = Bool[Array, " m"] | None
+
+
+class ProbeSet(NamedTuple):
+    """Probes of length n, of which each is left out in turn."""
+
+    n: int
+    room: int  # how many columns a block of them has
+    active: Active  # which of these are probes, the others being 0
+    resphere: bool  # whether a probe's direction is uniform in what the others leave
+
+    def number(self, dtype) -> int | Float[Array, ""]:
+        if self.active is None:
+            return self.room
+        return jnp.sum(self.active).astype(jnp.finfo(dtype).dtype)
+
+    def complement(self, dtype, left_out: int = 1) -> int | Float[Array, ""]:
+        """The dimension of what all but so many probes leave; 1 without resphering."""
+        return self.n - self.number(dtype) + left_out if self.resphere else 1
+
+
+def make_probe_set(
+    block: Block, count: int | Int[Array, ""], resphere: bool
+) -> ProbeSet:
+    n, room = block.shape
+    return ProbeSet(n, room, active_units(room, count), resphere)
+
+
+def active_units(room: int, count: int | Int[Array, ""]) -> Active:
+    """Which of the units that buffers have room for are taken; `None` for all."""
+    if isinstance(count, int):
+        return None
+    return jnp.arange(room, dtype=jnp.int32) < count
+
+
+class PairedSamples(NamedTuple):
+    """Leave-one-out samples, each with partners: all others, or its neighbours.
+
+    `magnitude` is that of what is added up to a sample, for the error of rounding.
+    `dimension` is that of the complement of all probes but two, where these are orthogonal
+    to each other; `None` for independent probes.
+    """
+
+    samples: Inexact[Array, "*g m"]  # t_i
+    partners: Inexact[Array, "*g m d"]  # t_j, for each of the d partners j of sample i
+    without: Inexact[Array, "*g m d"]  # t_ij, sample i with probe j left out as well
+    swapped: Inexact[Array, "*g m d"]  # t_ji
+    is_pair: Bool[Array, "m d"]  # which pairs are given
+    magnitude: Float[Array, "*g"]
+    dimension: ArrayLike | None = None
+
+
+def all_pairs(
+    samples: Inexact[Array, " m"],
+    pairs: Square,
+    magnitude: Float[Array, ""],
+    active: Active = None,
+    dimension: ArrayLike | None = None,
+) -> PairedSamples:
+    """Samples with all others as partners; `pairs[i, j]` is `t_ij`."""
+    is_pair = ~jnp.eye(len(samples), dtype=bool)
+    if active is not None:
+        is_pair = is_pair & active[:, None] & active[None, :]
+    partners = jnp.broadcast_to(samples[None, :], pairs.shape)
+    of_pairs = partners, pairs, pairs.T, is_pair
+    return PairedSamples(samples, *of_pairs, magnitude, dimension)
+
+
+def neighbour_pairs(
+    samples: Inexact[Array, "*g m"],
+    # Every sample i with probe j_i left out as well, given j.
+    without_partner: Callable[[Int[Array, " m"]], Inexact[Array, "*g m"]],
+    active: Active,
+    dimension: ArrayLike | None = None,
+) -> PairedSamples:
+    """Samples with the next one as partner, the first being next to the last."""
+    m = samples.shape[-1]
+    position = jnp.arange(m, dtype=jnp.int32)
+    is_active = jnp.ones(m, bool) if active is None else active
+    last = m - 1 if active is None else jnp.sum(active, dtype=jnp.int32) - 1
+    after = jnp.where(position < last, position + 1, 0)
+    before = jnp.where(position > 0, position - 1, last)
+    sizes = jnp.where(is_active, jnp.abs(samples), 0)
+    magnitude = jnp.sum(sizes, axis=-1) / jnp.sum(is_active).astype(sizes.dtype)
+    swapped = without_partner(before)[..., after]
+    of_pairs = samples[..., after], without_partner(after), swapped, is_active
+    of_pairs = (x[..., None] for x in of_pairs)
+    return PairedSamples(samples, *of_pairs, magnitude, dimension)
 
 
 class LeaveOneOut(NamedTuple):
-    """The downdates of Q, one for each probe.
-
-    - `probes`: the set that they leave one out of.
-    - `R`, `S`, `X`, `a`: see above; `R` and `X` in coordinates of `basis`.
-    - `left`: `|g_i|^2`.
-    - `basis`: a change of basis of Q; `None` for none.
-    """
+    """The downdates of Q, one for each probe."""
 
     probes: ProbeSet
-    R: Inexact[Array, "m m"]
-    S: Inexact[Array, "m m"]
-    X: Inexact[Array, "m m"]
+    R: Square  # as X in coordinates of `basis`
+    S: Square
+    X: Square
     a: Float[Array, " m"]
-    left: Float[Array, " m"]
-    basis: Inexact[Array, "m m"] | None
+    left: Float[Array, " m"]  # |g_i|^2
+    basis: Square | None  # a change of basis of Q
 
 
-def floor_diagonal(
-    R: Inexact[Array, "m m"], factor: float = 1.0
-) -> Inexact[Array, "m m"]:
+def floor_diagonal(R: Square, factor: float = 1.0) -> Square:
     """`R` with diagonal entries of modulus at least `factor eps |R|_F`.
 
-    `|R|_F = |Y|_F`, so the test is relative to the block itself. A diagonal entry
-    below the floor is rounding: the floor makes the triangle safe to invert and moves
-    `Q R` by no more than rounding has moved it already, times the factor.
+    A diagonal entry below that is rounding of `|Y|_F = |R|_F`: the triangle is safe to
+    invert, and `Q R` moved by no more than rounding has moved it already, times the factor.
     """
-    norm = frobenius(R)
-    floor = factor * jnp.finfo(R.dtype).eps * divisor(norm)
+    floor = factor * jnp.finfo(R.dtype).eps * divisor(frobenius(R))
     small = jnp.eye(len(R), dtype=bool) & (jnp.abs(R) < floor)
     return jnp.where(small, floor.astype(R.dtype), R)
 
 
-def left_out_of_dependent(
-    R: Inexact[Array, "m m"],
-) -> tuple[Inexact[Array, "m m"], Inexact[Array, "m m"]]:
+def left_out_of_dependent(R: Square) -> tuple[Square, Square]:
     r"""`R^-* e_i` for probes that may be linearly dependent, and a change of basis.
 
-    Probes of finitely many values, such as signs, can be dependent, which a small n
-    makes likely. The columns of Q beyond the rank are then rounding, but for being
-    orthogonal to all of `Y`: tested on probe i they would not be independent of it.
+    Signs can be dependent, which a small n makes likely. Columns of Q beyond the rank are
+    rounding then, orthogonal to all of `Y`: not independent of the probe they are tested
+    on.
 
-    With `R = W Sigma V^*`, `Q W` has the range of `Y` in its leading columns, of which
-    the returned basis zeroes the others. Column i is in the span of the others unless
-    `e_i` is orthogonal to the null space of R, that is of length 1 in the leading
-    columns of V. Leaving it out then loses nothing, and its column is 0; else it is
-    `Sigma^-1 V^* e_i`, in coordinates of `Q W`.
+    With `R = W Sigma V^*`, `Q W` has the range of `Y` in its leading columns; the basis
+    zeroes the others. Column i is in the span of the others, and its column 0, unless `e_i`
+    is of length 1 in the leading columns of V, orthogonal to the null space of R. Then its
+    column is `Sigma^-1 V^* e_i`, in coordinates of `Q W`.
     """
     W, singular_values, VH = svd(R)
-    m = R.shape[0]
     eps = jnp.finfo(R.dtype).eps
-    rank = singular_values > 16 * m * eps * jnp.max(singular_values)
+    rank = singular_values > 16 * len(R) * eps * jnp.max(singular_values)
     safe = jnp.where(rank, singular_values, jnp.ones_like(singular_values))
     VH = jnp.where(rank[:, None], VH, 0)
     essential = jnp.sum(jnp.abs(VH) ** 2, axis=0) > 1 - jnp.sqrt(eps)
@@ -94,35 +164,30 @@ def left_out_of_dependent(
     return columns, jnp.where(rank[None, :], W, 0)
 
 
-def normalise_columns(x: Inexact[Array, "n m"]) -> Inexact[Array, "n m"]:
+def normalise_columns(x: Block) -> Block:
     """Columns of unit norm; zero columns stay zero."""
-    norms = jnp.linalg.norm(x, axis=0)
-    return x / divisor(norms)[None, :].astype(x.dtype)
+    return x / divisor(jnp.linalg.norm(x, axis=0))[None, :].astype(x.dtype)
 
 
 def leave_one_out(
-    W: Inexact[Array, "m m"],
-    squares: Float[Array, " m"],
-    R: Inexact[Array, "m m"],
-    probes: ProbeSet,
+    W: Square, squares: Float[Array, " m"], R: Square, probes: ProbeSet
 ) -> LeaveOneOut:
     r"""The downdate of `Q` for every probe, in `O(m^3)`.
 
     From `W = Q^* Omega` and the squares of the lengths of probes.
 
     *Downdate.* `R^-* e_i` is orthogonal to every column of `R` but the i-th, since
-    `(R^-* e_i)^* R e_j = e_i^* e_j`. So its direction `s_i` is what the range of `Y`
-    loses with column i, and `P_i` projects on the rest.
+    `(R^-* e_i)^* R e_j = e_i^* e_j`. So its direction `s_i` is what the range of `Y` loses
+    with column i, and `P_i` projects on the rest.
 
-    *Resphering.* Given the other probes `P_i` is fixed, of rank m - 1, and the
-    direction of `g_i` is uniform on the unit sphere of its complement, of dimension
-    `N = n - m + 1`. For a unit vector u uniform there `E[u u^*] = (I - P_i) / N`, so
+    *Resphering.* Given the other probes `P_i` is fixed, of rank m - 1, and the direction of
+    `g_i` is uniform on the unit sphere of its complement, of dimension `N = n - m + 1`. For
+    a unit vector u uniform there `E[u u^*] = (I - P_i) / N`, so
 
         a_i g_i g_i^*  with  a_i = N / |g_i|^2
 
-    has mean `I - P_i`, without the fluctuation of `|g_i|^2`. `|g_i|^2` is that of the
-    projected probe: with `n` for `|w_i|^2` the mean would be off by percents for
-    probes whose length varies. Without resphering, `a_i = 1`.
+    has mean `I - P_i`, without the fluctuation of `|g_i|^2`, that of the projected probe:
+    with `n` for `|w_i|^2` the mean would be off by percents. Without resphering, `a_i = 1`.
     """
     active = probes.active
     scaled = R / power_of_two_scale(R).astype(R.dtype)
@@ -151,20 +216,20 @@ def leave_one_out_traces(
 ) -> PairedSamples:
     r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
 
-    With `H = Q^* A Q`, `T = (A Q)^* Omega`, which is R for a Hermitian A, and the
-    quadratic forms `w_i^* A w_i`; from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
+    With `H = Q^* A Q`, `T = (A Q)^* Omega`, which is R for a Hermitian A, and the quadratic
+    forms `w_i^* A w_i`; from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
 
         g_i^* A g_i = w_i^* A w_i - w_i^* A Q x_i - x_i^* r_i + x_i^* H x_i .
 
-    *Leaving out j as well* takes the unit vector t, the part of `s_j` orthogonal to
-    `s_i`, out of the projector too, and gives what it held of `w_i` back:
+    *Leaving out j as well* takes the unit vector t, the part of `s_j` orthogonal to `s_i`,
+    out of the projector too, and gives what it held of `w_i` back:
 
         t = (s_j - c s_i) / sqrt(1 - |c|^2),        c = s_i^* s_j,
         g_ij = g_i + b Q t,                         b = t^* x_i,
         tr(P_ij A) = tr(P_i A) - t^* H t,           |g_ij|^2 = |g_i|^2 + |b|^2 .
 
-    Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding
-    (the block has lost rank) t is rounding, and so is what A does on it.
+    Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding (the
+    block has lost rank) t is rounding, and so is what A does on it.
     """
     R, X, basis = loo.R, loo.X, loo.basis
     if basis is not None:
@@ -204,12 +269,9 @@ def leave_one_out_forms(
         return inner(x, S).conj() - c.conj() * column_dots(S, x)[:, None]
 
     b, t_L, t_K = on_t(X), on_t(L), on_t(K)
-    t_H_t = inverse * (
-        on_s[None, :]
-        - c * SHS.T
-        - c.conj() * SHS
-        + jnp.abs(c).astype(H.dtype) ** 2 * on_s[:, None]
-    )
+    c_squared = jnp.abs(c).astype(H.dtype) ** 2
+    t_H_t = on_s[None, :] - c * SHS.T - c.conj() * SHS + c_squared * on_s[:, None]
+    t_H_t = inverse * t_H_t
     longer = inverse * jnp.abs(b).astype(H.dtype) ** 2
     with_b = quadratics[:, None] + inverse * (b.conj() * t_L + b * t_K.conj())
     with_b = with_b + longer * t_H_t
@@ -220,21 +282,17 @@ def leave_one_out_forms(
     return all_pairs(samples, pairs, magnitude, probes.active)
 
 
-def stand_in(
-    Omega: Inexact[Array, "n m"],
-    Q: Inexact[Array, "n m"],
-    loo: LeaveOneOut,
-) -> list[tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]]:
+def stand_in(Omega: Block, Q: Block, loo: LeaveOneOut) -> list[tuple[Block, Block]]:
     r"""Blocks V, Z with `E[V Z^*] = I` that carry the low-rank part exactly.
 
     With `G = [g_1 ... g_m]`, averaging `P_i + a_i g_i g_i^*` over the probes gives
 
         V = [Q, G],    Z = [Q (I - S S^* / m), G diag(a) / m].
 
-    Each term has mean `I` for any fixed matrix it is paired with, so
-    `E <Z, B V> = tr B` for every B that does not depend on the probes.
+    Each term has mean `I` for any fixed matrix it is paired with, so `E <Z, B V> = tr B`
+    for every B that does not depend on the probes.
 
-    Returned as the pairs of Q and of G. Columns that are not active are 0.
+    The pairs of Q and of G are returned. Columns that are not active are 0.
     """
     S, X, active = loo.S, loo.X, loo.probes.active
     number = jnp.asarray(loo.probes.number(S.dtype)).astype(S.dtype)
@@ -249,11 +307,7 @@ def stand_in(
 
 
 def leave_one_out_sums(
-    Omega: Inexact[Array, "n m"],
-    Q: Inexact[Array, "n m"],
-    AQ: Inexact[Array, "n m"],
-    loo: LeaveOneOut,
-    functional: Functional,
+    Omega: Block, Q: Block, AQ: Block, loo: LeaveOneOut, functional: Functional
 ) -> PairedSamples:
     r"""The samples of `leave_one_out_traces` before they are summed over rows r,
 

@@ -1,9 +1,8 @@
 r"""Leaving one starting vector out of a block Krylov space.
 
 The space `K_s([B, Omega])` of m probes, and of a block B of vectors that are no probes,
-holds that of B and any m - 1 of the probes. In coordinates of its basis the operator is
-the projected matrix T, so every space without one or two probes is found by block Lanczos
-on T, without a product. Given B, leaving a probe out is unbiased as without it.
+holds that of B and any m - 1 of the probes. There the operator is the projected matrix T,
+so every space without one or two probes is found by block Lanczos on T, without a product.
 
 | name | shape | |
 |---|---|---|
@@ -12,7 +11,7 @@ on T, without a product. Given B, leaving a probe out is unbiased as without it.
 | Y | (k, p), p = (q + m - 1) s | orthonormal basis of a space without one or two probes; zero columns where it is smaller |
 | g | (k,) | along `(I - Y Y^*) omega_i`, of a probe i left out |
 
-Everywhere fewer steps may be taken than T and omega, which are 0 beyond, have room for.
+Fewer steps may be taken than T and omega, which are 0 beyond, have room for.
 """
 
 import operator as op
@@ -23,41 +22,36 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, Int
 
-from .pairs import PairedSamples
+from .leave_one_out import PairedSamples
 from .small import divisor, frobenius, householder, leading, matmul, squares, svd
+
+Steps = int | Int[Array, ""]
+Samples = Inexact[Array, " m"]
 
 
 class LeftOut(NamedTuple):
     """Spaces without one probe, or without two, and what they leave of the probes.
 
     Lane i is without probe i, lane m + i without i and i + 1.
-
-    - `spaces`: of every lane, the columns of Y as rows.
-    - `own`: unit vectors along what a lane's space leaves of probe i.
-    - `following`: and of probe i + 1.
-    - `dimensions`: of the complement of the space, in all n dimensions.
     """
 
-    spaces: Inexact[Array, "l p k"]
-    own: Inexact[Array, "l k"]
-    following: Inexact[Array, "l k"]
-    dimensions: Float[Array, " l"]
+    spaces: Inexact[Array, "l p k"]  # of every lane, the columns of Y as rows
+    own: Inexact[Array, "l k"]  # unit vectors along what it leaves of probe i
+    following: Inexact[Array, "l k"]  # and of probe i + 1
+    dimensions: Float[Array, " l"]  # of its complement, in all n dimensions
 
 
 def leave_probes_out(
     T: Inexact[Array, "k k"],
     omega: Inexact[Array, "k qm"],
     n: int,
-    steps: int | Int[Array, ""],
+    steps: Steps,
     kept: int = 0,
 ) -> LeftOut:
-    """`LeftOut` for m probes, in O(k^3 m) time and O(k^2 m) memory.
+    """`LeftOut` for m probes, in O(k^3 m) time and O(k^2 m) memory. `kept` is q.
 
-    `kept` is q: so many starting vectors, the first ones, are in every space.
-
-    Starting vectors are independent, so leaving one out leaves an independent space.
-    A direction is kept if it is more than rounding: what depends on the probe left out
-    must not enter its space, not even as noise.
+    A direction is kept if it is more than rounding: what depends on the probe left out must
+    not enter its space, not even as noise.
     """
     k, width = omega.shape
     m = width - kept
@@ -93,10 +87,7 @@ def leave_probes_out(
 
 
 def shortened(
-    left_out: LeftOut,
-    omega: Inexact[Array, "k qm"],
-    n: int,
-    steps: int | Int[Array, ""],
+    left_out: LeftOut, omega: Inexact[Array, "k qm"], n: int, steps: Steps
 ) -> LeftOut:
     """Of the spaces without one probe, those of so many steps."""
     width, m = omega.shape[1], left_out.spaces.shape[0] // 2
@@ -109,13 +100,12 @@ def shortened(
     return LeftOut(*jax.vmap(lane)(left_out.spaces[:m], omega.T[width - m :]))
 
 
-def _without(Y: Inexact[Array, "p k"], W: Inexact[Array, "q k"]):
+def _without(Y, W):
     return W - matmul(matmul(W, Y.conj().T), Y)
 
 
-def _unit_rows(x: Inexact[Array, "q k"]) -> Inexact[Array, "q k"]:
-    lengths = jnp.linalg.norm(x, axis=1, keepdims=True)
-    return x / divisor(lengths).astype(x.dtype)
+def _unit_rows(x):
+    return x / divisor(jnp.linalg.norm(x, axis=1, keepdims=True)).astype(x.dtype)
 
 
 def _tested(Y: Inexact[Array, "p k"], probes: Inexact[Array, "q k"]):
@@ -143,24 +133,18 @@ def coupling_of(
 
 
 class SampleWeights(NamedTuple):
-    """Weights of every leave-one-out sample, of a matrix `S diag(f) S^*`.
-
-    Sample i is `tr(C_i S diag(f) S^*) = sum_j samples[i, j] f_j`; `pairs_first[i]` is
-    sample i with probe i + 1 left out as well, `pairs_second[i]` sample i + 1 with
-    probe i left out.
-    """
+    """Weights of samples `tr(C_i S diag(f) S^*) = sum_j samples[i, j] f_j`."""
 
     samples: Float[Array, "m k"]
-    pairs_first: Float[Array, "m k"]
-    pairs_second: Float[Array, "m k"]
+    pairs_first: Float[Array, "m k"]  # of sample i, with probe i + 1 left out as well
+    pairs_second: Float[Array, "m k"]  # of sample i + 1, with probe i left out
 
 
 def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k c"]) -> SampleWeights:
     """The diagonals of `S^* C_i S`, for every lane's own matrix `C_i`.
 
-    S may be any block: Ritz vectors; the first rows of E's eigenvectors, of which
-    `f(E)[K, K]` is made; `K^* F`, where the sums of the weights are `tr(C_i K^* F F^* K)`.
-    Several, side by side, are one product.
+    S may be Ritz vectors; the first rows of E's eigenvectors, of which `f(E)[K, K]` is
+    made; `K^* F`, where the sums of the weights are `tr(C_i K^* F F^* K)`.
     """
     lanes, p, k = left_out.spaces.shape
     inside = matmul(left_out.spaces.reshape(-1, k), vectors.conj())
@@ -174,31 +158,19 @@ def test_weights(left_out: LeftOut, vectors: Inexact[Array, "k c"]) -> SampleWei
     """The part of `sample_weights` that is estimated, `d_i |g_i^* S|^2`."""
     m = left_out.spaces.shape[0] // 2
 
-    def of(g):
-        tested = squares(matmul(g, vectors.conj()))
-        return left_out.dimensions[:, None] * tested
-
-    own, following = of(left_out.own), of(left_out.following)
+    own, following = (
+        left_out.dimensions[:, None] * squares(matmul(g, vectors.conj()))
+        for g in (left_out.own, left_out.following)
+    )
     return SampleWeights(own[:m], own[m:], following[m:])
 
 
 def paired_samples(
-    samples: Inexact[Array, " m"],
-    first: Inexact[Array, " m"],
-    second: Inexact[Array, " m"],
-    magnitude: Float[Array, ""],
+    samples: Samples, first: Samples, second: Samples, magnitude: Float[Array, ""]
 ) -> PairedSamples:
-    """Samples with their neighbours, the last and the first sample being such.
-
-    `first[i]` is sample i with probe i + 1 left out as well, `second[i]` sample i + 1
-    with probe i left out.
-    """
-
-    def before(x):
-        return jnp.roll(x, 1)
-
-    partners = jnp.roll(samples, -1), before(samples)
-    without, swapped = (first, before(second)), (second, before(first))
+    """Samples with both neighbours; `first` and `second` as in `SampleWeights`."""
+    partners = jnp.roll(samples, -1), jnp.roll(samples, 1)
+    without, swapped = (first, jnp.roll(second, 1)), (second, jnp.roll(first, 1))
     partners, without, swapped = (
         jnp.stack(x, axis=1) for x in (partners, without, swapped)
     )

@@ -1,6 +1,4 @@
-r"""Leaving one probe out of a Nystrom approximation, and what the probes need for it.
-
-Pure kernels on arrays. Shapes and names:
+r"""Leaving one probe out of a Nystrom approximation.
 
 | symbol | shape | meaning |
 |---|---|---|
@@ -20,72 +18,68 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
 from .._functional import Functional
-from .leave_one_out import LeaveOneOut, leave_one_out, left_out_of_dependent
+from .leave_one_out import (
+    LeaveOneOut,
+    PairedSamples,
+    ProbeSet,
+    all_pairs,
+    leave_one_out,
+    left_out_of_dependent,
+    neighbour_pairs,
+)
 from .leave_one_out import stand_in as leave_one_out_stand_in
-from .pairs import PairedSamples, ProbeSet, all_pairs, neighbour_pairs
 from .small import divisor, frobenius, inverse_root, matmul, squares
 from .tall import column_dots, combine, inner, orthonormalise, power_of_two_scale
+
+Block = Inexact[Array, "n k"]
+Square = Inexact[Array, "k k"]
 
 
 class NystromFactor(NamedTuple):
     """The Nystrom approximation of `A / scale + mu I`, and what leaves columns out of it.
 
-    - `F`: n x k, of order 1; 0 of a zero operator, as are the next two and `mu`.
-    - `halves`: `C e_i`, or what stands for it.
-    - `remainders`: `1 / |C e_i|^2`.
-    - `probes`: the set that one is left out of.
-    - `mu`: the multiple of the identity that was added.
-    - `rounding`: what it is at least, `eps |Y|_F`.
-    - `wrong`: whether A is not semidefinite, or has another sign.
-    - `scale`: a power of two with the sign of A.
+    F, `halves`, `remainders` and `mu` of a zero operator are 0.
     """
 
-    F: Inexact[Array, "n k"]
-    halves: Inexact[Array, "k k"]
-    remainders: Float[Array, " k"]
+    F: Block  # of order 1
+    halves: Square  # C e_i, or what stands for it
+    remainders: Float[Array, " k"]  # 1 / |C e_i|^2
     probes: ProbeSet
     mu: Float[Array, ""]
-    rounding: Float[Array, ""]
-    wrong: Bool[Array, ""]
-    scale: Float[Array, ""]
+    rounding: Float[Array, ""]  # what mu is at least, eps |Y|_F
+    wrong: Bool[Array, ""]  # whether A is not semidefinite, or has another sign
+    scale: Float[Array, ""]  # a power of two with the sign of A
 
 
 def nystrom_factor(
-    U: Inexact[Array, "n k"],
-    T: Inexact[Array, "k k"],
-    Y: Inexact[Array, "n k"],
-    sign: int,
-    probes: ProbeSet,
+    U: Block, T: Square, Y: Block, sign: int, probes: ProbeSet
 ) -> NystromFactor:
-    r"""The factor F, from `Y = A U`.
+    r"""The factor F, and what leaves columns out of it.
 
     With the shifted `Y_mu = Y + mu U` and `H = U^* Y_mu`, of order k, the Nystrom
-    approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column
-    i it is `F (I - q_i q_i^*) F^*`, where the unit vector `q_i` is along
-    `H^{-1/2} e_i`: its range is orthogonal to `H^{1/2} e_j` for every other j. And
+    approximation from all columns is `F F^*` with `F = Y_mu H^{-1/2}`. Without column i it
+    is `F (I - q_i q_i^*) F^*`, where the unit vector `q_i` is along `H^{-1/2} e_i`: its
+    range is orthogonal to `H^{1/2} e_j` for every other j. And
 
         u_i^* (A + mu I - F (I - q_i q_i^*) F^*) u_i = 1 / |H^{-1/2} e_i|^2 .
 
     All of this holds for any `C` with `C^* C = H^-1`, and `C e_i` for `H^{-1/2} e_i`.
 
-    Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i`
-    takes the place of `e_i`, and 1 that of n - k + 1, the dimension of the complement.
+    Without resphering, column `i` of `Omega = U T` is left out instead: `T^-* e_i` takes
+    the place of `e_i`, and 1 that of n - k + 1, the dimension of the complement.
 
-    Departures from the source (its Algorithm 4 factors `Omega^* Y` by Cholesky): the
-    basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding. That
-    moves the eigenvalues of `H` by up to about `eps |Y|_F`; products from an iterative
-    solver move them by more, which shows in `H` not being Hermitian: `mu` is
-    `|H - H^*|_F` where that is more than rounding. A floor of `mu` itself under the
-    eigenvalues would lift half of those that should equal `mu`, and bias the value by a
+    Departures from the source (Algorithm 4 of XTrace's factors `Omega^* Y` by Cholesky):
+    the basis is orthonormal, so that `H` has no eigenvalue below `mu` but for rounding, of
+    about `eps |Y|_F`. Products from an iterative solver have more, which shows in `H` not
+    being Hermitian: `mu` is `|H - H^*|_F` where that is more. A floor of `mu` itself under
+    the eigenvalues would lift half of those that should equal `mu`, and bias the value by a
     multiple of `mu n`; a floor of `mu / 2` does not.
     """
-    one = jnp.eye(probes.room, dtype=Y.dtype)
+    one = left_out = jnp.eye(probes.room, dtype=Y.dtype)
     outside = jnp.zeros_like(one)
     if probes.active is not None:
         outside = jnp.where(probes.active[:, None], 0, one)
-    if probes.resphere:
-        left_out = one
-    else:
+    if not probes.resphere:
         left_out, basis = left_out_of_dependent(T + outside)
         U, Y = combine(U, basis), combine(Y, basis)
     H = inner(U, Y)
@@ -120,13 +114,13 @@ def nystrom_factor(
 def nystrom_traces(factor: NystromFactor) -> PairedSamples:
     r"""Leave-one-out traces `t_i`, and `t_ij`: the same with probe j left out as well.
 
-    Given the other columns, `u_i` is uniform on the unit sphere of their complement,
-    of dimension n - k + 1, outside which the remainder vanishes: hence
+    Given the other columns, `u_i` is uniform on the unit sphere of their complement, of
+    dimension n - k + 1, outside which the remainder vanishes: hence
 
         t_i = |F|^2 - |F q_i|^2 + (n - k + 1) / |H^{-1/2} e_i|^2 .
 
-    *Leaving out j as well*: the pair `q_i`, `q_j` spans what is lost, with
-    `c = q_i^* q_j`, and `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
+    *Leaving out j as well*: `q_i`, `q_j` span what is lost, with `c = q_i^* q_j`, and
+    `|H^{-1/2} e_i|^2` shrinks by `1 - |c|^2` (a Schur complement).
     """
     F, halves, remainders = factor.F, factor.halves, factor.remainders
     dimension, further = _complements(factor)
@@ -144,9 +138,8 @@ def nystrom_traces(factor: NystromFactor) -> PairedSamples:
     lost_by_two = lost_by_one[:, None] + lost_by_one[None, :]
     lost_by_two = lost_by_two - 2 * jnp.real(products.conj() * lost) * of_two
     pairs = all_columns + (further * remainders[:, None] - lost_by_two) / sine_squared
-    # Where all is explained, n mu is added and subtracted again; it has the rounding of
+    # Where all is explained, n mu is added and subtracted again, with the rounding of
     # eigenvalues that should equal mu: at most a few times `rounding sqrt(n)`, measured.
-    # Noise of products shows in the samples.
     magnitude = all_columns + factor.rounding * math.sqrt(len(F)) / eps
     probes = factor.probes
     orthogonal = further if probes.resphere else None
@@ -154,20 +147,13 @@ def nystrom_traces(factor: NystromFactor) -> PairedSamples:
 
 
 def _complements(factor: NystromFactor):
-    """The dimensions that all probes but one, and but two, leave."""
     return [factor.probes.complement(factor.F.dtype, number) for number in (1, 2)]
 
 
 def stand_in(
-    U: Inexact[Array, "n k"],
-    T: Inexact[Array, "k k"],
-    AU: Inexact[Array, "n k"],
-    probes: ProbeSet,
-) -> tuple[list[tuple[Inexact[Array, "n k"], Inexact[Array, "n k"]]], LeaveOneOut]:
-    """Blocks V, Z of the form that XTrace has, from the range of `A Omega`, `Omega = U T`.
-
-    The Nystrom factor itself is not differentiated.
-    """
+    U: Block, T: Square, AU: Block, probes: ProbeSet
+) -> tuple[list[tuple[Block, Block]], LeaveOneOut]:
+    """Blocks V, Z as those of XTrace, from the range of `A Omega`, `Omega = U T`."""
     Omega = combine(U, T)
     Q, R = orthonormalise(AU)
     if probes.active is not None:
@@ -178,7 +164,7 @@ def stand_in(
 
 
 def nystrom_sums(
-    Omega: Inexact[Array, "n k"], factor: NystromFactor, functional: Functional
+    Omega: Block, factor: NystromFactor, functional: Functional
 ) -> PairedSamples:
     r"""The samples of `nystrom_traces` before they are summed over rows, of `A / scale`.
 

@@ -13,11 +13,12 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
 from .small import divisor, inverse_conjugate_transpose, matmul, squares
 
-# No more pivots where the mean of the residual diagonal is below this part of the noise:
-# they would only make K[S, S] singular.
+Diagonal = Float[Array, " n"]
+
+# No more pivots where the mean of the residual diagonal is below this part of the noise.
 _ENOUGH = 1e-3
 # A round of columns is kept if it lowers the residual trace by this much more than as many
-# columns of a multiple of the identity do. Of these each buys itself, and nothing else.
+# columns of a multiple of the identity do.
 _GAIN = 1.5
 # Candidates of a round. More of them are rejected more often, fewer take more rounds.
 _WIDTH = 64
@@ -30,17 +31,15 @@ Columns = Callable[[Int[Array, " b"]], Inexact[Array, "n b"]]
 class Rounding(NamedTuple):
     """What rounding makes of entries of a residual diagonal.
 
-    Up to `floor` they are taken for 0. Below `-negative` no rounding takes them: a column c
-    is divided by the root of a pivot p above the floor, and has an error d of a few eps,
-    which changes `c^2 / p` by up to `2 d sqrt(residual / p)`.
+    Up to `floor` they are taken for 0. Below `-negative` no rounding takes them: an error d
+    of a column c changes `c^2 / p`, of a pivot p, by up to `2 d sqrt(residual / p)`.
     """
 
-    floor: Float[Array, " n"]
-    negative: Float[Array, " n"]
+    floor: Diagonal
+    negative: Diagonal
 
 
-def rounding_of(diagonal: Float[Array, " n"]) -> Rounding:
-    """The rounding errors of residuals of a diagonal; of each entry in its own unit."""
+def rounding_of(diagonal: Diagonal) -> Rounding:
     eps = jnp.finfo(diagonal.dtype).eps
     sizes = jnp.where(jnp.isfinite(diagonal), jnp.abs(diagonal), 0)
     negative = (_ROUNDING * eps) ** 0.5 * sizes + eps * jnp.max(sizes)
@@ -48,45 +47,38 @@ def rounding_of(diagonal: Float[Array, " n"]) -> Rounding:
 
 
 class Pivots(NamedTuple):
-    """Pivots of a factorisation `K' ~ F F^*`; -1 behind the last one.
+    """Pivots of a factorisation `K' ~ F F^*`."""
 
-    - `residual_trace`: of `K' - F F^*`.
-    - `semidefinite`: false if K' is not, as its diagonal or a residual shows.
-    - `finite`: false if the diagonal or a column that was read holds NaN or infinity.
-    """
-
-    indices: Int[Array, " most"]
-    residual_trace: Float[Array, ""]
-    semidefinite: Bool[Array, ""]
-    finite: Bool[Array, ""]
+    indices: Int[Array, " most"]  # -1 behind the last one
+    residual_trace: Float[Array, ""]  # of K' - F F^*
+    semidefinite: Bool[Array, ""]  # whether its diagonal and residuals aren't negative
+    finite: Bool[Array, ""]  # whether the diagonal and the columns that were read are
 
 
 class _Search(NamedTuple):
     key: Key[Array, ""]
     rows: Inexact[Array, "room n"]  # F^T, 0 from `number` on
     indices: Int[Array, " room"]
-    residual: Float[Array, " n"]  # diagonal of K' - F F^*
+    residual: Diagonal  # diagonal of K' - F F^*
     number: Int[Array, ""]
     semidefinite: Bool[Array, ""]
     worthwhile: Bool[Array, ""]  # whether the last round was kept
 
 
 def choose(
-    key: Key[Array, ""], columns: Columns, diagonal: Float[Array, " n"], most: int
+    key: Key[Array, ""], columns: Columns, diagonal: Diagonal, most: int
 ) -> Pivots:
     r"""Pivots of a randomly pivoted Cholesky factorisation of K', at most `most <= n`.
 
     A pivot is drawn with probability its entry of the residual diagonal (Chen, Epperly,
-    Tropp and Webber, arXiv:2207.06503). A round draws b candidates from the diagonal as
-    it stands, and accepts each with probability its residual after those accepted
-    before, over its residual when it was drawn: pivots have the same distribution as
-    one by one, and all else is matrix products (Epperly, Tropp and Webber,
-    arXiv:2410.03969). O(n r^2) time, O(n r) memory.
+    Tropp and Webber, arXiv:2207.06503). A round draws b candidates from the diagonal as it
+    stands, and accepts each with probability its residual after those accepted before, over
+    its residual when it was drawn: pivots have the same distribution as one by one, and all
+    else is matrix products (Epperly, Tropp and Webber, arXiv:2410.03969). O(n r^2) time,
+    O(n r) memory.
 
     Ends where the residual is small beside the noise, and before a round that buys nothing.
-
-    - `columns`: columns of K'. What it reads must not be differentiated.
-    - `diagonal`: that of K'.
+    `columns` and `diagonal` are those of K', not to be differentiated.
     """
     n, real = diagonal.shape[0], diagonal.dtype
     width = min(_WIDTH, -(-most // 4))
@@ -104,22 +96,19 @@ def choose(
         H = block[drawn]
         least = jnp.maximum(least, floor[drawn])
         inverse, accepted = _eliminate(H, least, most - number)
-        new = matmul(inverse.conj(), block.T)
-        new = jnp.where(accepted[:, None], new, 0)
+        new = jnp.where(accepted[:, None], matmul(inverse.conj(), block.T), 0)
         gains = jnp.sum(squares(new), axis=0)
         count = jnp.sum(accepted, dtype=jnp.int32)
         alone = count.astype(real) * jnp.mean(residual)
-        # Not where NaN is.
-        worthwhile = ~(jnp.sum(gains) < _GAIN * alone)
+        worthwhile = ~(jnp.sum(gains) < _GAIN * alone)  # also where NaN is
         accepted, new = accepted & worthwhile, jnp.where(worthwhile, new, 0)
         gains, count = jnp.where(worthwhile, gains, 0), jnp.where(worthwhile, count, 0)
         # Those accepted come first. The next round writes over the others.
         order = jnp.argsort(~accepted, stable=True)
-        indices_of_new = jnp.where(accepted, drawn, -1)[order]
-        rows = jax.lax.dynamic_update_slice_in_dim(rows, new[order], number, 0)
-        indices = jax.lax.dynamic_update_slice_in_dim(
-            indices, indices_of_new, number, 0
-        )
+        drawn_now = jnp.where(accepted, drawn, -1)[order]
+        put = jax.lax.dynamic_update_slice_in_dim
+        rows = put(rows, new[order], number, 0)
+        indices = put(indices, drawn_now, number, 0)
         # As computed anew: a round accepts the first candidate or strikes it out.
         residual = residual.at[drawn].min(jnp.real(jnp.diagonal(H)))
         residual = residual - gains
@@ -127,9 +116,8 @@ def choose(
         # NaN and infinity stay.
         residual = jnp.where(residual <= floor, 0, residual)
         residual = residual.at[jnp.where(accepted, drawn, n)].set(0, mode="drop")
-        return _Search(
-            key, rows, indices, residual, number + count, semidefinite, worthwhile
-        )
+        number = number + count
+        return _Search(key, rows, indices, residual, number, semidefinite, worthwhile)
 
     def needs_more(search: _Search) -> Bool[Array, ""]:
         mean = jnp.mean(search.residual)
@@ -154,19 +142,15 @@ def choose(
 
 
 def spread(
-    key: Key[Array, ""],
-    columns: Columns,
-    diagonal: Float[Array, " n"],
-    pivots: Pivots,
+    key: Key[Array, ""], columns: Columns, diagonal: Diagonal, pivots: Pivots
 ) -> Pivots:
     """As many pivots more as there is room for, spread over the rows. O(n r) time.
 
-    Of a row the pivot nearest to it, alone, leaves `K_jj - |K_ij|^2 / K_ii`. That is 0 for
-    a row that repeats a pivot, and keeps its digits where all pivots together leave
-    rounding. One is drawn with a probability that is its square. Where length scales shrank
-    (13 kernels, 1 to 6 dimensions) such pivots left 0.5 to 1.3 of what those of a
-    factorisation to rounding do, and 0.002 to 1.1 of random rows; without the square up to
-    1.6 times as much.
+    Of a row the pivot nearest to it, alone, leaves `K_jj - |K_ij|^2 / K_ii`, which keeps
+    its digits where all pivots together leave rounding. One is drawn with a probability
+    that is its square. Where length scales shrank (13 kernels, 1 to 6 dimensions) such
+    pivots left 0.5 to 1.3 of what those of a factorisation to rounding do, and 0.002 to 1.1
+    of random rows; without the square up to 1.6 times as much.
     """
     n, most = diagonal.shape[0], pivots.indices.shape[0]
     floor, _ = rounding_of(diagonal)
@@ -195,9 +179,8 @@ def _eliminate(
 ) -> tuple[Inexact[Array, "b b"], Bool[Array, " b"]]:
     """`L^-1` of a Cholesky factorisation that leaves out small pivots, and which are in.
 
-    Pivot i is accepted if it is above `least[i]` after the elimination of those before,
-    and if there is room. Rows and columns of `L^-1` of the others are those of the
-    identity.
+    Pivot i is accepted if it is above `least[i]` after the elimination of those before, and
+    if there is room. Rows and columns of the others are those of the identity.
     """
     b = H.shape[0]
 

@@ -1,9 +1,8 @@
 """Dense linear algebra of tall blocks `(n, k)`.
 
-Large blocks are only ever multiplied: by each other, for matrices of order k, and by
-these. That is as fast as memory on any device, and needs only sums of order k x k between
-devices that hold rows of a block. In memory a block is its transpose, a vector after the
-other: products with an operator are batched over the leading axis.
+Large blocks are only ever multiplied: by each other, for matrices of order k, and by these.
+That needs only sums of order k x k between devices that hold rows of a block. In memory a
+block is its transpose: products with an operator are batched over the leading axis.
 """
 
 from typing import NamedTuple
@@ -14,34 +13,30 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, UInt32
 
 from .small import cholesky, divisor, frobenius, householder, matmul
 
-# Up to this many rows Householder reflections compile several times faster than products,
-# and run as fast.
+Block = Inexact[Array, "n k"]
+Start = int | Int[Array, ""]
+
+# Rows up to which reflections compile several times faster than products, and run as fast.
 _FEW_ROWS = 2048
-# Passes of orthonormalisation. Two or three is the rule for blocks that lack rank.
-_MOST_PASSES = 10
+_MOST_PASSES = 10  # two or three is the rule for blocks that lack rank
 
 
-def inner(x: Inexact[Array, "n k"], y: Inexact[Array, "n m"]) -> Inexact[Array, "k m"]:
+def inner(x: Block, y: Inexact[Array, "n m"]) -> Inexact[Array, "k m"]:
     """`X^* Y` in full precision."""
     return matmul(x.conj().T, y)
 
 
-def combine(
-    block: Inexact[Array, "n k"], small: Inexact[Array, "k m"]
-) -> Inexact[Array, "n m"]:
+def combine(block: Block, small: Inexact[Array, "k m"]) -> Array:
     """`block small`, laid out in memory as blocks are."""
     return matmul(small.T, block.T).T
 
 
-def side_by_side(*blocks: Inexact[Array, "n _"]) -> Inexact[Array, "n k"]:
-    """The columns of all blocks."""
+def side_by_side(*blocks: Inexact[Array, "n _"]) -> Block:
     return jnp.concatenate([block.T for block in blocks]).T
 
 
 def put(
-    buffer: Inexact[Array, "*n most"],
-    new: Inexact[Array, "*n width"],
-    start: int | Int[Array, ""],
+    buffer: Inexact[Array, "*n most"], new: Inexact[Array, "*n width"], start: Start
 ) -> Inexact[Array, "*n most"]:
     """A buffer with new columns from `start` on."""
     if buffer.shape == new.shape:
@@ -49,29 +44,23 @@ def put(
     return jax.lax.dynamic_update_slice_in_dim(buffer.T, new.T, start, 0).T
 
 
-def column_dots(
-    x: Inexact[Array, "n k"], y: Inexact[Array, "n k"]
-) -> Inexact[Array, " k"]:
+def column_dots(x: Block, y: Block) -> Array:
     """`x_i^* y_i` for every column i."""
     return jnp.sum(x.T.conj() * y.T, axis=1)
 
 
-def column_norms(x: Inexact[Array, "n k"]) -> Float[Array, " k"]:
+def column_norms(x: Block) -> Float[Array, " k"]:
     """`|x_i|` for every column i, safe against under- and overflow of squares."""
     scale = power_of_two_scale(x)
     return scale * jnp.linalg.norm(x.T / scale.astype(x.dtype), axis=1)
 
 
 def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
-    """The largest modulus of an entry, 0 for an empty block."""
     return jnp.max(jnp.abs(block), initial=0)
 
 
 def power_of_two_scale(block: Inexact[Array, "..."]) -> Float[Array, ""]:
-    """A power of two within a factor 4 below the largest entry; 1 for a zero block.
-
-    Dividing by it is exact, and squares neither overflow nor underflow afterwards.
-    """
+    """A power of two within a factor 4 below the largest entry; 1 for a zero block."""
     largest = largest_entry(block)
     info = jnp.finfo(largest.dtype)
     # Rounded to no digits behind the leading one, and not up to infinity.
@@ -79,29 +68,24 @@ def power_of_two_scale(block: Inexact[Array, "..."]) -> Float[Array, ""]:
     return jnp.where(jnp.isfinite(largest), divisor(scale), largest)
 
 
-def orthonormalise(
-    block: Inexact[Array, "n k"],
-) -> tuple[Inexact[Array, "n k"], Inexact[Array, "k k"]]:
+def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
     r"""The thin QR factorisation, `Q (n, k)` and an upper triangular `R (k, k)`.
 
-    `Q` is orthonormal to rounding for blocks of any rank. Short blocks are left to
-    LAPACK's reflections, long ones are factorised by products: Cholesky-QR. With
-    `G = Y^* Y = L L^*` the block `Y L^-*` is orthonormal in exact arithmetic, and in
-    floating-point arithmetic up to the condition of G. Applied again it gains as many
-    digits as the first time (shifted Cholesky-QR; Fukaya, Kannan, Nakatsukasa, Yamamoto
-    and Yanagisawa, SIAM J. Sci. Comput. 42 (2020), doi:10.1137/18M1218212).
+    `Q` is orthonormal to rounding for blocks of any rank. Long blocks are factorised by
+    products: Cholesky-QR. With `G = Y^* Y = L L^*` the block `Y L^-*` is orthonormal up to
+    the condition of G. Applied again it gains as many digits as the first time (shifted
+    Cholesky-QR; Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, SIAM J. Sci. Comput.
+    42 (2020), doi:10.1137/18M1218212).
 
-    - Where G is singular to rounding, a multiple of the identity is added, so that
-        Cholesky succeeds and the next pass finds a better block.
-    - One well-conditioned pass is enough, and is recognised from G. So random probes
-        and the products of an operator with a flat spectrum take a single pass.
-    - A block that lacks rank is given a rounding error: random numbers of size eps. Its
-        own errors need not fill all of Q, if entries are exactly 0.
+    - Where G is singular to rounding, a multiple of the identity is added, so that Cholesky
+        succeeds and the next pass finds a better block.
+    - One well-conditioned pass is enough, and is recognised from G.
+    - A block that lacks rank is given random numbers of size eps. Its own rounding errors
+        need not fill all of Q, if entries are exactly 0.
 
     `k <= n`. O(n k^2) a pass; one block besides the given one and the result.
     """
-    n, k = block.shape
-    dtype = block.dtype
+    (n, k), dtype = block.shape, block.dtype
     largest, scale = largest_entry(block), power_of_two_scale(block).astype(dtype)
     if n <= _FEW_ROWS:
         Q, R = householder(block / scale)
@@ -138,7 +122,7 @@ def signs(words: UInt32[Array, " w"], n: int, dtype) -> Float[Array, " n"]:
     return 1 - 2 * bits.reshape(-1)[:n].astype(dtype)
 
 
-def noise(k: int, n: int, dtype, number: int | Int[Array, ""]) -> Inexact[Array, "k n"]:
+def noise(k: int, n: int, dtype, number: Start) -> Inexact[Array, "k n"]:
     """Rows of signs, the same ones for the same number."""
     key = jax.random.fold_in(jax.random.key(0), number)
     words = jax.random.bits(key, (-(-k * n // 32),), jnp.uint32)
@@ -146,8 +130,6 @@ def noise(k: int, n: int, dtype, number: int | Int[Array, ""]) -> Inexact[Array,
 
 
 class _Factor(NamedTuple):
-    """`G = L L^*`, perhaps with a multiple of the identity added to G."""
-
     lower: Inexact[Array, "k k"]  # L
     inverse: Inexact[Array, "k k"]  # L^-1
     regular: Bool[Array, ""]  # nothing had to be added
@@ -155,7 +137,7 @@ class _Factor(NamedTuple):
 
 
 def _factorise(gram: Inexact[Array, "k k"], n: int) -> _Factor:
-    """L, L^-1 and what they are good for, of the Gram matrix of a block of n rows."""
+    """`G = L L^*`, perhaps with a multiple of the identity added to G, of n rows."""
     k = gram.shape[0]
     eps = jnp.finfo(gram.dtype).eps
     one = jnp.eye(k, dtype=gram.dtype)
@@ -178,24 +160,20 @@ def _bound(hermitian: Inexact[Array, "k k"]) -> Float[Array, ""]:
 
 
 def extend(
-    basis: Inexact[Array, "n most"],
-    block: Inexact[Array, "n m"],
-    start: int | Int[Array, ""],
+    basis: Inexact[Array, "n most"], block: Inexact[Array, "n m"], start: Start
 ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "most m"]]:
     r"""Columns `start, ..., start + m - 1` of an orthonormal basis, and of its factor R.
 
     `basis` is 0 from column `start` on. With the result Q in place the given block is
     `[basis, Q] R`, up to rounding.
 
-    Each pass takes from the block what it has in common with the basis, and
-    orthonormalises the rest. An orthonormal block that has at most half of its length in
-    common with the basis keeps the rest to rounding, so that a second pass is enough. A
-    rest that was rounding, or 0, because the basis spans the block already, points
-    anywhere: signs of rounding size are added, others for each `start`, and it is taken
-    again.
+    Each pass takes out what the block shares with the basis, and orthonormalises the rest.
+    A second pass is enough where an orthonormal block has at most half of its length in
+    common with the basis. A rest that was rounding, or 0, because the basis spans the block
+    already, points anywhere: signs of rounding size are added, others for each `start`, and
+    it is taken again.
     """
-    n, m = block.shape
-    most = basis.shape[1]
+    (n, m), most = block.shape, basis.shape[1]
     if isinstance(start, int) and start == 0:
         Q, R = orthonormalise(block)
         return Q, jnp.pad(R, ((0, most - m), (0, 0)))

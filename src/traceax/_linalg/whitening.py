@@ -11,6 +11,8 @@ from .pivoted_cholesky import rounding_of
 from .small import cholesky, frobenius, inverse_conjugate_transpose, matmul, squares
 from .tall import combine, inner
 
+Block = Inexact[Array, "n k"]
+
 # Added to the diagonal of K'[S, S], in units of the noise.
 JITTER = 1e-6
 # A pivot is left out of which those before it leave less, in units of the noise.
@@ -18,67 +20,50 @@ _LEAST = 1e-4
 
 
 class Whitening(eqx.Module):
-    r"""`P = F F^* + N`, as M with `M^* M = P^-1`.
+    r"""`P = F F^* + N`, as M with `M^* M = P^-1`: `M = W N^-1/2`, `W = I - Q X Q^*`.
 
-    `M = W N^-1/2`, `W = I - Q X Q^*`. `F F^*` is the Nystrom approximation of K from its
-    columns S, which is at most K, so that no eigenvalue of `M (K + N) M^*` is below 1.
-    Differentiable in the columns and the noise, for fixed pivots.
-
-    - `basis`, `root`: `Q = basis root`, for which `Q Q^* = I - N^1/2 P^-1 N^1/2`.
-    - `core`: `root X root^*`.
-    - `scale`: `N^-1/2`.
-    - `logdet`: `log det P`.
-    - `size`: `|F F^*|_F / sqrt(n)` beside the noise. Rounding errors of products with
-        `M (K + N) M^*` are eps times as large: what is of size 1 is made of what cancels.
-    - `trace_inside`: `tr Q Q^*`, at most the number of columns.
-    - `num_columns`: how many pivots take part.
-    - `trace`, `residual_trace`: the traces of `N^-1 K` and of `N^-1 (K - F F^*)`: what
-        columns bought.
-    - `semidefinite`: false if K is not, as its diagonal, the block of the pivots or a
-        residual shows, all of whose squares are in the range of numbers.
+    `F F^*` is the Nystrom approximation of K from its columns S, which is at most K, so
+    that no eigenvalue of `M (K + N) M^*` is below 1. Differentiable in the columns and the
+    noise, for fixed pivots.
     """
 
-    basis: Inexact[Array, "n r"]
+    basis: Inexact[Array, "n r"]  # Q = basis root, Q Q^* = I - N^1/2 P^-1 N^1/2
     root: Inexact[Array, "r r"]
-    core: Inexact[Array, "r r"]
-    scale: Float[Array, " n"]
-    logdet: Float[Array, ""]
+    core: Inexact[Array, "r r"]  # root X root^*
+    scale: Float[Array, " n"]  # N^-1/2
+    logdet: Float[Array, ""]  # log det P
+    # |F F^*|_F / sqrt(n) beside the noise. Rounding errors of products with M (K + N) M^* are
+    # eps times as large.
     size: Float[Array, ""]
-    trace_inside: Float[Array, ""]
-    num_columns: Int[Array, ""]
-    trace: Float[Array, ""]
-    residual_trace: Float[Array, ""]
-    semidefinite: Bool[Array, ""]
+    trace_inside: Float[Array, ""]  # tr Q Q^*, at most the number of columns
+    num_columns: Int[Array, ""]  # how many pivots take part
+    trace: Float[Array, ""]  # tr N^-1 K
+    residual_trace: Float[Array, ""]  # tr N^-1 (K - F F^*)
+    semidefinite: Bool[Array, ""]  # whether the diagonal of K, K[S, S], residuals are
 
-    def rotate(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        """`W V`."""
+    def rotate(self, block: Block) -> Array:  # W V
         return block - combine(self.basis, matmul(self.core, inner(self.basis, block)))
 
-    def rotate_back(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        """`W^* V`."""
+    def rotate_back(self, block: Block) -> Array:  # W^* V
         small = matmul(self.core.conj().T, inner(self.basis, block))
         return block - combine(self.basis, small)
 
-    def divide(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        """`N^-1/2 V`."""
+    def divide(self, block: Block) -> Array:  # N^-1/2 V
         return block * self.scale[:, None].astype(block.dtype)
 
-    def apply(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        """`M V`."""
+    def apply(self, block: Block) -> Array:  # M V
         return self.rotate(self.divide(block))
 
-    def apply_adjoint(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "n k"]:
-        """`M^* V`."""
+    def apply_adjoint(self, block: Block) -> Array:  # M^* V
         return self.divide(self.rotate_back(block))
 
-    def inside(self, block: Inexact[Array, "n k"]) -> Inexact[Array, "r k"]:
+    def inside(self, block: Block) -> Inexact[Array, "r k"]:
         r"""`Q^* V`, how much of vectors lies where columns are: a control variate.
 
-        `Q Q^*` is 0 outside of the range of F, and all but its projector inside where F is
-        large beside the noise. Any positive matrix of known trace will do that is large
-        where `log(M A M^*)` is small, and this one needs no basis of the range, which
-        rounding knows badly. It gains as much as the projector (4 kernels, n = 800, 250
-        columns, 12 runs: errors equal to 4 %).
+        Any positive matrix of known trace will do that is large where `log(M A M^*)` is
+        small. `Q Q^*` needs no basis of the range of F, which rounding knows badly, and
+        gains as much as its projector (4 kernels, n = 800, 250 columns, 12 runs: errors
+        equal to 4 %).
         """
         return matmul(self.root.conj().T, inner(self.basis, block))
 
@@ -99,12 +84,12 @@ def whiten(
     R is found in two steps, as `I` is far below the rounding errors of `F^* F` where the
     noise is small: `R = R2 R1`, R1 from `F^* F` with a shift above these, and R2 from the
     Gram matrix of `[F; I] R1^-1`, which is far from singular. R1 is held fixed: any matrix
-    would do, so that derivatives are those of R2 alone. M and log det P are those of one
-    F, to rounding, whatever the errors of this F are.
+    would do, so that derivatives are those of R2 alone. M and log det P are those of one F,
+    to rounding, whatever the errors of this F are.
 
     Pivots of -1, wherever they are, have columns of 0 and the identity in all factors; so
     have those of which the ones before leave little beside the noise, or what rounding
-    hides: held for other hyper-parameters, they would make `K[S, S]` singular here.
+    hides: held for other hyper-parameters, they would make `K[S, S]` singular.
     """
     r, dtype = columns.shape[1], columns.dtype
     eps = jnp.finfo(dtype).eps
@@ -147,6 +132,7 @@ def whiten(
     Q2 = matmul(inverse1.conj().T, root)
     core = matmul(matmul(root, _upper_inverse(one + Q2)), inverse2)
 
+    logs = [jnp.sum(jnp.log(jnp.diagonal(x).real)) for x in (lower1, lower2)]
     residual = diagonal - jnp.sum(squares(frozen), axis=1)
     # NaN is what the factorisation of a matrix makes that isn't definite.
     definite = jnp.all(residual >= -rounding_of(diagonal).negative)
@@ -156,7 +142,7 @@ def whiten(
         root,
         core,
         scale,
-        2 * (_sum_of_logs(lower1) + _sum_of_logs(lower2)) + jnp.sum(jnp.log(noise)),
+        2 * sum(logs) + jnp.sum(jnp.log(noise)),
         frobenius(gram) / len(F) ** 0.5,
         jax.lax.stop_gradient(r - jnp.sum(squares(Q2))),
         num_columns,
@@ -168,25 +154,11 @@ def whiten(
 
 def scale_only(noise: Float[Array, " n"], dtype: Any) -> Whitening:
     """The preconditioner of no columns, `N` itself."""
-    nothing = jnp.zeros((), noise.dtype)
-    none, empty = jnp.zeros((0, len(noise)), dtype).T, jnp.zeros((0, 0), dtype)
-    return Whitening(
-        none,
-        empty,
-        empty,
-        jax.lax.rsqrt(noise),
-        jnp.sum(jnp.log(noise)),
-        jnp.ones_like(nothing),
-        nothing,
-        jnp.zeros((), jnp.int32),
-        nothing,
-        nothing,
-        jnp.array(True),
-    )
-
-
-def _sum_of_logs(lower: Inexact[Array, "r r"]) -> Float[Array, ""]:
-    return jnp.sum(jnp.log(jnp.real(jnp.diagonal(lower))))
+    zero, empty = jnp.zeros((), noise.dtype), jnp.zeros((0, 0), dtype)
+    basis, one = jnp.zeros((0, len(noise)), dtype).T, jnp.ones_like(zero)
+    scale, logdet, count = jax.lax.rsqrt(noise), jnp.sum(jnp.log(noise)), jnp.int32(0)
+    of_noise = basis, empty, empty, scale, logdet, one
+    return Whitening(*of_noise, zero, count, zero, zero, jnp.array(True))
 
 
 @jax.custom_jvp

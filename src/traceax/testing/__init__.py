@@ -1,22 +1,12 @@
-r"""Conformance checks for trace estimators, for people who write their own.
+"""Conformance checks for trace estimators, for people who write their own."""
 
-```python
-from traceax.testing import check_trace_estimator
-
-
-def test_my_estimator():
-    check_trace_estimator(MyEstimator())
-```
-"""
-
+from .._arguments import require
 from .._base import TraceEstimator
 from ._checks import CHECKS, Subject, failures
 
 
 def check_trace_estimator(estimator: TraceEstimator, *, seed: int = 0) -> None:
-    r"""Checks that an estimator keeps what [`traceax.TraceEstimator`][] promises.
-
-    What is checked, on dense operators of order 18:
+    r"""Checks what [`traceax.TraceEstimator`][] promises, on dense operators of order 18.
 
     | check | what must hold |
     |---|---|
@@ -31,28 +21,24 @@ def check_trace_estimator(estimator: TraceEstimator, *, seed: int = 0) -> None:
     | | operators that are zero, of rank one or 1 x 1 give finite, right answers |
     | failure | NaN in the operator gives a `result` that isn't successful, in its own lane only |
 
-    Estimators whose `init` refuses untagged operators are given semidefinite ones
-    throughout. Works in both 64-bit modes; takes up to a minute, nearly all of it to
-    compile.
+    Estimators whose `init` refuses untagged operators are given semidefinite ones. Takes up
+    to a minute, nearly all of it to compile, in both 64-bit modes.
 
     **Arguments:**
 
     - `estimator`: the estimator to check.
-    - `seed`: of all keys and matrices. The checks are deterministic given a seed.
+    - `seed`: of all keys and matrices, which decides all.
 
-    **Raises:**
-
-    - `AssertionError` that lists every failed check.
+    **Raises:** `AssertionError` that lists every failed check.
     """
-    if not isinstance(estimator, TraceEstimator):
-        raise TypeError(
-            "traceax.testing.check_trace_estimator: estimator must be a "
-            f"traceax.TraceEstimator, got {estimator!r}; pass an instance."
-        )
+    where, what = (
+        "traceax.testing.check_trace_estimator",
+        "must be a traceax.TraceEstimator",
+    )
+    right, hint = isinstance(estimator, TraceEstimator), "pass an instance"
+    require(right, where, f"estimator {what}", estimator, hint, TypeError)
     subject = Subject(estimator, seed)
     found = [line for name in CHECKS for line in failures(subject, name)]
+    title = f"{type(estimator).__name__} fails {len(found)} of traceax's checks:"
     if found:
-        raise AssertionError(
-            f"{type(estimator).__name__} fails {len(found)} of traceax's checks:\n"
-            + "\n".join(f"- {line}" for line in found)
-        )
+        raise AssertionError("\n- ".join([title, *found]))
