@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Inexact, Int
 
 from ._arguments import kind_of, require
 from ._colours import Colours
-from ._operators.block import Dense, apply_block, columns_at_once, has_part
+from ._operators.block import Dense, apply_block, columns_at_once, parts_of
 from ._samplers import RademacherSampler, Sampler
 
 _WHERE = "ColouredSampler"
@@ -120,7 +120,7 @@ class ColouredSampler(Sampler):
         return self.exact
 
     def check(self, operator, where):
-        if self._of_pattern and has_part(operator, Dense):
+        if self._of_pattern and parts_of(operator, Dense):
             raise ValueError(
                 f"{where}: colours of a pattern are exact of operators of that pattern, "
                 "got an inverse or a function of an operator; pass "

@@ -39,7 +39,7 @@ from ._operators.block import (
     jitted,
     space_of,
 )
-from ._operators.columns import unit_columns, unit_vectors
+from ._operators.entries import unit_columns, unit_vectors
 from ._state import functional_of
 
 

@@ -60,13 +60,9 @@ class XTraceEstimator(GrowingEstimator):
 
     **Arguments:**
 
-    - `sampler`: of the probes. Rotation invariant if `resphere`.
+    - `sampler`: of the probes, independent ones. Rotation invariant if `resphere`.
     - `resphere`: whether to divide by the length of each projected probe, which
         removes its fluctuation.
-
-    **Raises:**
-
-    - `ValueError` for `resphere=True` with a sampler that isn't rotation invariant.
 
     **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample
     in Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),

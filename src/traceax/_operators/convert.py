@@ -33,16 +33,13 @@ def as_operator(
     | 2-dimensional JAX or NumPy array, of shape `(m, n)` | a dense product | yes |
     | `BCOO` or `BCSR` of `jax.experimental.sparse` | O(nse), gather and scatter | with respect to the entries |
     | sparse matrix or array of SciPy | the same, of its entries on the device | no |
-    | `LinearOperator` of SciPy | one call of its own `matmat` on the host, or a call of `matvec` with each `(n,)` | no |
+    | `LinearOperator` of SciPy | a call of its own `matmat`, or of `matvec` for each `(n,)`, on the host | in forward mode |
     | linear function of what is like `like` | a call of it | as the function is |
     | lineax operator | its own | as it is |
 
     Operators of one shape and dtype compile once, whatever their entries. Functions, and
-    SciPy's operators, compile for each operator; see `lineax.FunctionLinearOperator`.
-    Integers become floating-point numbers; without 64-bit mode, so do 64 bits 32.
-
-    SciPy's operators run outside of JAX: their products have forward-mode derivatives with
-    respect to the vector, and none in reverse mode.
+    SciPy's operators, compile for each operator. Integers become floating-point numbers;
+    without 64-bit mode, 64 bits become 32.
 
     **Arguments:**
 
@@ -51,16 +48,10 @@ def as_operator(
         `jax.ShapeDtypeStruct`s.
     - `tags`: what is known of it, such as `lineax.symmetric_tag`. It isn't checked.
 
-    **Returns:**
+    **Returns:** a `lineax.AbstractLinearOperator`; `x` itself if it is one without tags.
 
-    A `lineax.AbstractLinearOperator`; `x` itself if it is one and there are no tags.
-
-    **Raises:**
-
-    - `TypeError` for any other `x`, a function without `like`, or leaves of `like` that
-        aren't arrays.
-    - `ValueError` for arrays that aren't 2-dimensional, or sparse ones with batch or dense
-        dimensions.
+    **Raises:** `TypeError` for any other `x` or `like`; `ValueError` for arrays that aren't
+    2-dimensional, or sparse ones with batch or dense dimensions.
     """
     operator = _convert(x, like)
     return lx.TaggedLinearOperator(operator, tags) if tags != () else operator
@@ -82,8 +73,7 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
         hint = "use jax.vmap over batches, and bcoo_update_layout for dense ones"
         require(got == (0, 0), _WHERE, what, "{} and {}".format(*got), hint)
         _check_matrix(x)
-        rows, columns = x.indices[:, 0], x.indices[:, 1]
-        return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
+        return SparseLinearOperator(_inexact(x.data), *x.indices.T, x.shape)
     if is_a(x, "scipy.sparse", "sparray") or is_a(x, "scipy.sparse", "spmatrix"):
         _check_matrix(x)
         x = x.tocoo()
@@ -99,8 +89,7 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
 
 
 def is_a(x: Any, module: str, name: str) -> bool:
-    """Whether x is of a class, whose module need not be installed."""
-    # Whoever has such an object has imported its module.
+    """Whether x is of a class, whose module is imported where there is such an object."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(x, getattr(loaded, name))
 
@@ -209,20 +198,11 @@ def _takes_blocks(operator: Any) -> bool:
     return given is not None or cls.__name__ == "MatrixLinearOperator"
 
 
-def _nothing_known(check, operator) -> bool:
-    return False
-
-
-register(
-    SparseLinearOperator,
-    _nothing_known,
-    lambda operator: eqx.tree_at(lambda x: x.data, operator, operator.data.conj()),
-)
-register(
-    SciPyLinearOperator,
-    _nothing_known,
-    lambda operator: SciPyLinearOperator(operator.operator.H.T),
-)
+for _class, _conj in {
+    SparseLinearOperator: lambda x: eqx.tree_at(lambda y: y.data, x, x.data.conj()),
+    SciPyLinearOperator: lambda x: SciPyLinearOperator(x.operator.H.T),
+}.items():
+    register(_class, lambda check, operator: False, _conj)
 
 
 @lx.diagonal.register(SparseLinearOperator)
@@ -230,11 +210,6 @@ def _(operator: SparseLinearOperator) -> Inexact[Array, " n"]:
     on_diagonal = jnp.where(operator.rows == operator.columns, operator.data, 0)
     zeros = jnp.zeros(min(operator.shape), operator.data.dtype)
     return zeros.at[operator.rows].add(on_diagonal, mode="drop")
-
-
-#
-# Arguments
-#
 
 
 def _check_matrix(x: Any) -> None:
