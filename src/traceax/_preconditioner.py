@@ -13,15 +13,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 from ._arguments import check_key, require, without_numpy
 from ._linalg.pivoted_cholesky import Pivots, choose, spread
 from ._linalg.whitening import Whitening, scale_only, whiten
-from ._operators.block import (
-    SquareOperator,
-    apply_block,
-    as_data,
-    as_function,
-    jitted,
-    register,
-    space_of,
-)
+from ._operators.block import ByProducts, apply_block, as_data, jitted, space_of
 from ._operators.check import checked_operator
 from ._operators.entries import columns_of, diagonal_of, has_known_entries
 
@@ -119,7 +111,7 @@ def make_preconditioner(
     return _make(operator, noise, _check_pivots(preconditioner, n, where))
 
 
-class PreconditionedLinearOperator(SquareOperator):
+class PreconditionedLinearOperator(ByProducts):
     """`B = M (K + N) M^*` on flat vectors, at least 1: a product with it is one with K.
 
     Of K and N themselves: `log det (K + N) = log det P + log det B` to rounding for any P.
@@ -135,20 +127,13 @@ class PreconditionedLinearOperator(SquareOperator):
         product = P.divide(apply_block(self.operator, P.divide(block)))
         return P.rotate(product + block)[:, 0]
 
-    def transpose(self):
-        return self if not space_of(self).is_complex else as_function(self).transpose()
-
     def in_structure(self) -> jax.ShapeDtypeStruct:
         space = space_of(self.operator)
         return jax.ShapeDtypeStruct((space.size,), space.compute_dtype)
 
-
-def _known(check, operator: PreconditionedLinearOperator) -> bool:
-    symmetric = check is lx.is_symmetric and not space_of(operator).is_complex
-    return symmetric or check is lx.is_positive_semidefinite
-
-
-register(PreconditionedLinearOperator, _known)
+    def _knows(self, check):
+        symmetric = check is lx.is_symmetric and not space_of(self).is_complex
+        return symmetric or check is lx.is_positive_semidefinite
 
 
 @jitted

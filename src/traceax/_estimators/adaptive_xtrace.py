@@ -29,9 +29,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
     and the value is a weighted mean. Whether a test uses the basis is chosen by all others.
 
     *Use when* nothing is known of the operator: the error is about that of the better one of
-    Hutchinson's estimator and XTrace, which is better where eigenvalues fall steeply. Signs
-    don't see a diagonal, and where that is most of the operator no basis is taken. A
-    multiple of the identity is exact.
+    Hutchinson's estimator and XTrace. A multiple of the identity is exact.
 
     | | |
     |---|---|

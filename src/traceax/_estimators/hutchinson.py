@@ -51,9 +51,8 @@ class SampleMoments(NamedTuple):
 class HutchinsonEstimator(GrowingEstimator):
     r"""The Girard-Hutchinson estimator, the mean of `w_j^* A w_j` over k probes.
 
-    *Use when* the budget is a handful of products, as in a Jacobian trace inside a
-    training loop, or when the spectrum is flat. Its error falls as `1 / sqrt(k)`
-    whatever the spectrum.
+    *Use when* the budget is a handful of products, or when the spectrum is flat. Its error
+    falls as `1 / sqrt(k)` whatever the spectrum.
 
     | | |
     |---|---|
@@ -64,18 +63,16 @@ class HutchinsonEstimator(GrowingEstimator):
     | variance | real symmetric A, signs: `2 (|A|_F^2 - sum_i A_ii^2) / k` |
     | derivative | the exact gradient of the estimate, k products with dA |
 
-    Of traces `stats["samples"]` holds the `w_j^* A w_j`. The estimate is linear in A: the
-    mean over minibatches with one key is that of the mean of their operators.
+    `stats["samples"]` holds the `w_j^* A w_j` of traces. The estimate is linear in A.
 
     **Arguments:**
 
     - `sampler`: of the probes. With [`traceax.OrthogonalSampler`][] the variance is smaller
         by `1 - k / n`. With [`traceax.ColouredSampler`][] k is a whole number of rounds, and
         a sample a round's.
-    - `chunk_size`: how many probes are alive at once; derivatives draw them again, so that
-        memory does not grow with k. By default as many as have 2^20 entries together, which
-        stay in the cache of a CPU, and at least 4; all of them on other devices. The value
-        does not depend on it, but for rounding.
+    - `chunk_size`: how many probes are alive at once, so that memory does not grow with k.
+        By default as many as have 2^20 entries together, and at least 4; all of them on
+        other devices than CPUs. The value changes by rounding alone.
 
     **Reference:** Girard, "A fast 'Monte-Carlo cross-validation' procedure for large
     least squares problems with noisy data", Numer. Math. 56 (1989),

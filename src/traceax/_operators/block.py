@@ -190,21 +190,38 @@ def columns_at_once(n: int) -> int:
     return max(FEWEST, _CACHED // max(n, 1))
 
 
-class SquareOperator(lx.AbstractLinearOperator):
-    """Abstract base class of square operators that are known by their products."""
+class ByProducts(lx.AbstractLinearOperator):
+    """Abstract base class of operators that lineax knows by their products.
 
-    def as_matrix(self) -> Inexact[Array, "n n"]:
+    Square ones, of which nothing is known, unless a subclass says otherwise.
+    """
+
+    def _knows(self, check: Callable) -> bool:
+        """Whether one of lineax's checks holds. Optional."""
+        return False
+
+    def _conj(self) -> lx.AbstractLinearOperator:
+        """The conjugate of a complex one. Optional."""
+        return lx.conj(as_function(self))
+
+    def as_matrix(self) -> Inexact[Array, "m n"]:
+        """Optional."""
         return as_function(self).as_matrix()
 
+    def transpose(self) -> lx.AbstractLinearOperator:
+        """Optional."""
+        return self if lx.is_symmetric(self) else as_function(self).transpose()
+
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """Optional."""
         return self.in_structure()
 
 
-class OnePass(lx.AbstractLinearOperator):
+class OnePass(ByProducts):
     """Abstract base class of operators of which many products cost little more than one."""
 
 
-class Dense(lx.AbstractLinearOperator):
+class Dense(ByProducts):
     """Abstract base class of functions of an operator, whose sparsity they don't have."""
 
 
@@ -302,25 +319,10 @@ def tags_of(operator: lx.AbstractLinearOperator) -> frozenset[object]:
     return frozenset(own for x, (own, *_) in TAGS.items() if is_known(x, operator))
 
 
-def register(
-    cls: type[lx.AbstractLinearOperator],
-    known: Callable[[Callable, Any], bool],
-    conj: Callable[[Any], lx.AbstractLinearOperator] | None = None,
-) -> None:
-    """What lineax asks of a class of operators that are known by their products.
-
-    `known(check, operator)` answers each of its checks, `conj` conjugates complex ones.
-    """
-
-    def conjugate(x):
-        if not space_of(x).is_complex:
-            return x
-        return lx.conj(as_function(x)) if conj is None else conj(x)
-
-    lx.linearise.register(cls, lambda x: x)
-    lx.conj.register(cls, conjugate)
-    operations: list[Any] = [lx.materialise, lx.diagonal, lx.tridiagonal]
-    for of in operations:
-        of.register(cls, lambda x, of=of: of(as_function(x)))
-    for check in TAGS:
-        check.register(cls, ft.partial(known, check))
+lx.linearise.register(ByProducts, lambda x: x)
+lx.conj.register(ByProducts, lambda x: x._conj() if space_of(x).is_complex else x)
+_OPERATIONS: list[Any] = [lx.materialise, lx.diagonal, lx.tridiagonal]
+for _operation in _OPERATIONS:
+    _operation.register(ByProducts, lambda x, of=_operation: of(as_function(x)))
+for _check in TAGS:
+    _check.register(ByProducts, lambda x, check=_check: x._knows(check))

@@ -13,15 +13,13 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._arguments import kind_of, require
 from .block import (
-    SquareOperator,
-    as_function,
+    ByProducts,
     complex_dtype,
     forward_mode,
     is_data,
     is_known,
     out_structure_of,
     parts_of,
-    register,
     structure_of,
 )
 
@@ -102,7 +100,10 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
     return operator
 
 
-class ComplexLinearOperator(SquareOperator):
+_SEMIDEFINITE = lx.is_positive_semidefinite, lx.is_negative_semidefinite
+
+
+class ComplexLinearOperator(ByProducts):
     """An operator on real vectors as one on complex vectors, a product being two of its."""
 
     operator: lx.AbstractLinearOperator
@@ -113,9 +114,9 @@ class ComplexLinearOperator(SquareOperator):
         with jax.numpy_dtype_promotion("standard"):
             return jtu.tree_map(lambda x, y: x + 1j * y, real, imaginary)
 
-    def transpose(self):
-        # That of the operator itself would take real vectors to real ones.
-        return as_function(self).transpose()
+    def _knows(self, check):
+        # lineax takes a complex multiple for one by its real part.
+        return check not in _SEMIDEFINITE and is_known(check, self.operator)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return jtu.tree_map(
@@ -124,7 +125,7 @@ class ComplexLinearOperator(SquareOperator):
         )
 
 
-class ShiftedLinearOperator(SquareOperator):
+class ShiftedLinearOperator(ByProducts):
     """`A + shift I`.
 
     A sum with lineax's identity compares types of arrays, which differ inside of
@@ -140,27 +141,12 @@ class ShiftedLinearOperator(SquareOperator):
 
         return jtu.tree_map(shifted, self.operator.mv(vector), vector)
 
-    def transpose(self):
-        return ShiftedLinearOperator(self.operator.transpose(), self.shift)
+    def _knows(self, check):
+        lost = *_SEMIDEFINITE, lx.has_unit_diagonal
+        return check not in lost and is_known(check, self.operator)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()
-
-
-_SEMIDEFINITE = lx.is_positive_semidefinite, lx.is_negative_semidefinite
-_LOST = {
-    # lineax takes a complex multiple for one by its real part.
-    ComplexLinearOperator: _SEMIDEFINITE,
-    ShiftedLinearOperator: (*_SEMIDEFINITE, lx.has_unit_diagonal),
-}
-
-
-def _known(check, x: ComplexLinearOperator | ShiftedLinearOperator) -> bool:
-    return check not in _LOST[type(x)] and is_known(check, x.operator)
-
-
-for _class in _LOST:
-    register(_class, _known)
 
 
 def with_leading_axis(

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._arguments import kind_of, require
-from .block import register, structure_of
+from .block import ByProducts, structure_of
 
 _WHERE = "traceax.as_operator"
 
@@ -60,25 +60,26 @@ def as_operator(
 def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     if isinstance(x, lx.AbstractLinearOperator):
         return x
-    if eqx.is_array(x):
-        _check_matrix(x)
-        return lx.MatrixLinearOperator(_inexact(x))
-    if is_a(x, "jax.experimental.sparse", "BCSR"):
-        x = x.to_bcoo()
-    if is_a(x, "jax.experimental.sparse", "BCOO"):
-        what, got = (
-            "x must have no batch and no dense dimensions",
-            (x.n_batch, x.n_dense),
-        )
+    x = x.to_bcoo() if is_a(x, "jax.experimental.sparse", "BCSR") else x
+    is_bcoo = is_a(x, "jax.experimental.sparse", "BCOO")
+    kinds = "sparray", "spmatrix"
+    if is_bcoo:
+        got = x.n_batch, x.n_dense
+        what = "x must have no batch and no dense dimensions"
         hint = "use jax.vmap over batches, and bcoo_update_layout for dense ones"
         require(got == (0, 0), _WHERE, what, "{} and {}".format(*got), hint)
-        _check_matrix(x)
-        return SparseLinearOperator(_inexact(x.data), *x.indices.T, x.shape)
-    if is_a(x, "scipy.sparse", "sparray") or is_a(x, "scipy.sparse", "spmatrix"):
-        _check_matrix(x)
-        x = x.tocoo()
-        rows, columns = (jnp.asarray(i, jnp.int32) for i in (x.row, x.col))
-        return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
+    if is_bcoo or eqx.is_array(x) or any(is_a(x, "scipy.sparse", y) for y in kinds):
+        what, got = "x must be a 2-dimensional array", f"one of shape {x.shape}"
+        hint = (
+            "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a"
+        )
+        require(x.ndim == 2, _WHERE, what, got, f"{hint} diagonal")
+        if eqx.is_array(x):
+            return lx.MatrixLinearOperator(_inexact(x))
+        x = x if is_bcoo else x.tocoo()
+        rows, columns = x.indices.T if is_bcoo else (x.row, x.col)
+        indices = jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
+        return SparseLinearOperator(_inexact(x.data), *indices, x.shape)
     if is_a(x, "scipy.sparse.linalg", "LinearOperator"):
         return SciPyLinearOperator(x)
     what = "x must be a matrix, dense or sparse, a linear function, or an operator of "
@@ -99,7 +100,7 @@ def _inexact(x: Any) -> Inexact[Array, "..."]:
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 
-class SparseLinearOperator(lx.AbstractLinearOperator):
+class SparseLinearOperator(ByProducts):
     """A matrix by its entries, of which those at one place add up.
 
     Entries outside of the matrix, by which `BCOO` arrays are padded, count as zero.
@@ -133,6 +134,9 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         m, n = self.shape
         return SparseLinearOperator(self.data, self.columns, self.rows, (n, m))
 
+    def _conj(self):
+        return eqx.tree_at(lambda x: x.data, self, self.data.conj())
+
     def in_structure(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape[1:], self.data.dtype)
 
@@ -140,7 +144,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return jax.ShapeDtypeStruct(self.shape[:1], self.data.dtype)
 
 
-class SciPyLinearOperator(lx.AbstractLinearOperator):
+class SciPyLinearOperator(ByProducts):
     """A `scipy.sparse.linalg.LinearOperator`, applied on the host."""
 
     operator: Any = eqx.field(static=True)
@@ -172,6 +176,9 @@ class SciPyLinearOperator(lx.AbstractLinearOperator):
     def transpose(self):
         return SciPyLinearOperator(self.operator.T)
 
+    def _conj(self):
+        return SciPyLinearOperator(self.operator.H.T)
+
     def in_structure(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.operator.shape[1:], self._dtype())
 
@@ -198,24 +205,11 @@ def _takes_blocks(operator: Any) -> bool:
     return given is not None or cls.__name__ == "MatrixLinearOperator"
 
 
-for _class, _conj in {
-    SparseLinearOperator: lambda x: eqx.tree_at(lambda y: y.data, x, x.data.conj()),
-    SciPyLinearOperator: lambda x: SciPyLinearOperator(x.operator.H.T),
-}.items():
-    register(_class, lambda check, operator: False, _conj)
-
-
 @lx.diagonal.register(SparseLinearOperator)
 def _(operator: SparseLinearOperator) -> Inexact[Array, " n"]:
     on_diagonal = jnp.where(operator.rows == operator.columns, operator.data, 0)
     zeros = jnp.zeros(min(operator.shape), operator.data.dtype)
     return zeros.at[operator.rows].add(on_diagonal, mode="drop")
-
-
-def _check_matrix(x: Any) -> None:
-    what, got = "x must be a 2-dimensional array", f"one of shape {x.shape}"
-    hint = "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a"
-    require(x.ndim == 2, _WHERE, what, got, f"{hint} diagonal")
 
 
 def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:

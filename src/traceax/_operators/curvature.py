@@ -11,22 +11,24 @@ import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
 from .._arguments import require
-from .block import SquareOperator, register, structure_of, tags_of
+from .block import ByProducts, structure_of, tags_of
 from .check import check_scalar, is_real
 
 _HINT = "return a mean or a sum, and nothing else"
 
 
-class Curvature(SquareOperator):
+class Curvature(ByProducts):
     """Abstract base class of symmetric operators on the floating-point arrays of `x`."""
 
     x: eqx.AbstractVar[PyTree[Float[Array, "..."]]]
 
-    def transpose(self):
-        return self
-
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return structure_of(self.x)
+
+    def _knows(self, check):
+        convex = isinstance(self, GaussNewtonLinearOperator)
+        semidefinite = convex and check is lx.is_positive_semidefinite
+        return semidefinite or check is lx.is_symmetric
 
 
 class HessianLinearOperator(Curvature):
@@ -172,15 +174,6 @@ def _check_real(x: PyTree[Any], what: str, where: str) -> None:
     hint = "give complex numbers by their real and imaginary parts"
     for leaf in jtu.tree_leaves(x):
         require(is_real(leaf), where, what, leaf, hint, TypeError)
-
-
-def _known(check, operator: Curvature) -> bool:
-    convex = isinstance(operator, GaussNewtonLinearOperator)
-    semidefinite = convex and check is lx.is_positive_semidefinite
-    return semidefinite or check is lx.is_symmetric
-
-
-register(Curvature, _known)
 
 
 @lx.linearise.register(Curvature)

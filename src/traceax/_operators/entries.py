@@ -92,10 +92,8 @@ def _columns(
         return operator.columns_at(indices)
     if isinstance(operator, lx.MatrixLinearOperator | lx.PyTreeLinearOperator):
         return operator.as_matrix().T[indices].T
-    space = space_of(operator)
-    rows = jnp.arange(space.size, dtype=indices.dtype)
-    units = (rows[None, :] == indices[:, None]).T
-    return apply_block(operator, units.astype(space.compute_dtype))
+    n, _, dtype, *_ = space_of(operator)
+    return apply_block(operator, jax.nn.one_hot(indices, n, dtype=dtype).T)
 
 
 def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
@@ -207,14 +205,12 @@ def _multiplies(*factors: lx.AbstractLinearOperator) -> bool:
 def _coloured_diagonal(
     operator: lx.AbstractLinearOperator, colours: int
 ) -> Inexact[Array, " n"]:
-    # Column c of the block is 1 at every entry of colour c. Entries of one colour are
-    # too far apart to meet in a row of the operator. Within one on complex vectors an
-    # operator acts on real ones.
+    # Entries of one colour are too far apart to meet in a row of the operator, which acts
+    # on real vectors within one on complex vectors.
     operator = as_complex(operator)
     space = space_of(operator)
     colour = jnp.arange(space.size, dtype=jnp.int32) % colours
-    block = colour[:, None] == jnp.arange(colours, dtype=jnp.int32)[None, :]
-    block = block.astype(space.compute_dtype)
+    block = jax.nn.one_hot(colour, colours, dtype=space.compute_dtype)
     return jnp.sum(block * apply_block(operator, block), axis=1)
 
 
@@ -222,9 +218,7 @@ def unit_vectors(
     start: int | Int[Array, ""], n: int, k: int, dtype: Any
 ) -> Inexact[Array, "n k"]:
     """Columns of the identity from `start` on, 0 beyond the last."""
-    columns = jnp.arange(k, dtype=jnp.int32) + start
-    rows = jnp.arange(n, dtype=jnp.int32)
-    return (columns[:, None] == rows[None, :]).astype(dtype).T
+    return jax.nn.one_hot(jnp.arange(k, dtype=jnp.int32) + start, n, dtype=dtype).T
 
 
 def unit_columns(operator: lx.AbstractLinearOperator) -> int:

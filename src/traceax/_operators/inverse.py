@@ -11,24 +11,14 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
 
 from .._arguments import require
 from .._linalg.tall import column_norms
-from .block import (
-    Dense,
-    SquareOperator,
-    apply_block,
-    as_data,
-    is_hermitian,
-    is_known,
-    parts_of,
-    register,
-    space_of,
-)
+from .block import Dense, apply_block, as_data, is_hermitian, is_known, parts_of
 from .check import checked_operator
 from .entries import parts, unit_vectors
 
 _WHERE = "traceax.InverseLinearOperator"
 
 
-class InverseLinearOperator(SquareOperator, Dense):
+class InverseLinearOperator(Dense):
     r"""The operator `A^-1`, applied by `lineax.linear_solve`.
 
     ```python
@@ -85,6 +75,14 @@ class InverseLinearOperator(SquareOperator, Dense):
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()
 
+    def _knows(self, check):
+        # An inverse need not share the others.
+        inherited = check not in (lx.is_tridiagonal, lx.has_unit_diagonal)
+        return inherited and is_known(check, self.operator)
+
+    def _conj(self):
+        return eqx.tree_at(lambda x: x.operator, self, lx.conj(self.operator))
+
 
 _ITERATIVE = lx.CG, lx.BiCGStab, lx.GMRES, lx.LSMR
 # Of other solvers, which iterate, nothing is known but by their residuals.
@@ -120,7 +118,7 @@ def solve_of_column(
     if not has_iterations(operator):
         return None
     column = jax.lax.stop_gradient(column)
-    unit = unit_vectors(j, space_of(operator).size, 1, column.dtype)[:, 0]
+    unit = unit_vectors(j, len(column), 1, column.dtype)[:, 0]
 
     def product(operator, x):
         return apply_block(operator, x[:, None])[:, 0]
@@ -176,16 +174,3 @@ def solver_tolerance(operator: lx.AbstractLinearOperator) -> ArrayLike | None:
     if not iterating:
         return None
     return max((x.rtol for x in iterating if isinstance(x, _ITERATIVE)), default=0.0)
-
-
-def _known(check, operator: InverseLinearOperator) -> bool:
-    # An inverse need not share the others.
-    inherited = check not in (lx.is_tridiagonal, lx.has_unit_diagonal)
-    return inherited and is_known(check, operator.operator)
-
-
-register(
-    InverseLinearOperator,
-    _known,
-    lambda x: eqx.tree_at(lambda y: y.operator, x, lx.conj(x.operator)),
-)

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree, Shaped
 
 from .._arguments import check_optional_integer, require, without_numpy
 from .._linalg.small import matmul
-from .block import OnePass, is_data, made_here, on_cpu, register, space_of, structure_of
+from .block import OnePass, is_data, made_here, on_cpu, space_of, structure_of
 from .check import ComplexLinearOperator, check_scalar, length_of, with_leading_axis
 
 _WHERE = "traceax.KernelLinearOperator"
@@ -144,15 +144,12 @@ class KernelLinearOperator(OnePass):
     def as_matrix(self) -> Float[Array, "n n"]:
         return self._by_tiles(self.x, lambda rows: rows)
 
-    def transpose(self):
-        return self
-
     def in_structure(self) -> jax.ShapeDtypeStruct:
         shape = (length_of(self.x),)
         return structure_of(jax.ShapeDtypeStruct(shape, self._dtype))
 
-    def out_structure(self) -> jax.ShapeDtypeStruct:
-        return self.in_structure()
+    def _knows(self, check):
+        return check in (lx.is_symmetric, lx.is_positive_semidefinite)
 
 
 def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
@@ -172,9 +169,4 @@ def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     return jtu.tree_map(store, operator, is_leaf=is_kernel)
 
 
-def _known(check, _) -> bool:
-    return check in (lx.is_symmetric, lx.is_positive_semidefinite)
-
-
-register(KernelLinearOperator, _known)
 lx.diagonal.register(KernelLinearOperator, lambda operator: operator.diagonal())

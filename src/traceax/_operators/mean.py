@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree, Real, Shaped
+from jaxtyping import Array, ArrayLike, Float, PyTree, Real, Shaped
 
 from .._arguments import require
-from .block import TAGS, as_function, register, space_of, structure_of
+from .block import TAGS, ByProducts, space_of, structure_of
 from .check import as_complex, length_of, with_leading_axis
 
 _WHERE = "traceax.MeanLinearOperator"
 _SEMIDEFINITE = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
 
 
-class MeanLinearOperator(lx.AbstractLinearOperator):
+class MeanLinearOperator(ByProducts):
     r"""The mean `sum_b w_b A_b / sum_b w_b` of the operators of B minibatches.
 
     ```python
@@ -131,12 +131,6 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
         total, _ = jax.lax.scan(add, start, (self.batches, weights))
         return jtu.tree_map(lambda x, leaf: x.astype(leaf.dtype), total, structure)
 
-    def as_matrix(self) -> Inexact[Array, "m n"]:
-        return as_function(self).as_matrix()
-
-    def transpose(self):
-        return self if lx.is_symmetric(self) else as_function(self).transpose()
-
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         leaves, treedef = self._structures
         return jtu.tree_unflatten(treedef, leaves)[0]
@@ -144,6 +138,9 @@ class MeanLinearOperator(lx.AbstractLinearOperator):
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         leaves, treedef = self._structures
         return jtu.tree_unflatten(treedef, leaves)[1]
+
+    def _knows(self, check):
+        return not self.tags.isdisjoint(TAGS[check])
 
 
 def _first(batches: PyTree[Array]) -> PyTree[Array]:
@@ -164,10 +161,3 @@ def _structures(make: Callable, batches: PyTree[Array]) -> tuple[Any, Any]:
     require(right, _WHERE, what, operator, hint, TypeError)
     operator = as_complex(operator)
     return operator.in_structure(), operator.out_structure()
-
-
-def _known(check, operator: MeanLinearOperator) -> bool:
-    return not operator.tags.isdisjoint(TAGS[check])
-
-
-register(MeanLinearOperator, _known)
