@@ -163,10 +163,8 @@ def _readable(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
 
 def _from_parts(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     """The diagonal by entries that are read, and by the diagonals of the parts."""
-    space = space_of(operator)
     if isinstance(operator, _READ):
-        read = lx.diagonal
-        return KnownDiagonal(0, lambda: read(operator).astype(space.compute_dtype))
+        return KnownDiagonal(0, lambda: diagonal_of(operator))
     found, combine = parts(operator), jnp.add
     if isinstance(operator, lx.ComposedLinearOperator):
         factors = operator.operator1, operator.operator2
@@ -185,7 +183,7 @@ def _from_parts(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
             pairs = zip(found, known, strict=True)
             d = ft.reduce(combine, [x.times(y.read()) for x, y in pairs])
         # Complex where a scalar makes it so.
-        real = space.real_dtype
+        real = space_of(operator).real_dtype
         return d.astype(complex_dtype(real) if jnp.iscomplexobj(d) else real)
 
     return KnownDiagonal(sum(x.num_matvecs for x in known), read)

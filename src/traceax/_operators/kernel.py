@@ -93,7 +93,7 @@ class KernelLinearOperator(OnePass):
         if not isinstance(fn, eqx.Module) or not all(map(is_data, leaves)):
             # Partial: equinox leaves functions that close over nothing as they are.
             fn = eqx.filter_closure_convert(ft.partial(kernel), row, row)
-        self.kernel = fn
+        self.kernel = cast(Any, fn)
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         if jnp.iscomplexobj(vector):
