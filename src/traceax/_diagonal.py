@@ -58,12 +58,11 @@ def diagonal(
     estimate = traceax.diagonal(jax.random.key(0), operator, 40)
     ```
 
-    A trace estimate is a sum over rows, `value = sum_r conj(Z(r)) (A V)(r)`. Here it isn't
-    summed: XTrace's gives `A_rr` as the mean of `(A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r)`,
-    where `P_i` projects on what the other probes found, XNysTrace's that of its Nystrom
-    approximations, Hutchinson's the mean of `conj(w_j(r)) (A w_j)(r)`. Each entry is
-    unbiased. Parts whose diagonal is known are exact, and so is all of it for `k >= n`.
-    Differentiable with respect to `operator`, row by row: unbiased, to any order.
+    A trace estimate is a sum over rows, `value = sum_r conj(Z(r)) (A V)(r)`, with the blocks
+    of [`traceax.XTraceEstimator`][], [`traceax.HutchinsonEstimator`][] or others, which have
+    the sources. Here it isn't summed. Each entry is unbiased. Parts whose diagonal is known
+    are exact, and so is all of it for `k >= n`. Differentiable with respect to `operator`,
+    row by row: unbiased, to any order.
 
     **Arguments:** those of [`traceax.trace`][], and
 
@@ -77,12 +76,8 @@ def diagonal(
     **Returns:** a [`traceax.Estimate`][], whose value and standard error have the structure
     of the operator's input. Error bars of single entries rest on few samples each: they are
     right on average over entries, or up to twice as long where the spectrum decays fast.
-    Its state begins anew.
 
     **Raises:** as [`traceax.trace`][]; `TypeError` for an estimator that gives no diagonal.
-
-    **Reference:** those of [`traceax.XTraceEstimator`][] and
-    [`traceax.HutchinsonEstimator`][].
     """
     where = "traceax.diagonal"
     state = init_state(key, operator, where)
@@ -131,8 +126,8 @@ def leaf_traces(
     error have the structure of the operator's input with a scalar for each leaf; and of the
     total, with an error bar of its own.
 
-    **Raises:** as [`traceax.trace`][]; `ValueError` for an unknown `probes`, a budget below
-    three products a block, and an estimator with blocks.
+    **Raises:** as [`traceax.trace`][]; `ValueError` for a budget below three products a
+    block, and an estimator with blocks.
     """
     where = "traceax.leaf_traces"
     state = init_state(key, operator, where)

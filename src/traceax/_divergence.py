@@ -46,26 +46,23 @@ def divergence(
 
     **Arguments:**
 
-    - `key`: a single key. The same key in each step of a solver gives one sample path, as
-        an ODE solver needs.
+    - `key`: the same in each step of a solver gives one sample path, as it needs.
     - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes. Of complex `x`
         it is taken for holomorphic.
     - `x`: a PyTree of floating-point arrays.
-    - `k`: a positive Python int, the budget of products. By default one, which is common
-        in training; with colours a round of them.
-    - `estimator`: as of [`traceax.trace`][]; by default [`traceax.HutchinsonEstimator`][]
-        with signs, whose error is the least for the time that it takes over a batch.
+    - `k`: the budget of products: one by default, with colours a round of them.
+    - `estimator`: by default [`traceax.HutchinsonEstimator`][] with signs, whose error is
+        the least for the time that it takes over a batch.
     - `colours`: in place of an estimator, for a Jacobian that is sparse, or block-hollow:
         Hutchinson's estimator with a [`traceax.ColouredSampler`][], or one of what that
         takes. Exact, and its derivatives too, in p products if it is:
         `colours=traceax.colour(pattern)`.
-    - `throw`: as of [`traceax.trace`][], but `False` by default, with no host callback in
-        the program.
+    - `throw`: as of [`traceax.trace`][]; `False` puts no host callback in the program.
 
     **Returns:** a tuple of `fn(x)` and a [`traceax.Estimate`][] of the divergence.
 
-    **Raises:** as [`traceax.trace`][]; `TypeError` for entries of `x` that are no
-    floating-point arrays, `ValueError` for an `fn` of another structure than `x`.
+    **Raises:** as [`traceax.trace`][]; `TypeError` for other entries of `x`, `ValueError`
+    for an `fn` of another structure.
 
     **Reference:** Grathwohl, Chen, Bettencourt, Sutskever and Duvenaud, "FFJORD", ICLR
     (2019), arXiv:1810.01367; Song, Garg, Shi and Ermon, "Sliced Score Matching", UAI

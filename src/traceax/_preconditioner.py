@@ -40,10 +40,9 @@ def choose_pivots(
 
     A randomly pivoted Cholesky factorisation reads as many columns of the operator and its
     diagonal, until the mean of the residual diagonal is below 0.001 of the noise, or columns
-    buy nothing, as those of the identity. What is left of `columns` is spread over the rows,
-    for as many columns more, far from those chosen before: these are for later, when length
-    scales and the noise have shrunk. Along a fit they are left out of the preconditioner
-    wherever they leave too little beside the noise: `stats["num_columns"]` counts the others.
+    buy nothing, as those of the identity. The rest of `columns` is spread over the rows, for
+    as many columns more: these are for later, when length scales and the noise have shrunk.
+    They take part wherever they leave enough beside the noise: `stats["num_columns"]`.
 
     **Arguments:**
 
@@ -138,11 +137,7 @@ class PreconditionedLinearOperator(ByProducts):
 
 @jitted
 def _choose(
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    noise: Float[Array, " n"],
-    number: int,
-    later: bool = False,
+    key, operator, noise: Float[Array, " n"], number: int, later=False
 ) -> Pivots:
     """Pivots that the noise asks for, and with `later` those that `spread` adds."""
     arrays, others = eqx.partition((operator, noise), eqx.is_array)
@@ -159,11 +154,7 @@ def _choose(
 
 
 @jitted
-def _make(
-    operator: lx.AbstractLinearOperator,
-    noise: Float[Array, " n"],
-    pivots: Int[Array, " r"],
-) -> Whitening:
+def _make(operator, noise: Float[Array, " n"], pivots: Int[Array, " r"]) -> Whitening:
     pivots = pivots.astype(jnp.int32)
     columns = columns_of(operator, jnp.maximum(pivots, 0))
     made = whiten(columns, jnp.real(diagonal_of(operator)), pivots, noise)
@@ -173,9 +164,7 @@ def _make(
     return eqx.tree_at(lambda x: x.logdet, made, logdet)
 
 
-def _with_entries(
-    operator: lx.AbstractLinearOperator, where: str
-) -> lx.AbstractLinearOperator:
+def _with_entries(operator: lx.AbstractLinearOperator, where: str):
     """The operator as data, whose columns take no products that k doesn't count."""
     data = as_data(operator)
     what = "operator must have entries that can be read, to take columns of it"

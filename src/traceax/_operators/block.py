@@ -1,8 +1,4 @@
-"""From a lineax operator to products with tall blocks.
-
-Algorithms see a function from `(n, k)` blocks to `(n, k)` blocks of one dtype, and know
-nothing of PyTrees, leaf dtypes and structure tags.
-"""
+"""From a lineax operator, its PyTrees, dtypes and tags, to products with tall blocks."""
 
 import contextlib
 import functools as ft
@@ -62,10 +58,7 @@ class Space(NamedTuple):
 
 
 def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
-    """The structure of arrays like these that are made here.
-
-    Inside `jax.shard_map` types of arrays name the mesh, and lineax compares them whole.
-    """
+    """The structure of arrays like these that are made here: types of others name a mesh."""
     structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     if jax.sharding.get_abstract_mesh().empty:
         return structure
@@ -191,10 +184,7 @@ def columns_at_once(n: int) -> int:
 
 
 class ByProducts(lx.AbstractLinearOperator):
-    """Abstract base class of operators that lineax knows by their products.
-
-    Square ones, of which nothing is known, unless a subclass says otherwise.
-    """
+    """Abstract base class of what is known by its products; square unless it says so."""
 
     def _knows(self, check: Callable) -> bool:
         """Whether one of lineax's checks holds. Optional."""
@@ -236,9 +226,7 @@ def has_one_pass(operator: lx.AbstractLinearOperator) -> bool:
     return bool(parts_of(operator, OnePass))
 
 
-def unflatten(
-    vector: Inexact[Array, " n"], structure: PyTree[jax.ShapeDtypeStruct]
-) -> PyTree[Inexact[Array, "..."]]:
+def unflatten(vector: Inexact[Array, " n"], structure: PyTree[Any]) -> PyTree[Array]:
     leaves, treedef = jtu.tree_flatten(structure)
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
     parts = jnp.split(vector, ends) if len(leaves) > 1 else [vector]

@@ -126,11 +126,7 @@ class ComplexLinearOperator(ByProducts):
 
 
 class ShiftedLinearOperator(ByProducts):
-    """`A + shift I`.
-
-    A sum with lineax's identity compares types of arrays, which differ inside of
-    `jax.shard_map`.
-    """
+    """`A + shift I`. A sum compares types of arrays, which differ in `jax.shard_map`."""
 
     operator: lx.AbstractLinearOperator
     shift: Inexact[Array, ""]
@@ -149,13 +145,8 @@ class ShiftedLinearOperator(ByProducts):
         return self.operator.in_structure()
 
 
-def with_leading_axis(
-    tree: PyTree[Any], where: str, name: str, items: str, fn: str
-) -> PyTree[Array]:
-    """The argument `name`, a PyTree of arrays whose leading axis is over `items`.
-
-    All are of one length, at least 1. `fn` is called with one item at a time.
-    """
+def with_leading_axis(tree: Any, where: str, name: str, items: str, fn: str) -> Any:
+    """The argument `name`, arrays of one length over `items`, each of which `fn` takes."""
 
     def as_array(x):
         x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x

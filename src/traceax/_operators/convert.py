@@ -101,10 +101,7 @@ def _inexact(x: Any) -> Inexact[Array, "..."]:
 
 
 class SparseLinearOperator(ByProducts):
-    """A matrix by its entries, of which those at one place add up.
-
-    Entries outside of the matrix, by which `BCOO` arrays are padded, count as zero.
-    """
+    """A matrix by its entries, of which those at one place add up, and others are padding."""
 
     data: Inexact[Array, " nse"]
     rows: Int[Array, " nse"]

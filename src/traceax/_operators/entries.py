@@ -83,9 +83,7 @@ _READ = (
 )
 
 
-def _columns(
-    operator: lx.AbstractLinearOperator, indices: Int[Array, " r"]
-) -> Inexact[Array, "n r"]:
+def _columns(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
     if isinstance(operator, KernelLinearOperator):
         return operator.columns(indices)
     if isinstance(operator, SparseLinearOperator):
@@ -101,9 +99,7 @@ def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
     return all(isinstance(x.operator, _READ) for x in terms(operator))
 
 
-def columns_of(
-    operator: lx.AbstractLinearOperator, indices: Int[Array, " r"]
-) -> Inexact[Array, "n r"]:
+def columns_of(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
     """Columns of the matrix of an operator that `has_known_entries`."""
     return _sum(operator, lambda x: _columns(x, indices))
 
@@ -200,9 +196,7 @@ def _multiplies(*factors: lx.AbstractLinearOperator) -> bool:
     return square and (any(known(lx.is_diagonal)) or all(lower) or all(upper))
 
 
-def _coloured_diagonal(
-    operator: lx.AbstractLinearOperator, colours: int
-) -> Inexact[Array, " n"]:
+def _coloured_diagonal(operator, colours: int) -> Inexact[Array, " n"]:
     # Entries of one colour are too far apart to meet in a row of the operator, which acts
     # on real vectors within one on complex vectors.
     operator = as_complex(operator)
@@ -227,10 +221,7 @@ def unit_columns(operator: lx.AbstractLinearOperator) -> int:
     return few if has_one_pass(operator) else min(few, columns_at_once(n))
 
 
-def map_columns(
-    operator: lx.AbstractLinearOperator,
-    fn: Callable[[Inexact[Array, " m"], Int[Array, ""]], PyTree[Array]],
-) -> PyTree[Array]:
+def map_columns(operator: lx.AbstractLinearOperator, fn: Callable) -> PyTree[Array]:
     """`fn(A e_j, j)` of every column j, of which a chunk is in memory at a time.
 
     Derivatives of several chunks compute each again.

@@ -112,8 +112,7 @@ def solve_of_column(
 ) -> Solves | None:
     """The solve that column j of an operator is made of; `None` if no solver iterated.
 
-    Its residual takes a product with A, but no solve. Infinite where such a solver is
-    inside of a product, or of a sum of several.
+    Infinite where such a solver is inside of a product, or of a sum of several.
     """
     if not has_iterations(operator):
         return None
