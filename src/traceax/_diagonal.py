@@ -76,8 +76,6 @@ def diagonal(
     **Returns:** a [`traceax.Estimate`][], whose value and standard error have the structure
     of the operator's input. Error bars of single entries rest on few samples each: they are
     right on average over entries, or up to twice as long where the spectrum decays fast.
-
-    **Raises:** as [`traceax.trace`][]; `TypeError` for an estimator that gives no diagonal.
     """
     where = "traceax.diagonal"
     state = init_state(key, operator, where)
@@ -125,9 +123,6 @@ def leaf_traces(
     **Returns:** a tuple of two [`traceax.Estimate`][]s: by leaf, whose value and standard
     error have the structure of the operator's input with a scalar for each leaf; and of the
     total, with an error bar of its own.
-
-    **Raises:** as [`traceax.trace`][]; `ValueError` for a budget below three products a
-    block, and an estimator with blocks.
     """
     where = "traceax.leaf_traces"
     state = init_state(key, operator, where)
@@ -176,8 +171,6 @@ def frobenius_norm_squared(
     `n = 1`.
 
     **Returns:** a [`traceax.Estimate`][], whose value is real. `num_matvecs` counts both.
-
-    **Raises:** as [`traceax.trace`][]; `ValueError` for `k = 1`.
     """
     where = "traceax.frobenius_norm_squared"
     if not isinstance(operator, lx.AbstractLinearOperator):
@@ -234,7 +227,6 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
 
 
 def _with_parts(estimate: Estimate, part: Callable[[Array], Any]) -> Estimate:
-    """The estimate with a part of every array over groups."""
     freedom = estimate.stats["degrees_of_freedom"]
     freedom = part(jnp.broadcast_to(freedom, estimate.value.shape))
     value, error = part(estimate.value), part(estimate._standard_error)

@@ -16,6 +16,7 @@ from ._colours import Colours
 from ._estimate import Estimate
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._operators.block import forward_mode, structure_of
+from ._operators.check import is_real
 from ._state import init_state
 from ._trace import CHOICES, estimate_whole, set_choice
 
@@ -122,12 +123,8 @@ def laplacian(
     what, hint = "x must be real", "pass real and imaginary parts"
     require(real, where, what, "complex entries", hint, TypeError)
     out = jax.eval_shape(fn, x)
-    is_array = isinstance(out, jax.ShapeDtypeStruct)
-    if not is_array or out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
-        raise TypeError(
-            f"{where}: fn must return a real scalar of shape (), got {out}; a Laplacian is "
-            "of a scalar function."
-        )
+    what, hint = "fn must return a real scalar", "a Laplacian is of a scalar function"
+    require(is_real(out) and out.shape == (), where, what, out, hint, TypeError)
 
     def gradient_and_value(x):
         value, gradient = jax.value_and_grad(fn)(x)

@@ -57,9 +57,7 @@ def choose_pivots(
     **Returns:** an array of `columns` integers, the indices, no two equal; the last ones
     are -1 where no row is left that differs from the others.
 
-    **Raises:** as [`traceax.trace`][] does for a wrong key or operator; `TypeError` for an
-    operator known by its products alone; `TypeError` and `ValueError` for wrong `columns`
-    and `shift`.
+    **Raises:** `TypeError` for an operator known by its products alone.
     """
     where = "traceax.choose_pivots"
     key, operator = check_key(key, where), checked_operator(operator, where)
@@ -90,14 +88,10 @@ def make_preconditioner(
     noise: Float[Array, " n"],
     where: str,
 ) -> Whitening:
-    """The preconditioner of `operator + noise`, differentiable in both.
-
-    `preconditioner` is how many columns it has at most, or pivots chosen before.
-    """
-    space = space_of(operator)
-    n = space.size
+    """That of `operator + noise`, of so many columns at most, or of pivots chosen before."""
+    n, _, dtype, *_ = space_of(operator)
     if preconditioner is None:
-        return scale_only(noise, space.compute_dtype)
+        return scale_only(noise, dtype)
     operator = _with_entries(operator, where)
     preconditioner = without_numpy(preconditioner)
     if isinstance(preconditioner, int):
@@ -169,8 +163,7 @@ def _with_entries(operator: lx.AbstractLinearOperator, where: str):
     data = as_data(operator)
     what = "operator must have entries that can be read, to take columns of it"
     hint = (
-        "make it a traceax.KernelLinearOperator, or of a matrix by traceax.as_operator; "
-        "or leave preconditioner= out"
+        "take a traceax.KernelLinearOperator or a matrix, or leave preconditioner= out"
     )
     require(has_known_entries(data), where, what, operator, hint, TypeError)
     return data
@@ -205,7 +198,7 @@ def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
 def noise_of(
     operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str, *, throw: bool
 ) -> Float[Array, " n"]:
-    """The noise of every unknown. Not positive only where it is traced, or not to throw."""
+    """The noise of every unknown, positive unless it is traced, or not to throw."""
     space = space_of(operator)
     hint = "it is the noise, a positive number or one for each observation"
     numbers = int | float | np.number | np.ndarray | jax.Array

@@ -19,8 +19,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._linalg.tall import noise, power_of_two_scale
 
-# Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, which stay in
-# its cache. A stencil on 1e6 unknowns and 60 vectors takes half of the time so.
+# Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, in its cache.
 _CACHED = 2**20
 # Vectors that are worth one pass over an operator, however long they are.
 FEWEST = 4
@@ -178,9 +177,7 @@ def size_of_product(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
 
 
 def columns_at_once(n: int) -> int:
-    if not on_cpu():
-        return 2**31 - 1
-    return max(FEWEST, _CACHED // max(n, 1))
+    return max(FEWEST, _CACHED // max(n, 1)) if on_cpu() else 2**31 - 1
 
 
 class ByProducts(lx.AbstractLinearOperator):
@@ -239,8 +236,7 @@ def apply_block(
 ) -> Inexact[Array, "m k"]:
     """The product of the operator with every column of a block.
 
-    One `vmap` of `operator.mv` over the leading axis, as networks are batched. On a CPU a
-    large block is multiplied by a few columns at a time, unless each takes a pass.
+    A `vmap` over the leading axis, as networks are batched; on a CPU a few columns at a time.
     """
     n, k = block.shape
     structure = operator.in_structure()

@@ -80,10 +80,7 @@ def _describe(structure: PyTree[jax.ShapeDtypeStruct]) -> str:
 
 
 def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator, on complex vectors if its products with real ones are complex.
-
-    Such are complex multiples of real operators, and sums with these.
-    """
+    """The operator, on complex vectors if its products with real ones are complex."""
     structure = structure_of(operator.in_structure())
     leaves = jtu.tree_leaves(structure)
     if all(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):

@@ -189,10 +189,7 @@ class SciPyLinearOperator(ByProducts):
 
 
 def _takes_blocks(operator: Any) -> bool:
-    """Whether a SciPy operator has a `matmat` of its own.
-
-    That of others calls `matvec` with columns `(n, 1)`, where it may be written for `(n,)`.
-    """
+    """Whether a SciPy operator has a `matmat` of its own: others call `matvec` of `(n, 1)`."""
     base = sys.modules["scipy.sparse.linalg"].LinearOperator
     cls = type(operator)
     if cls.__module__ != base.__module__:

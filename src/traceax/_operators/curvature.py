@@ -39,7 +39,6 @@ class HessianLinearOperator(Curvature):
         return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 
     hessian = traceax.HessianLinearOperator(loss, model, batch)
-    traceax.trace(key, hessian, 40)
     ```
 
     It acts on the floating-point arrays of `x`, JAX's and NumPy's: vectors have the
@@ -61,8 +60,7 @@ class HessianLinearOperator(Curvature):
 
     - `fn`: a twice differentiable function that returns a real scalar.
     - `x`: a PyTree, such as the parameters of a network, or an `equinox.Module`.
-    - `args`: a PyTree of what else `fn` depends on, such as a minibatch. If it is `None`,
-        `fn` is called with `x` alone.
+    - `args`: a PyTree of what else `fn` depends on, such as a minibatch; left out if `None`.
 
     **Raises:** `TypeError` for an `fn` that doesn't return a real floating-point array of
     shape `()`, or complex leaves of `x`; `ValueError` if `x` has no floating-point arrays.
@@ -94,7 +92,6 @@ class GaussNewtonLinearOperator(Curvature):
 
     ```python
     matrix = traceax.GaussNewtonLinearOperator(model, loss, network, batch)
-    traceax.trace(key, matrix, 40)
     ```
 
     What it acts on, minibatches, `lineax.linearise` and errors are as for

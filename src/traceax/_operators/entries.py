@@ -26,8 +26,7 @@ from .check import ComplexLinearOperator, ShiftedLinearOperator, as_complex
 from .convert import SparseLinearOperator
 from .kernel import KernelLinearOperator
 
-# Entries of a block of columns of the identity on accelerators, and of operators of which
-# many products are one pass, where more at once is faster: 256 MiB in 32-bit precision.
+# Entries of a block of the identity on accelerators, and of `OnePass` operators: 256 MiB.
 _HELD = 2**26
 
 
@@ -77,9 +76,8 @@ def terms(operator: lx.AbstractLinearOperator) -> list[Term]:
 
 _READ = (
     *(KernelLinearOperator, SparseLinearOperator),
-    *(lx.MatrixLinearOperator, lx.PyTreeLinearOperator),
-    *(lx.DiagonalLinearOperator, lx.IdentityLinearOperator),
-    lx.TridiagonalLinearOperator,
+    *(lx.MatrixLinearOperator, lx.PyTreeLinearOperator, lx.DiagonalLinearOperator),
+    *(lx.IdentityLinearOperator, lx.TridiagonalLinearOperator),
 )
 
 
@@ -130,14 +128,13 @@ class KnownDiagonal(NamedTuple):
 
 
 def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
-    """The diagonal, where the operator's structure gives it for at most two products.
+    """The diagonal, where the operator's structure, by class or by tag, gives it.
 
-    Diagonal, tridiagonal, triangular and unit-diagonal operators, by class or by tag,
-    and their compositions.
+    Diagonal, tridiagonal, triangular and unit-diagonal operators, and their compositions.
     """
     checks = lx.has_unit_diagonal, lx.is_diagonal, lx.is_tridiagonal
-    checks = *checks, lx.is_lower_triangular, lx.is_upper_triangular
-    known = any(is_known(check, operator) for check in checks)
+    triangular = lx.is_lower_triangular, lx.is_upper_triangular
+    known = any(is_known(check, operator) for check in (*checks, *triangular))
     return _readable(operator) if known else None
 
 
@@ -147,8 +144,7 @@ def _readable(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     if is_known(lx.has_unit_diagonal, operator):
         return KnownDiagonal(0, lambda: jnp.ones(space.size, space.compute_dtype))
     ways = [_from_parts(operator)]
-    # A tag holds of the expression that it is on, whatever is known of its parts. A
-    # triangular function takes n products to read.
+    # A tag holds of the expression that it is on, whatever is known of its parts.
     for products, check in ((1, lx.is_diagonal), (2, lx.is_tridiagonal)):
         if is_known(check, operator):
             read = ft.partial(_coloured_diagonal, operator, products)
@@ -222,10 +218,7 @@ def unit_columns(operator: lx.AbstractLinearOperator) -> int:
 
 
 def map_columns(operator: lx.AbstractLinearOperator, fn: Callable) -> PyTree[Array]:
-    """`fn(A e_j, j)` of every column j, of which a chunk is in memory at a time.
-
-    Derivatives of several chunks compute each again.
-    """
+    """`fn(A e_j, j)` of every column j, by chunks, which derivatives compute again."""
     space, few = space_of(operator), unit_columns(operator)
     n, dtype = space.size, space.compute_dtype
     indices = jnp.arange(n, dtype=jnp.int32)

@@ -23,7 +23,6 @@ class InverseLinearOperator(Dense):
 
     ```python
     inverse = traceax.InverseLinearOperator(operator, lx.CG(rtol=1e-6, atol=1e-6))
-    traceax.trace(key, inverse, 40)
     ```
 
     A product is a solve, NaN if it fails: a budget of k is k solves. Differentiable to any
@@ -37,9 +36,6 @@ class InverseLinearOperator(Dense):
 
     - `operator`: a square, nonsingular lineax operator.
     - `solver`, `options`: as in `lineax.linear_solve`.
-
-    **Raises:** as [`traceax.trace`][] does for a wrong operator; `TypeError` if `solver`
-    isn't a lineax solver.
     """
 
     operator: lx.AbstractLinearOperator
@@ -110,14 +106,11 @@ class Solves(NamedTuple):
 def solve_of_column(
     operator: lx.AbstractLinearOperator, column: Inexact[Array, " n"], j: Int[Array, ""]
 ) -> Solves | None:
-    """The solve that column j of an operator is made of; `None` if no solver iterated.
-
-    Infinite where such a solver is inside of a product, or of a sum of several.
-    """
-    if not has_iterations(operator):
+    """The solve that column j is made of; `None` if none iterated, infinite if unknown."""
+    if solver_tolerance(operator) is None:
         return None
     column = jax.lax.stop_gradient(column)
-    unit = unit_vectors(j, len(column), 1, column.dtype)[:, 0]
+    unit = unit_vectors(j, operator.in_size(), 1, column.dtype)[:, 0]
 
     def product(operator, x):
         return apply_block(operator, x[:, None])[:, 0]
@@ -131,7 +124,7 @@ def solve_of_column(
         form = jnp.abs(jnp.vdot(column, r)) if is_hermitian(A) else jnp.inf
         return Solves(residual + rounding, size, form + rounding * size)
     found = parts(operator)
-    solved = [x for x in found if has_iterations(x.operator)]
+    solved = [x for x in found if solver_tolerance(x.operator) is not None]
     if len(solved) == 1 and solved[0].operator is not operator:
         (term,) = solved
         for x in found:
@@ -150,20 +143,14 @@ def solve_of_column(
 def errors_of_solves(solves: Solves) -> SolveErrors:
     """The errors of all columns of an inverse.
 
-    With the residual `R = I - A X` the error of a solve is `A^-1 R`, and A^-1 is
-    `X (I - R)^-1`. Of a Hermitian A the error of entry i of the diagonal is
-    `x_i^* r_i + r_i^* A^-1 r_i`. A residual as large as the right-hand side says nothing.
+    With `R = I - A X` the error of a solve is `A^-1 R`, and A^-1 is `X (I - R)^-1`. Of a
+    Hermitian A the error of entry i of the diagonal is `x_i^* r_i + r_i^* A^-1 r_i`.
     """
     residuals, sizes, forms = solves
     total = jnp.linalg.norm(residuals)
     size = jnp.linalg.norm(sizes) / jnp.maximum(1 - total, 0)
     columns = size * residuals
     return SolveErrors(jnp.minimum(forms + size * residuals**2, columns), columns)
-
-
-def has_iterations(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a solver that iterates is a part of an operator."""
-    return solver_tolerance(operator) is not None
 
 
 def solver_tolerance(operator: lx.AbstractLinearOperator) -> ArrayLike | None:

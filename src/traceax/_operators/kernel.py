@@ -18,11 +18,9 @@ from .block import OnePass, is_data, made_here, on_cpu, space_of, structure_of
 from .check import ComplexLinearOperator, check_scalar, length_of, with_leading_axis
 
 _WHERE = "traceax.KernelLinearOperator"
-# Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision, of
-# which derivatives take up to four times as much. An accelerator would wait for the next.
+# Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision.
 _NUMBERS_ON_CPU, _NUMBERS = 2**22, 2**26
-# Entries of a matrix that is stored: 256 MiB in 32-bit precision, a limit that is chosen. See
-# `benchmarks/likelihood.py stored`.
+# Entries of a matrix that is stored, 256 MiB: see `benchmarks/likelihood.py stored`.
 _MOST_STORED = 2**26
 
 
@@ -60,8 +58,7 @@ class KernelLinearOperator(OnePass):
         any other function is traced when the operator is made.
     - `x`: an array of shape `(n, d)`, or a PyTree of arrays with a leading axis of
         length n. Row i is the PyTree of their i-th entries.
-    - `tile`: how many rows there are in a tile, at most; chosen if `None`, for some
-        megabytes in memory.
+    - `tile`: how many rows there are in a tile, at most; by default some megabytes.
 
     **Raises:** `TypeError` for a `kernel` of other values or a `tile` that isn't an integer;
     `ValueError` for an `x` of other leaves, or without rows.
@@ -153,10 +150,7 @@ class KernelLinearOperator(OnePass):
 
 
 def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator with the matrices of kernels in memory, where they fit.
-
-    For many products in what isn't differentiated. Lanes of a `vmap` store one each.
-    """
+    """The operator with matrices of kernels in memory where they fit, one a lane."""
 
     def is_kernel(x):
         return isinstance(x, KernelLinearOperator)

@@ -29,7 +29,7 @@ class MeanLinearOperator(ByProducts):
     operator = traceax.MeanLinearOperator(hessian, batches, tags=lineax.symmetric_tag)
     ```
 
-    Use it for the Hessian of a loss over a data set that is too large for one product.
+    For a data set that is too large for one product.
 
     | | |
     |---|---|
@@ -38,8 +38,6 @@ class MeanLinearOperator(ByProducts):
     | accumulated in | the dtype of the result, and at least 32 bits |
     | differentiable | with respect to `batches`, `weights` and what `make_operator` closes over, to any order |
 
-    `lineax.linearise` does nothing.
-
     **Arguments:**
 
     - `make_operator`: a function of one minibatch that returns a lineax operator. It is
@@ -47,8 +45,7 @@ class MeanLinearOperator(ByProducts):
     - `batches`: a PyTree of arrays, all with a leading axis of length B. Minibatch b is
         the PyTree of their b-th entries.
     - `weights`: of shape `(B,)`, real, such as the number of examples in each minibatch;
-        equal if not given. They must not sum to zero. They are taken in the default
-        floating-point dtype.
+        equal if not given. They must not sum to zero.
     - `tags`: what is known of the mean, such as `lineax.positive_semidefinite_tag`. Those
         of the operators tell nothing.
 
@@ -60,7 +57,7 @@ class MeanLinearOperator(ByProducts):
     batches: PyTree[Shaped[Array, "batches ..."]]
     weights: Float[Array, " batches"] | None
     tags: frozenset[object] = eqx.field(static=True)
-    _structures: tuple[tuple[Any, ...], Any] = eqx.field(static=True)
+    _structures: tuple[Any, tuple[Any, ...]] = eqx.field(static=True)
 
     def __init__(
         self,
@@ -88,9 +85,8 @@ class MeanLinearOperator(ByProducts):
             weights = jnp.asarray(weights, float)
         self.weights = weights
         structures = eqx.filter_eval_shape(_structures, make_operator, self.batches)
-        # Dictionaries, for example, can't be hashed.
         leaves, treedef = jtu.tree_flatten(structures)
-        self._structures = tuple(leaves), treedef
+        self._structures = treedef, tuple(leaves)  # as dictionaries can't be hashed
         tags = tags if isinstance(tags, set | frozenset | tuple | list) else (tags,)
         self.tags = frozenset(tags)
         if self.tags & _SEMIDEFINITE and not space_of(self).is_complex:
@@ -132,12 +128,10 @@ class MeanLinearOperator(ByProducts):
         return jtu.tree_map(lambda x, leaf: x.astype(leaf.dtype), total, structure)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        leaves, treedef = self._structures
-        return jtu.tree_unflatten(treedef, leaves)[0]
+        return jtu.tree_unflatten(*self._structures)[0]
 
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        leaves, treedef = self._structures
-        return jtu.tree_unflatten(treedef, leaves)[1]
+        return jtu.tree_unflatten(*self._structures)[1]
 
     def _knows(self, check):
         return not self.tags.isdisjoint(TAGS[check])
