@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Inexact, Key, PyTree
 from ._accuracy.error_bar import exact_bar
 from ._drive import Estimator
 from ._operators.block import has_real_trace, space_of
-from ._operators.columns import entry_of, map_columns
+from ._operators.entries import entry_of, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column, solver_tolerance
 from ._primitive import Blocks, Identity, StandIn, make_outcome
 from ._state import functional_of, init_state

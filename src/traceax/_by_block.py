@@ -38,7 +38,7 @@ from ._operators.block import (
     has_real_trace,
     structure_of,
 )
-from ._operators.columns import diagonal_by_products, unit_vectors
+from ._operators.entries import diagonal_by_products, unit_vectors
 from ._primitive import Algorithm, Columns, StandIn, make_outcome
 from ._samplers import Sampler
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int
 
 from ._arguments import kind_of, require
 from ._colours import Colours
-from ._operators.block import Dense, apply_block, columns_at_once, has_part
+from ._operators.block import Dense, apply_block, columns_at_once, parts_of
 from ._samplers import RademacherSampler, Sampler
 
 _WHERE = "ColouredSampler"
@@ -116,7 +116,7 @@ class ColouredSampler(Sampler):
         )
         hint += "separate what that couples"
         got = "an inverse or a function of an operator"
-        wrong = self._of_pattern and has_part(operator, Dense)
+        wrong = self._of_pattern and parts_of(operator, Dense)
         require(not wrong, where, what, got, hint)
 
     def sample(self, key, n, k, dtype):

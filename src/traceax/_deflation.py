@@ -1,12 +1,10 @@
 """Traces beside an orthonormal basis, and means over independent probes.
 
-With an orthonormal basis B of r vectors that doesn't depend on the probes,
+With an orthonormal basis B of r vectors, whatever it is, that doesn't depend on the probes,
 
     tr A = tr(B^* A B) + tr(P A P),    P = I - B B^*,
 
-where the first part takes a product for each vector of the basis, and probes see the second
-only. What B was made for takes no part in the argument: the better it fits, the smaller the
-error; the expectation is the trace for any.
+where the first part takes a product for each vector of the basis, and probes see the second.
 """
 
 import functools as ft
@@ -41,14 +39,10 @@ class Deflated(NamedTuple):
 
     @property
     def samples(self) -> Inexact[Array, " l"]:
-        """Samples of the trace of `P A P`."""
         return column_dots(self.G, self.AG)
 
     def gram(self, dimension: int) -> Inexact[Array, "g g"]:
-        """`w_i^* A w_j` of the first probes, for the traceless part of A.
-
-        In so many dimensions. Probes of fixed length don't see a multiple of the identity.
-        """
+        """`w_i^* A w_j` of the first probes, for the traceless part of A in that dimension."""
         mean = jnp.mean(self.samples) / dimension
         return gram_of(self.G, self.AG) - mean * gram_of(self.G, self.G)
 
@@ -78,9 +72,8 @@ def leading_range(
 ) -> Inexact[Array, "n {number}"]:
     """The basis of so many directions in which products are largest.
 
-    `products` are those of orthonormal vectors, `tested` those of probes, which find
-    directions that the vectors lacked. Their columns are taken as long as they would be
-    for probes of length 1.
+    `products` are those of orthonormal vectors, `tested` those of probes, as long as they
+    would be for probes of length 1.
     """
     n = products.shape[0]
     block = side_by_side(products, tested / math.sqrt(n))
@@ -104,7 +97,7 @@ def _bar(tests: Deflated, n: int) -> ErrorBar:
 
 
 def average(state: TraceState, k: int, sampler: Sampler, *, resphere: bool):
-    """The mean over k probes, as `compute` returns it, for budgets too small for more."""
+    """The mean over k probes, as `compute` returns it."""
     n, dtype = state.space.size, state.space.compute_dtype
     Omega, B = sampler.sample(state.key, n, k, dtype), jnp.zeros((n, 0), dtype)
     tests = deflate(B, B, Omega, apply_block(state.operator, Omega), resphere=resphere)

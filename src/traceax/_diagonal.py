@@ -12,7 +12,7 @@ from jaxtyping import Array, ArrayLike, Key
 
 from ._accuracy.error_bar import exact_bar
 from ._accuracy.tolerance import make_stop
-from ._arguments import check_budget, check_key
+from ._arguments import check_budget, check_key, require
 from ._base import TraceEstimator
 from ._by_block import ByBlock
 from ._estimate import Estimate, finite_or_failed, raise_failure
@@ -29,8 +29,7 @@ from ._operators.block import (
     unflatten,
 )
 from ._operators.check import as_complex, checked_operator
-from ._operators.columns import map_columns
-from ._operators.entries import known_diagonal
+from ._operators.entries import known_diagonal, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column
 from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
@@ -59,17 +58,11 @@ def diagonal(
     estimate = traceax.diagonal(jax.random.key(0), operator, 40)
     ```
 
-    A trace estimate is a sum over rows, `value = sum_r conj(Z(r)) (A V)(r)`. Here it isn't
-    summed: XTrace's gives `A_rr` as the mean of
-
-        (A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r),
-
-    where `P_i` projects on what the other probes found. XNysTrace's is that of its Nystrom
-    approximations, Hutchinson's the mean of `conj(w_j(r)) (A w_j)(r)`. Each entry is
-    unbiased. Parts whose diagonal is known are exact, and so is all of it for `k >= n`.
-
-    Differentiable with respect to `operator`, by the same rule row by row: unbiased, to any
-    order.
+    A trace estimate is a sum over rows, `value = sum_r conj(Z(r)) (A V)(r)`, with the blocks
+    of [`traceax.XTraceEstimator`][], [`traceax.HutchinsonEstimator`][] or others, which have
+    the sources. Here it isn't summed. Each entry is unbiased. Parts whose diagonal is known
+    are exact, and so is all of it for `k >= n`. Differentiable with respect to `operator`,
+    row by row: unbiased, to any order.
 
     **Arguments:** those of [`traceax.trace`][], and
 
@@ -80,28 +73,15 @@ def diagonal(
     - `rtol`, `atol`: half of the interval at most `atol + rtol |value|`, of which `norm` is
         taken of both sides: the root mean square over entries, or the largest.
 
-    **Returns:**
-
-    A [`traceax.Estimate`][], whose value and standard error have the structure of the
-    operator's input. Error bars of single entries rest on few samples each: they are right
-    on average over entries, or up to twice as long where the spectrum decays fast. Its
-    state begins anew.
-
-    **Raises:** as [`traceax.trace`][]; `TypeError` for an estimator that gives no diagonal.
-
-    **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample in
-    Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),
-    doi:10.1137/23M1548323, arXiv:2301.07825, for leaving one out; Bekas, Kokiopoulou and
-    Saad, "An estimator for the diagonal of a matrix", Appl. Numer. Math. 57 (2007),
-    doi:10.1016/j.apnum.2007.01.003.
+    **Returns:** a [`traceax.Estimate`][], whose value and standard error have the structure
+    of the operator's input. Error bars of single entries rest on few samples each: they are
+    right on average over entries, or up to twice as long where the spectrum decays fast.
     """
     where = "traceax.diagonal"
     state = init_state(key, operator, where)
-    if norm not in ("root mean square", "largest"):
-        raise ValueError(
-            f"{where}: norm must be 'root mean square' or 'largest', got {norm!r}; it is "
-            "of the entries that a tolerance is for."
-        )
+    what = "norm must be 'root mean square' or 'largest'"
+    hint = "a tolerance is for that of the entries"
+    require(norm in ("root mean square", "largest"), where, what, repr(norm), hint)
     dtype, structure = state.space.compute_dtype, state.space.structure
     stop = make_stop(rtol, atol, level, progress_meter, dtype, where, norm)
     functional = Diagonal(has_real_trace(state.operator))
@@ -125,63 +105,45 @@ def leaf_traces(
     by_layer, total = traceax.leaf_traces(key, hessian, 120, probes="blocks")
     ```
 
-    - `probes="whole"`: probes of all leaves, whose samples are summed leaf by leaf. *Use
-        when* the spectrum decays: XTrace and XNysTrace find what couples the leaves.
+    - `probes="whole"`: probes of all leaves. *Use when* the spectrum decays: XTrace and
+        XNysTrace find what couples the leaves.
     - `probes="blocks"`: signs on one leaf at a time, and products with its block alone.
         *Use for* networks early in training, of flat spectra and strongly coupled leaves.
 
     With blocks, an eighth of the budget is a pilot, equal for all leaves; the rest is
-    divided over the leaves so that the error of the total is least. A product is with one
-    block, of which nothing else is computed. Leaves smaller than a pilot are exact. Both
-    ways are unbiased, and are one program.
+    divided so that the error of the total is least. Leaves smaller than a pilot are exact.
+    Both ways are unbiased, differentiable with respect to `operator`, and one program.
 
-    Differentiable with respect to `operator`.
+    **Arguments:** those of [`traceax.diagonal`][], and
 
-    **Arguments:**
+    - `k`: the budget of products: of the whole, or with blocks, of which at least three a
+        leaf are needed.
+    - `estimator`: for probes of the whole. Blocks are estimated by Hutchinson's.
 
-    - `key`, `operator`, `throw`: those of [`traceax.trace`][].
-    - `k`: a positive Python int, the budget of products: of the whole, or with blocks, of
-        which at least three a leaf are needed.
-    - `estimator`: as of [`traceax.diagonal`][], for probes of the whole. Blocks are
-        estimated by Hutchinson's.
-    - `probes`: see above.
-
-    **Returns:**
-
-    A tuple of two [`traceax.Estimate`][]s: by leaf, whose value and standard error have the
-    structure of the operator's input with a scalar for each leaf; and of the total, with an
-    error bar of its own.
-
-    **Raises:** as [`traceax.trace`][]; `ValueError` for an unknown `probes`, a budget below
-    three products a block, and an estimator with blocks.
+    **Returns:** a tuple of two [`traceax.Estimate`][]s: by leaf, whose value and standard
+    error have the structure of the operator's input with a scalar for each leaf; and of the
+    total, with an error bar of its own.
     """
     where = "traceax.leaf_traces"
     state = init_state(key, operator, where)
     operator, space = state.operator, state.space
     leaves, treedef = jtu.tree_flatten(space.structure)
-    if probes not in ("whole", "blocks"):
-        raise ValueError(
-            f"{where}: probes must be 'whole' or 'blocks', got {probes!r}."
-        )
+    what, hint = "probes must be 'whole' or 'blocks'", "see traceax.leaf_traces"
+    require(probes in ("whole", "blocks"), where, what, repr(probes), hint)
     known = known_diagonal(operator) is not None
+    sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
     if probes == "whole" or known or check_budget(k, where) >= space.size:
-        sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
         functional = LeafSums(has_real_trace(operator), sizes)
         state = TraceState(state.key, operator, functional=functional)
         estimate = estimate_whole(where, state, k, estimator, throw=throw)
     else:
         k = check_budget(k, where)
-        if estimator is not None:
-            raise ValueError(
-                f"{where}: blocks take no estimator, got {estimator!r}; leave it out, or "
-                "use probes='whole'."
-            )
-        number = sum(math.prod(leaf.shape) > 0 for leaf in leaves)
-        if k < 3 * number:
-            raise ValueError(
-                f"{where}: k must be at least {3 * number}, three products for each of "
-                f"{number} blocks, got {k}."
-            )
+        what, hint = "blocks take no estimator", "leave it out, or use probes='whole'"
+        require(estimator is None, where, what, repr(estimator), hint)
+        number = sum(size > 0 for size in sizes)
+        what, hint = f"k must be at least {3 * number}", "or leave out probes='blocks'"
+        what = f"{what}, three products for each of {number} blocks"
+        require(k >= 3 * number, where, what, str(k), hint)
         part = TraceState(state.key, as_data(operator))
         outcome = run(ByBlock(RademacherSampler()), part, k)
         estimate = Estimate(*outcome[:4], state)
@@ -200,21 +162,15 @@ def frobenius_norm_squared(
 ) -> Estimate:
     r"""Estimates `|A|_F^2 = tr(A^* A)` from at most `k` products with A and `A^*` together.
 
-    For any linear operator, also one that isn't square. `A^* A` is semidefinite, so that
-    [`traceax.XNysTraceEstimator`][] estimates its trace, a product with it being two. With
-    `k >= n`, the number of columns, the answer is exact, from products with A alone.
+    For any linear operator that lineax can transpose, unless it is Hermitian, also one that
+    isn't square. `A^* A` is semidefinite, so that [`traceax.XNysTraceEstimator`][] estimates
+    its trace, a product with it being two. With `k >= n`, the number of columns, the answer
+    is exact, from products with A alone. Differentiable with respect to `operator`.
 
-    Differentiable with respect to `operator`.
-
-    **Arguments:**
-
-    - `key`, `estimator`, `throw`: those of [`traceax.trace`][], of `A^* A`.
-    - `operator`: a lineax operator that lineax can transpose, unless it is Hermitian.
-    - `k`: a Python int of at least 2, unless `n = 1`.
+    **Arguments:** those of [`traceax.trace`][], of `A^* A`; `k` is at least 2, unless
+    `n = 1`.
 
     **Returns:** a [`traceax.Estimate`][], whose value is real. `num_matvecs` counts both.
-
-    **Raises:** as [`traceax.trace`][]; `ValueError` for `k = 1`.
     """
     where = "traceax.frobenius_norm_squared"
     if not isinstance(operator, lx.AbstractLinearOperator):
@@ -225,16 +181,12 @@ def frobenius_norm_squared(
         outcome = _exact_norm(as_data(operator))
         estimate = Estimate(*outcome[:4], TraceState(check_key(key, where), operator))
         return raise_failure(estimate) if throw else estimate
-    if k == 1:
-        raise ValueError(
-            f"{where}: k must be at least 2, got 1; an estimate takes a product with A and "
-            "one with its adjoint."
-        )
+    hint = "an estimate takes a product with A and one with its adjoint"
+    require(k > 1, where, "k must be at least 2", "1", hint)
     # Squares of small or large products leave the range of numbers: one product tells.
-    spent = 1 if k > 2 else 0
-    unit = (
-        size_of_product(as_data(operator)) if spent else jnp.ones((), space.real_dtype)
-    )
+    spent, unit = int(k > 2), jnp.ones((), space.real_dtype)
+    if spent:
+        unit = size_of_product(as_data(operator))
     scaled = operator * (1 / unit).astype(space.dtype)
     adjoint = scaled
     if not is_hermitian(operator):
@@ -275,14 +227,8 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
 
 
 def _with_parts(estimate: Estimate, part: Callable[[Array], Any]) -> Estimate:
-    """The estimate with a part of every array over groups."""
     freedom = estimate.stats["degrees_of_freedom"]
-    freedom = jnp.broadcast_to(freedom, estimate.value.shape)
-    return Estimate(
-        part(estimate.value),
-        part(estimate._standard_error),
-        estimate.result,
-        {**estimate.stats, "degrees_of_freedom": part(freedom)},
-        estimate.state,
-        estimate._by,
-    )
+    freedom = part(jnp.broadcast_to(freedom, estimate.value.shape))
+    value, error = part(estimate.value), part(estimate._standard_error)
+    stats = {**estimate.stats, "degrees_of_freedom": freedom}
+    return Estimate(value, error, estimate.result, stats, estimate.state, estimate._by)

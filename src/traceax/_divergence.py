@@ -9,13 +9,14 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Int, Key, PyTree
 
-from ._arguments import check_budget, kind_of, require
+from ._arguments import check_budget, require
 from ._base import TraceEstimator
 from ._coloured_sampler import ColouredSampler
 from ._colours import Colours
 from ._estimate import Estimate
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._operators.block import forward_mode, structure_of
+from ._operators.check import is_real
 from ._state import init_state
 from ._trace import CHOICES, estimate_whole, set_choice
 
@@ -41,38 +42,28 @@ def divergence(
     matching. `fn` is linearised once; a product is one evaluation of its derivative.
     With `k >= n`, the number of entries of `x`, the divergence is exact.
 
-    Differentiable with respect to what `fn` closes over and to `x`, and unbiased in its
-    derivatives. Works under `vmap`, in the loops of diffrax, in `scan` and `checkpoint`.
-    Call it inside of `jax.jit`: outside, what `fn` closes over compiles anew each time.
+    Differentiable with respect to `x` and what `fn` closes over, and unbiased in its
+    derivatives. Outside of `jax.jit` what `fn` closes over compiles anew each time.
 
     **Arguments:**
 
-    - `key`: a single key, typed or legacy. The same key in each step of a solver gives one
-        sample path, as an ODE solver needs.
+    - `key`: the same in each step of a solver gives one sample path, as it needs.
     - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes. Of complex `x`
         it is taken for holomorphic.
     - `x`: a PyTree of floating-point arrays.
-    - `k`: a positive Python int, the budget of products. By default one, which is common
-        in training; with colours a round of them.
-    - `estimator`: as of [`traceax.trace`][]; by default [`traceax.HutchinsonEstimator`][]
-        with signs, whose error is the least for the time that it takes over a batch.
+    - `k`: the budget of products: one by default, with colours a round of them.
+    - `estimator`: by default [`traceax.HutchinsonEstimator`][] with signs, whose error is
+        the least for the time that it takes over a batch.
     - `colours`: in place of an estimator, for a Jacobian that is sparse, or block-hollow:
         Hutchinson's estimator with a [`traceax.ColouredSampler`][], or one of what that
         takes. Exact, and its derivatives too, in p products if it is:
-        `colours=traceax.colour(pattern)`, or
-        `colours=traceax.ColouredSampler(colours, exact=True)`.
-    - `throw`: as of [`traceax.trace`][], but `False` by default, with no host callback in
-        the program.
+        `colours=traceax.colour(pattern)`.
+    - `throw`: as of [`traceax.trace`][]; `False` puts no host callback in the program.
 
-    **Returns:**
+    **Returns:** a tuple of `fn(x)` and a [`traceax.Estimate`][] of the divergence.
 
-    A tuple of `fn(x)` and a [`traceax.Estimate`][] of the divergence.
-
-    **Raises:**
-
-    - `TypeError` for entries of `x` that are no floating-point arrays, `ValueError` if
-        `fn(x)` has another structure than `x`, and for colours beside an estimator; else as
-        [`traceax.trace`][].
+    **Raises:** as [`traceax.trace`][]; `TypeError` for other entries of `x`, `ValueError`
+    for an `fn` of another structure.
 
     **Reference:** Grathwohl, Chen, Bettencourt, Sutskever and Duvenaud, "FFJORD", ICLR
     (2019), arXiv:1810.01367; Song, Garg, Shi and Ermon, "Sliced Score Matching", UAI
@@ -118,39 +109,22 @@ def laplacian(
 
     as in the loss of a physics-informed network, or in the local energy of variational
     Monte Carlo. The gradient is linearised once; a product is one evaluation of its
-    derivative, forward over reverse. With `k >= n`, the number of entries of `x`, the
-    Laplacian is exact.
+    derivative, forward over reverse.
 
-    Differentiable and usable as [`traceax.divergence`][].
+    **Arguments:** those of [`traceax.divergence`][], of which `fn` maps a real `x` to a real
+    scalar.
 
-    **Arguments:**
-
-    - `fn`: maps `x` to a real scalar.
-    - others: those of [`traceax.divergence`][].
-
-    **Returns:**
-
-    A tuple of `fn(x)`, its gradient, and a [`traceax.Estimate`][] of the Laplacian.
-
-    **Raises:**
-
-    - `TypeError` for entries of `x` that are no real floating-point arrays, and for an
-        `fn` that doesn't return a real scalar; else as [`traceax.trace`][].
+    **Returns:** a tuple of `fn(x)`, its gradient, and a [`traceax.Estimate`][] of the
+    Laplacian.
     """
     where = "traceax.laplacian"
     x = _arrays(x, where)
-    if any(jnp.iscomplexobj(leaf) for leaf in jtu.tree_leaves(x)):
-        raise TypeError(
-            f"{where}: x must be real, got complex entries; pass real and imaginary parts."
-        )
-
+    real = not any(jnp.iscomplexobj(leaf) for leaf in jtu.tree_leaves(x))
+    what, hint = "x must be real", "pass real and imaginary parts"
+    require(real, where, what, "complex entries", hint, TypeError)
     out = jax.eval_shape(fn, x)
-    is_array = isinstance(out, jax.ShapeDtypeStruct)
-    if not is_array or out.shape or not jnp.issubdtype(out.dtype, jnp.floating):
-        raise TypeError(
-            f"{where}: fn must return a real scalar of shape (), got {out}; a Laplacian is "
-            "of a scalar function."
-        )
+    what, hint = "fn must return a real scalar", "a Laplacian is of a scalar function"
+    require(is_real(out) and out.shape == (), where, what, out, hint, TypeError)
 
     def gradient_and_value(x):
         value, gradient = jax.value_and_grad(fn)(x)
@@ -175,13 +149,12 @@ def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
 
 
 def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:
-    def check(leaf):
+    def as_array(leaf):
         array = jnp.asarray(leaf)
-        if not jnp.issubdtype(array.dtype, jnp.inexact):
-            raise TypeError(
-                f"{where}: x must hold floating-point arrays, got {kind_of(leaf)}; close "
-                "over what is not differentiated."
-            )
+        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+        what = "x must hold floating-point arrays"
+        hint = "close over what is not differentiated"
+        require(inexact, where, what, leaf, hint, TypeError)
         return array
 
-    return jtu.tree_map(check, x)
+    return jtu.tree_map(as_array, x)

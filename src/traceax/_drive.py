@@ -23,7 +23,7 @@ from ._accuracy.tolerance import (
 from ._arguments import budget_of, most_products
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._operators.block import as_data, columns_at_once, space_of
-from ._operators.columns import unit_columns
+from ._operators.entries import unit_columns
 from ._primitive import Algorithm, Outcome, StandIn, estimate
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._state import Grown, check_state, grown_of, with_grown

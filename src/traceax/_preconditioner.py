@@ -13,29 +13,12 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 from ._arguments import check_key, require, without_numpy
 from ._linalg.pivoted_cholesky import Pivots, choose, spread
 from ._linalg.whitening import Whitening, scale_only, whiten
-from ._operators.block import (
-    apply_block,
-    as_data,
-    as_function,
-    jitted,
-    register,
-    space_of,
-)
+from ._operators.block import ByProducts, apply_block, as_data, jitted, space_of
 from ._operators.check import checked_operator
 from ._operators.entries import columns_of, diagonal_of, has_known_entries
 
 # Probe j is drawn from `fold_in(key, j)`.
 _KEY_OF_PIVOTS = np.uint32(2**32 - 1)
-NOT_SEMIDEFINITE = (
-    "the operator must be positive semidefinite, got one whose diagonal, or what columns "
-    "leave of it, is below 0; the noise belongs into shift=, and a kernel must be "
-    "positive semidefinite in the precision it is computed in."
-)
-NOT_FINITE = (
-    "the operator's diagonal and columns must be finite, got NaN or infinity; check its "
-    "parameters and the points of a kernel."
-)
-NOISE_NOT_POSITIVE = "shift must be positive, got one that isn't; it is the noise."
 
 
 def choose_pivots(
@@ -55,20 +38,17 @@ def choose_pivots(
     Outside of the loss that is minimised: pivots that are chosen anew at every
     evaluation make it jump. They are data, of which there is no derivative.
 
-    A randomly pivoted Cholesky factorisation, which reads as many columns of the operator
-    and its diagonal, until the mean of the residual diagonal is below 0.001 of the noise,
-    or columns buy nothing, as those of the identity. What is left of `columns` is spread
-    over the rows, for as many columns more, far from those chosen before: these are for
-    later, when length scales and the noise have shrunk. Along a fit they are left out of
-    the preconditioner wherever they leave too little beside the noise, and
-    `stats["num_columns"]` says how many took part.
+    A randomly pivoted Cholesky factorisation reads as many columns of the operator and its
+    diagonal, until the mean of the residual diagonal is below 0.001 of the noise, or columns
+    buy nothing, as those of the identity. The rest of `columns` is spread over the rows, for
+    as many columns more: these are for later, when length scales and the noise have shrunk.
+    They take part wherever they leave enough beside the noise: `stats["num_columns"]`.
 
     **Arguments:**
 
-    - `key`: a typed key or a legacy `uint32` key.
-    - `operator`: a positive semidefinite operator of n unknowns, such as a
-        [`traceax.KernelLinearOperator`][], a matrix, dense or sparse, or a sum of such,
-        whose entries can be read.
+    - `key`: as of [`traceax.trace`][].
+    - `operator`: positive semidefinite, of n unknowns, whose entries can be read: a
+        [`traceax.KernelLinearOperator`][], a matrix, dense or sparse, or a sum of such.
     - `columns`: how many at most, a Python int up to n.
     - `shift`: the noise: a positive scalar, or n of them.
     - `throw`: whether to raise an error at run time, if an array of `shift` isn't positive,
@@ -77,12 +57,7 @@ def choose_pivots(
     **Returns:** an array of `columns` integers, the indices, no two equal; the last ones
     are -1 where no row is left that differs from the others.
 
-    **Raises:**
-
-    - `TypeError` and `ValueError` as [`traceax.trace`][] does for a wrong key or operator;
-        `TypeError` for an operator known by its products alone, and for `columns` that
-        isn't an int; `ValueError` if it isn't from 1 to n, and for a `shift` that isn't
-        real, positive, and of shape `()` or `(n,)`.
+    **Raises:** `TypeError` for an operator known by its products alone.
     """
     where = "traceax.choose_pivots"
     key, operator = check_key(key, where), checked_operator(operator, where)
@@ -91,13 +66,18 @@ def choose_pivots(
     noise = noise_of(operator, shift, where, throw=throw)
     pivots = _choose(key, operator, noise, columns, later=True)
     indices = pivots.indices
-    if throw:
-        for failed, message in (
-            (~jnp.all(noise > 0), NOISE_NOT_POSITIVE),
-            (~pivots.finite, NOT_FINITE),
-            (~pivots.semidefinite, NOT_SEMIDEFINITE),
-        ):
-            indices = eqx.error_if(indices, failed, f"{where}: {message}")
+    failures = {
+        "shift must be positive, got one that isn't; it is the noise.": ~jnp.all(
+            noise > 0
+        ),
+        "the operator's diagonal and columns must be finite, got NaN or infinity; check its "
+        "parameters and the points of a kernel.": ~pivots.finite,
+        "the operator must be positive semidefinite, got one whose diagonal, or what "
+        "columns leave of it, is below 0; the noise belongs into shift=, and a kernel must "
+        "be so in the precision it is computed in.": ~pivots.semidefinite,
+    }
+    for message, failed in failures.items() if throw else ():
+        indices = eqx.error_if(indices, failed, f"{where}: {message}")
     return indices
 
 
@@ -108,16 +88,10 @@ def make_preconditioner(
     noise: Float[Array, " n"],
     where: str,
 ) -> Whitening:
-    """The preconditioner of `operator + noise`, differentiable in both.
-
-    - `operator`: as `checked_operator` returns it.
-    - `preconditioner`: how many columns at most, or pivots chosen before; `None` for none.
-    - `noise`: as `noise_of` returns it.
-    """
-    space = space_of(operator)
-    n = space.size
+    """That of `operator + noise`, of so many columns at most, or of pivots chosen before."""
+    n, _, dtype, *_ = space_of(operator)
     if preconditioner is None:
-        return scale_only(noise, space.compute_dtype)
+        return scale_only(noise, dtype)
     operator = _with_entries(operator, where)
     preconditioner = without_numpy(preconditioner)
     if isinstance(preconditioner, int):
@@ -130,11 +104,10 @@ def make_preconditioner(
     return _make(operator, noise, _check_pivots(preconditioner, n, where))
 
 
-class PreconditionedLinearOperator(lx.AbstractLinearOperator):
+class PreconditionedLinearOperator(ByProducts):
     """`B = M (K + N) M^*` on flat vectors, at least 1: a product with it is one with K.
 
-    It is what M makes of K and N themselves, however well P approximates them, so that
-    `log det (K + N) = log det P + log det B` to rounding.
+    Of K and N themselves: `log det (K + N) = log det P + log det B` to rounding for any P.
     """
 
     operator: lx.AbstractLinearOperator  # K
@@ -147,39 +120,20 @@ class PreconditionedLinearOperator(lx.AbstractLinearOperator):
         product = P.divide(apply_block(self.operator, P.divide(block)))
         return P.rotate(product + block)[:, 0]
 
-    def as_matrix(self) -> Inexact[Array, "n n"]:
-        return as_function(self).as_matrix()
-
-    def transpose(self):
-        return self if not space_of(self).is_complex else as_function(self).transpose()
-
     def in_structure(self) -> jax.ShapeDtypeStruct:
         space = space_of(self.operator)
         return jax.ShapeDtypeStruct((space.size,), space.compute_dtype)
 
-    def out_structure(self) -> jax.ShapeDtypeStruct:
-        return self.in_structure()
-
-
-register(
-    PreconditionedLinearOperator,
-    lambda check, x: (
-        check is lx.is_positive_semidefinite
-        or (check is lx.is_symmetric and not space_of(x).is_complex)
-    ),
-    lambda x: lx.conj(as_function(x)),
-)
+    def _knows(self, check):
+        symmetric = check is lx.is_symmetric and not space_of(self).is_complex
+        return symmetric or check is lx.is_positive_semidefinite
 
 
 @jitted
 def _choose(
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    noise: Float[Array, " n"],
-    number: int,
-    later: bool = False,
+    key, operator, noise: Float[Array, " n"], number: int, later=False
 ) -> Pivots:
-    """Pivots that the noise asks for, and with `later` as many more as there is room for."""
+    """Pivots that the noise asks for, and with `later` those that `spread` adds."""
     arrays, others = eqx.partition((operator, noise), eqx.is_array)
     operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), others)
     scale = jax.lax.rsqrt(noise)
@@ -194,11 +148,7 @@ def _choose(
 
 
 @jitted
-def _make(
-    operator: lx.AbstractLinearOperator,
-    noise: Float[Array, " n"],
-    pivots: Int[Array, " r"],
-) -> Whitening:
+def _make(operator, noise: Float[Array, " n"], pivots: Int[Array, " r"]) -> Whitening:
     pivots = pivots.astype(jnp.int32)
     columns = columns_of(operator, jnp.maximum(pivots, 0))
     made = whiten(columns, jnp.real(diagonal_of(operator)), pivots, noise)
@@ -208,28 +158,19 @@ def _make(
     return eqx.tree_at(lambda x: x.logdet, made, logdet)
 
 
-#
-# Arguments
-#
-
-
-def _with_entries(
-    operator: lx.AbstractLinearOperator, where: str
-) -> lx.AbstractLinearOperator:
-    """The operator as data, of which no product is taken that k doesn't count."""
+def _with_entries(operator: lx.AbstractLinearOperator, where: str):
+    """The operator as data, whose columns take no products that k doesn't count."""
     data = as_data(operator)
     what = "operator must have entries that can be read, to take columns of it"
     hint = (
-        "make it a traceax.KernelLinearOperator, or of a matrix by traceax.as_operator; "
-        "or leave preconditioner= out"
+        "take a traceax.KernelLinearOperator or a matrix, or leave preconditioner= out"
     )
     require(has_known_entries(data), where, what, operator, hint, TypeError)
     return data
 
 
 def _check_number(given: Any, n: int, name: str, where: str) -> int:
-    given = without_numpy(given)
-    hint = "it is how many columns a preconditioner has at most"
+    given, hint = without_numpy(given), "it is how many columns there are at most"
     is_int = isinstance(given, int) and not isinstance(given, bool)
     require(is_int, where, f"{name} must be a Python int", given, hint, TypeError)
     what = f"{name} must be from 1 to n = {n}, the size of the operator"
@@ -257,14 +198,13 @@ def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
 def noise_of(
     operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str, *, throw: bool
 ) -> Float[Array, " n"]:
-    """The noise of every unknown. Not positive only where it is traced, or not to throw."""
+    """The noise of every unknown, positive unless it is traced, or not to throw."""
     space = space_of(operator)
     hint = "it is the noise, a positive number or one for each observation"
     numbers = int | float | np.number | np.ndarray | jax.Array
     number = isinstance(shift, numbers) and not isinstance(shift, bool)
-    require(
-        number, where, "shift must be a real number or array", shift, hint, TypeError
-    )
+    what = "shift must be a real number or array"
+    require(number, where, what, shift, hint, TypeError)
     traced = isinstance(shift, jax.core.Tracer)
     given = shift if traced else np.asarray(shift)
     real = any(jnp.issubdtype(given.dtype, x) for x in (jnp.floating, jnp.integer))
@@ -272,7 +212,6 @@ def noise_of(
     require(real and given.shape in ((), (space.size,)), where, what, shift, hint)
     if throw and not traced:
         least = float(np.min(given))
-        what = "shift must be positive"
-        require(least > 0, where, what, f"{least:.3g}", hint)
+        require(least > 0, where, "shift must be positive", f"{least:.3g}", hint)
     shift = jnp.asarray(given)
     return jnp.broadcast_to(shift.astype(space.real_dtype), (space.size,))

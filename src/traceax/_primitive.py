@@ -40,7 +40,7 @@ from ._operators.block import (
     jitted,
     space_of,
 )
-from ._operators.columns import diagonal_by_products, unit_columns, unit_vectors
+from ._operators.entries import diagonal_by_products, unit_columns, unit_vectors
 from ._state import functional_of
 
 

@@ -16,7 +16,7 @@ from ._arguments import check_real_scalar, known_number
 from ._estimate import Estimate, finite_or_failed, raise_failure
 from ._likelihood import Preconditioner, preconditioned_logdet
 from ._operators.block import is_positive_semidefinite, space_of
-from ._operators.shifted import ShiftedLinearOperator
+from ._operators.check import ShiftedLinearOperator
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import SpectralEstimator
 from ._spectral.function import LOG, Power, SpectralFunction

@@ -28,13 +28,10 @@ class AdaptiveXTraceEstimator(TraceEstimator):
 
         t_i = tr(P_i A) + g_i^* A g_i - c_i (|g_i|^2 - n + rank P_i),   g_i = (I - P_i) w_i
 
-    and the value is a weighted mean. Without a basis this is Hutchinson's estimator, with it
-    nearly XTrace. Whether a test uses the basis is chosen by all others.
+    and the value is a weighted mean. Whether a test uses the basis is chosen by all others.
 
     *Use when* nothing is known of the operator: the error is about that of the better one of
-    Hutchinson's estimator and XTrace. Where eigenvalues fall steeply XTrace is better, by
-    what its one basis vector more finds. Signs don't see a diagonal, and where that is most
-    of the operator no basis is taken. A multiple of the identity is exact.
+    Hutchinson's estimator and XTrace. A multiple of the identity is exact.
 
     | | |
     |---|---|
@@ -45,18 +42,13 @@ class AdaptiveXTraceEstimator(TraceEstimator):
     | standard error | that of independent samples, and the covariance of those in the basis |
     | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
 
-    `stats["basis"]` is the size of the basis, 0 if there is none; the other products were
-    tests. Budgets are fixed: an estimate can't go on from an earlier one, nor to a
-    tolerance.
+    `stats["basis"]` is the size of the basis, 0 if there is none. Budgets are fixed: an
+    estimate can't go on from an earlier one, nor to a tolerance.
 
-    **Arguments:**
+    **Arguments:** `sampler`: of the probes, independent ones.
 
-    - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default. Independent.
-
-    **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample
-    in Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),
-    doi:10.1137/23M1548323, arXiv:2301.07825, for leaving one out. The choice by the other
-    tests, and the shift, are not in the literature as far as we know.
+    **Reference:** that of [`traceax.XTraceEstimator`][], for leaving one out. The choice by
+    the other tests, and the shift, are not in the literature as far as we know.
     """
 
     sampler: Sampler = RademacherSampler()

@@ -1,11 +1,7 @@
 """DeltaShift: the trace of an operator that changes slowly, from its changes.
 
-| symbol | meaning |
-|---|---|
-| r | vectors of the basis B |
-| p | probes of the past: fresh at the last estimate, used again at this one |
-| f | fresh probes, of this estimate |
-| g | weight of the fresh probes of the last estimate in it |
+A basis of r vectors, p probes of the past, fresh at the last estimate, and f fresh ones; g
+is the weight of the fresh probes of the last estimate in it.
 """
 
 import math
@@ -44,27 +40,20 @@ _FEWEST = 6
 class _Past(eqx.Module):
     """The last estimate, of the operator as it was.
 
-    The estimate was `rest + weight * mean(samples)`, of fresh probes and of what doesn't
-    depend on these.
-
-    - `key`, `number`: of the fresh probes, and of estimates so far.
-    - `basis`: orthonormal, of no fresh probe.
-    - `samples`, `gram`, `error`: of the fresh probes, and the error of their mean.
-    - `rest`: with its error.
-    - `rest_variance`: of `rest`, in units of the variance of a sample.
-    - `ratios`: of variances and covariances, over the changes so far (see `mix_with_past`).
+    It was `rest + weight * mean(samples)`, of fresh probes and of what doesn't depend on
+    these, and `rest_variance` is in units of the variance of a sample.
     """
 
-    key: StoredKey
-    number: Int[Array, ""]
-    basis: Inexact[Array, "n r"]
+    key: StoredKey  # of the fresh probes
+    number: Int[Array, ""]  # of estimates so far
+    basis: Inexact[Array, "n r"]  # orthonormal, of no fresh probe
     samples: Inexact[Array, " f"]
     gram: Inexact[Array, "g g"]
     error: ErrorBar
     weight: Float[Array, ""]
     rest: ErrorBar
     rest_variance: Float[Array, ""]
-    ratios: Float[Array, "2"]
+    ratios: Float[Array, "2"]  # of variances and covariances, see `mix_with_past`
 
 
 class DeltaShiftEstimator(TraceEstimator):
@@ -79,8 +68,7 @@ class DeltaShiftEstimator(TraceEstimator):
         estimate = estimator.estimate(state, k)
     ```
 
-    In a loop of JAX begin with `estimator.init(key, operator, k)`, whose state has the shapes
-    of all that follow.
+    In a loop of JAX begin with `estimator.init(key, operator, k)`.
 
     Half of the probes are those that were fresh at the last estimate, where the samples
     `s_j` of the operator as it was are known. What they find now, `u_j`, and what probes
@@ -89,11 +77,10 @@ class DeltaShiftEstimator(TraceEstimator):
 
         value = a mean(x_j) + b mean(u_j) + c (rest - (1 - g) mean(s_j)),    a + b = 1
 
-    with the weights of least variance. Where the operator changes little the difference
-    of the two samples of a probe is small, `c` is near 1, and the probes of many steps
-    count; where it jumps, `c` is near 0, as in the first estimate. All samples are of what a basis leaves, on which
-    the trace is exact: found by half of the probes at first, it follows the operator by a step of subspace
-    iteration at no cost.
+    with the weights of least variance. Where the operator changes little, `c` is near 1, and
+    the probes of many steps count; where it jumps, `c`, which is `stats["weight_of_past"]`,
+    is near 0. All samples are of what a basis leaves, on which the trace is exact: found by
+    half of the probes at first, it follows the operator by subspace iteration at no cost.
 
     *Use when* a trace is wanted again and again along a path: the Hessian in training, a
     kernel matrix while its parameters are found. For a single operator use
@@ -108,31 +95,18 @@ class DeltaShiftEstimator(TraceEstimator):
     | standard error | of independent parts, by step; NaN for k = 1 |
     | derivative | `<Z, dA V>`, about k products with dA; unbiased but for the weights |
 
-    `stats["weight_of_past"]` is c.
-
     The weights are found from the changes before, by other probes. Where those of this
-    change disagree, as they do where the operator jumps, or where few probes find most of
-    it by chance, they bound c, and bias the value by a part of its standard error.
+    change disagree, as they do where the operator jumps, they bound c, and bias the value
+    by a part of its standard error. Fewer than 6 products are those of independent probes.
 
-    Fewer than 6 products are those of independent probes, and leave the past as it is.
+    **Arguments:** `sampler` and `resphere` of [`traceax.XTraceEstimator`][], and
 
-    **Arguments:**
-
-    - `sampler`: of the probes, independent ones. Rotation invariant if `resphere`.
-    - `resphere`: whether to divide by the length of each projected probe, which
-        removes its fluctuation.
     - `basis_size`: the most vectors of the basis; 3 k / 10 by default, and never more.
         With 0, and signs, there is no linear algebra beside the products.
 
-    **Raises:**
-
-    - `ValueError` for `resphere=True` with a sampler that isn't rotation invariant, or
-        for a sampler whose probes aren't independent.
-
     **Reference:** Dharangutte and Musco, "Dynamic Trace Estimation", NeurIPS 2021,
-    arXiv:2110.13752, for the recursion. They apply both operators to fresh probes. Here
-    the probes of the last estimate are used again: k products instead of 2 k for as many
-    differences, and the operator as it was isn't needed.
+    arXiv:2110.13752, for the recursion. They apply both operators to fresh probes: 2 k
+    products for as many differences.
     """
 
     sampler: Sampler = NormalSampler()
@@ -155,15 +129,8 @@ class DeltaShiftEstimator(TraceEstimator):
     ) -> TraceState:
         """Checks, and a past that counts for nothing.
 
-        **Arguments:**
-
-        - `key`, `operator`: as of [`traceax.TraceEstimator`][].
-        - `k`: the budget of each estimate, for a state that is carried by a loop of JAX.
-
-        **Returns:**
-
-        A [`traceax.TraceState`][]. With `k` its arrays have the shapes of those of the state
-        of an estimate with as many products, and so have all that follow.
+        As that of [`traceax.TraceEstimator`][]. With `k`, the budget of each estimate, the
+        arrays of the state have the shapes of those of all that follow.
         """
         where = "DeltaShiftEstimator.init"
         state = init_state(key, operator, where)
@@ -179,22 +146,13 @@ class DeltaShiftEstimator(TraceEstimator):
         key: Key[Array, ""],
         operator: lx.AbstractLinearOperator,
     ) -> TraceState:
-        """The state for an operator that has changed, as by a step of training.
+        """The state for an operator that has changed, whose estimate goes on from the last.
 
         **Arguments:**
 
-        - `state`: of an estimate, or of `init`, of this estimator. Its operator may be
-            `None`, as in the carry of a loop.
+        - `state`: of an estimate, or of `init`. Its operator may be `None`.
         - `key`: a single key. Probes are fresh also for the same one.
-        - `operator`: of the same structure as that of the state.
-
-        **Returns:**
-
-        A state whose estimate goes on from the last one.
-
-        **Raises:**
-
-        - as `init`; `ValueError` for an operator of another structure.
+        - `operator`: of the same structure as that of the state; else a `ValueError`.
         """
         where = "DeltaShiftEstimator.refresh"
         check_state(state, self, where)

@@ -36,10 +36,9 @@ class HutchPlusPlusEstimator(TraceEstimator):
 
         value = tr(Q^* A Q) + 1/l sum_j g_j^* A g_j,    g_j = (I - Q Q^*) psi_j
 
-    *Use when* an error bar from independent samples matters more than accuracy: its
-    residual probes are independent of the range they are tested on. XTrace makes every
-    probe do both and is more accurate for the same products. Where the spectrum is
-    flat, the products spent on a range are wasted: use Hutchinson's estimator.
+    *Use when* an error bar from independent samples matters more than accuracy: XTrace is
+    more accurate for the same products, and Hutchinson's estimator where the spectrum is
+    flat.
 
     | | |
     |---|---|
@@ -50,14 +49,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
     | standard error | from the residual probes; NaN for k = 1 |
     | derivative | `<Z, dA V>` with `V = [Q, G]`, `Z = [Q, G / l]`; k - k // 3 products with dA; unbiased for any dA |
 
-    **Arguments:**
-
-    - `sampler`: of the sketch and of the residual probes;
-        [`traceax.RademacherSampler`][] by default. Independent.
-
-    **Raises:**
-
-    - `ValueError` for a sampler whose probes aren't independent.
+    **Arguments:** `sampler`: of all probes, independent ones.
 
     **Reference:** Meyer, Musco, Musco and Woodruff, "Hutch++: Optimal Stochastic Trace
     Estimation", SOSA (2021), doi:10.1137/1.9781611976496.16, arXiv:2010.09649.
@@ -133,9 +125,8 @@ def _bar(G, AG, exact) -> ErrorBar:
 def _sketch_size(k: int, known: int, tested: int) -> int:
     """The number of probes that sketch the range, of k products in all.
 
-    `known` and `tested` are how many sketched it before, and were tested on what it left:
-    no more new products are taken than were allowed for, also where one probe less is
-    wanted.
+    `known` did before, and `tested` were tested on what it left: no more new products are
+    taken than were allowed for.
     """
     # A single residual probe would leave the error unknown.
     size, budget = (k // 3 if k >= 4 else 0), k - 2 * known - tested

@@ -36,17 +36,11 @@ from .._state import TraceState
 
 
 class TraceSamples(NamedTuple):
-    """The samples `w_j^* A w_j`, and what their error bar needs.
-
-    - `norms`: `|A w_j|`.
-    - `first`: the first probes and their products, for the skewness of samples.
-
-    Of a sampler in rounds a sample is a round's, and A what its samples are of.
-    """
+    """The samples `w_j^* A w_j`, or those of rounds, and what their error bar needs."""
 
     samples: Inexact[Array, " m"]
-    norms: Float[Array, " m"]
-    first: Inexact[Array, "2 few n"]
+    norms: Float[Array, " m"]  # |A w_j|
+    first: Inexact[Array, "2 few n"]  # probes and products, for the skewness of samples
 
 
 class SampleMoments(NamedTuple):
@@ -59,10 +53,8 @@ class SampleMoments(NamedTuple):
 class HutchinsonEstimator(GrowingEstimator):
     r"""The Girard-Hutchinson estimator, the mean of `w_j^* A w_j` over k probes.
 
-    *Use when* the budget is a handful of products, as in a Jacobian trace inside a
-    training loop, or when the spectrum is flat. Its error falls as `1 / sqrt(k)`
-    whatever the spectrum: with more than about ten products the other estimators are
-    better wherever the spectrum decays.
+    *Use when* the budget is a handful of products, or when the spectrum is flat. Its error
+    falls as `1 / sqrt(k)` whatever the spectrum.
 
     | | |
     |---|---|
@@ -73,28 +65,24 @@ class HutchinsonEstimator(GrowingEstimator):
     | variance | real symmetric A, signs: `2 (|A|_F^2 - sum_i A_ii^2) / k` |
     | derivative | the exact gradient of the estimate, k products with dA |
 
-    Of diagonals `A_rr` is the mean of `conj(w_j(r)) (A w_j)(r)` (Bekas, Kokiopoulou and
-    Saad, "An estimator for the diagonal of a matrix", Appl. Numer. Math. 57 (2007),
-    doi:10.1016/j.apnum.2007.01.003). Of traces `stats["samples"]` holds the
-    `w_j^* A w_j`. The estimate is linear in A: the mean over minibatches with one key is
-    that of the mean of their operators.
+    `stats["samples"]` holds the `w_j^* A w_j` of traces. The estimate is linear in A.
 
     **Arguments:**
 
-    - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default. With
-        [`traceax.OrthogonalSampler`][] the variance is smaller by `1 - k / n`. With
-        [`traceax.ColouredSampler`][] k is a whole number of rounds, and a sample a round's.
-    - `chunk_size`: how many probes are alive at once. Probes of the next chunk take
-        their memory, and derivatives draw them again, so that memory does not grow with
-        k. By default as many as have 2^20 entries together, which stay in the cache of a
-        CPU, and at least 4; all of them on other devices. The value does not depend on
-        it, but for rounding.
+    - `sampler`: of the probes. With [`traceax.OrthogonalSampler`][] the variance is smaller
+        by `1 - k / n`. With [`traceax.ColouredSampler`][] k is a whole number of rounds, and
+        a sample a round's.
+    - `chunk_size`: how many probes are alive at once, so that memory does not grow with k.
+        By default as many as have 2^20 entries together, and at least 4; all of them on
+        other devices than CPUs. The value changes by rounding alone.
 
     **Reference:** Girard, "A fast 'Monte-Carlo cross-validation' procedure for large
     least squares problems with noisy data", Numer. Math. 56 (1989),
     doi:10.1007/BF01395775; Hutchinson, "A stochastic estimator of the trace of the
     influence matrix for Laplacian smoothing splines", Commun. Stat. Simul. Comput. 18
-    (1989), doi:10.1080/03610918908812806.
+    (1989), doi:10.1080/03610918908812806; of diagonals Bekas, Kokiopoulou and Saad, "An
+    estimator for the diagonal of a matrix", Appl. Numer. Math. 57 (2007),
+    doi:10.1016/j.apnum.2007.01.003.
     """
 
     sampler: Sampler = RademacherSampler()
@@ -218,12 +206,10 @@ class HutchinsonEstimator(GrowingEstimator):
         return columns_at_once(n) if self.chunk_size is None else self.chunk_size
 
     def _chunk(self, n: int) -> int:
-        """Samples at once."""
         return max(self._columns(n) // self.sampler.round_size, 1)
 
 
 def _room(buffers: TraceSamples | SampleMoments) -> int:
-    """The number of probes that buffers have room for."""
     if isinstance(buffers, SampleMoments):
         return len(buffers.room)
     return len(buffers.samples)

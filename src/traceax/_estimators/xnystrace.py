@@ -33,9 +33,8 @@ class XNysTraceBuffers(NamedTuple):
 class XNysTraceEstimator(GrowingEstimator):
     r"""XNysTrace, for positive or negative semidefinite operators.
 
-    Applies the operator to k orthonormalised probes U, builds the Nystrom
-    approximation of A from all of them but one, and tests what it misses on the one
-    left out, for each in turn:
+    Builds the Nystrom approximation of A from all of k orthonormalised probes U but one,
+    and tests what it misses on the one left out, for each in turn:
 
         tr_i = tr A_(i) + (n - k + 1) u_i^* (A - A_(i)) u_i,    value = mean of tr_i
 
@@ -48,23 +47,15 @@ class XNysTraceEstimator(GrowingEstimator):
     | products | k, all used |
     | beyond the products | O(n k^2) time, five n x k blocks; the derivative holds seven |
     | bias | none, but for rounding |
-    | standard error | from leaving out pairs of probes, so that correlations count; NaN for k = 1 |
+    | standard error | as of [`traceax.XTraceEstimator`][] |
     | derivative | `<Z, dA V>` with the leave-one-out blocks of the range of `A Omega`, 2k products with dA; unbiased for any dA |
 
-    **Arguments:**
+    **Arguments:** `sampler` and `resphere` of [`traceax.XTraceEstimator`][]. Without
+    resphering the probes themselves are left out and tested, of factor 1.
 
-    - `sampler`: of the probes. Rotation invariant if `resphere`.
-    - `resphere`: whether to use that probes are uniform in direction, given the
-        others. Without it the probes themselves are left out and tested, of factor 1.
+    **Raises:** `ValueError` from `init` for an operator that isn't tagged semidefinite.
 
-    **Raises:**
-
-    - `ValueError` for `resphere=True` with a sampler that isn't rotation invariant, and
-        from `init` for an operator that isn't tagged semidefinite.
-
-    **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample
-    in Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),
-    doi:10.1137/23M1548323, arXiv:2301.07825, section 2.3.
+    **Reference:** section 2.3 of that of [`traceax.XTraceEstimator`][].
     """
 
     sampler: Sampler = NormalSampler()

@@ -25,16 +25,13 @@ from .._slope import LeaveOneOutBlocks
 
 
 class XTraceBuffers(NamedTuple):
-    """Probes, and the orthonormal basis Q of their products, `A Omega = Q R`.
-
-    - `squares`: `|w_i|^2`.
-    """
+    """Probes, and the orthonormal basis Q of their products, `A Omega = Q R`."""
 
     Omega: Inexact[Array, "n m"]
     Q: Inexact[Array, "n m"]
     AQ: Inexact[Array, "n m"]
     R: Inexact[Array, "m m"]
-    squares: Float[Array, " m"]
+    squares: Float[Array, " m"]  # |w_i|^2
 
 
 class XTraceEstimator(GrowingEstimator):
@@ -46,9 +43,8 @@ class XTraceEstimator(GrowingEstimator):
 
         tr_i = tr(P_i A) + a_i g_i^* A g_i,   g_i = (I - P_i) w_i,   value = mean of tr_i
 
-    *Use when* nothing is known of the operator. Much more accurate than Hutchinson's
-    estimator where the spectrum decays, and not worse by more than about 2 in
-    variance where it doesn't.
+    *Use when* the spectrum decays. Where it doesn't the variance is up to about twice that
+    of Hutchinson's estimator.
 
     | | |
     |---|---|
@@ -61,13 +57,9 @@ class XTraceEstimator(GrowingEstimator):
 
     **Arguments:**
 
-    - `sampler`: of the probes. Rotation invariant if `resphere`.
+    - `sampler`: of the probes, independent ones. Rotation invariant if `resphere`.
     - `resphere`: whether to divide by the length of each projected probe, which
         removes its fluctuation.
-
-    **Raises:**
-
-    - `ValueError` for `resphere=True` with a sampler that isn't rotation invariant.
 
     **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample
     in Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),

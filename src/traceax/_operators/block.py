@@ -1,8 +1,4 @@
-"""From a lineax operator to products with tall blocks.
-
-Algorithms see an operator as a function from `(n, k)` blocks to `(n, k)` blocks of one
-dtype. This file is the only one that knows of PyTrees, leaf dtypes and structure tags.
-"""
+"""From a lineax operator, its PyTrees, dtypes and tags, to products with tall blocks."""
 
 import contextlib
 import functools as ft
@@ -23,34 +19,26 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._linalg.tall import noise, power_of_two_scale
 
-# Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, which stay in
-# its cache. A stencil on 1e6 unknowns and 60 vectors takes half of the time so.
+# Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, in its cache.
 _CACHED = 2**20
 # Vectors that are worth one pass over an operator, however long they are.
 FEWEST = 4
-_ALL = 2**31 - 1
 P = ParamSpec("P")
 T = TypeVar("T")
+Part = TypeVar("Part")
 
 
 class Space(NamedTuple):
-    """The space an operator maps to itself, flattened.
-
-    - `size`: its dimension n.
-    - `dtype`: the common dtype of the leaves.
-    - `compute_dtype`: the dtype of blocks and of values; at least 32-bit.
-    - `leaves`, `treedef`: its structure, of `jax.ShapeDtypeStruct`s.
-    """
+    """The space an operator maps to itself, flattened."""
 
     size: int
-    dtype: np.dtype
-    compute_dtype: np.dtype
+    dtype: np.dtype  # common to all leaves
+    compute_dtype: np.dtype  # that of blocks and of values; at least 32-bit
     leaves: tuple[jax.ShapeDtypeStruct, ...] = ()
     treedef: Any = None
 
     @property
     def structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """What the operator maps to itself."""
         return self.treedef.unflatten(self.leaves)
 
     @property
@@ -59,21 +47,17 @@ class Space(NamedTuple):
 
     @property
     def real_dtype(self) -> np.dtype:
-        """The dtype of real numbers that belong to blocks, such as error bars."""
         return jnp.finfo(self.compute_dtype).dtype
 
     @property
     def rounding(self) -> float:
-        """The rounding of products in units of that of blocks: 1, and more in 16 bits."""
+        """The rounding of products by that of blocks: 1, and more in 16 bits."""
         coarsest = max((jnp.finfo(leaf.dtype).eps for leaf in self.leaves), default=0)
         return max(float(coarsest) / float(jnp.finfo(self.compute_dtype).eps), 1.0)
 
 
 def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
-    """The structure of arrays like these that are made here, inside `jax.shard_map` too.
-
-    There the types of arrays name the mesh, and lineax and equinox compare them whole.
-    """
+    """The structure of arrays like these that are made here: types of others name a mesh."""
     structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     if jax.sharding.get_abstract_mesh().empty:
         return structure
@@ -83,14 +67,14 @@ def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 def made_here(tree: PyTree[Array]) -> PyTree[Array]:
-    """The same arrays, with the types of such that are made here, see `structure_of`."""
+    """The same arrays, with the types that `structure_of` says."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jtu.tree_map(lambda x: x[None][0], tree)
 
 
 def out_structure_of(operator: lx.AbstractLinearOperator) -> PyTree[Any]:
-    """What products are, inside `jax.shard_map` too, where lineax doesn't always tell."""
+    """What products are, which lineax doesn't always tell inside `jax.shard_map`."""
     if jax.sharding.get_abstract_mesh().empty:
         return operator.out_structure()
     return jax.eval_shape(operator.mv, structure_of(operator.in_structure()))
@@ -107,7 +91,6 @@ def space_of(operator: lx.AbstractLinearOperator) -> Space:
 
 
 def complex_dtype(dtype: Any) -> np.dtype:
-    """The complex dtype that holds numbers of a floating-point one."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.complex64)
 
@@ -133,10 +116,9 @@ def forward_mode():
 def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """An operator whose arrays are its leaves, also those that its functions close over.
 
-    A program that is kept for later calls sees the values of array leaves alone. What a
-    Python function, or any other object, reads may have changed since: an operator with
-    such leaves is traced anew, as lineax traces its own. Functions that are jitted are
-    JAX's to keep, unless they close over tracers.
+    A program that is kept sees array leaves alone, and what a Python function, or any other
+    object, reads may have changed since: an operator with such leaves is traced anew. Jitted
+    functions are JAX's to keep, unless they close over tracers.
     """
     leaves = jtu.tree_leaves(operator)
     data = all(is_data(x) for x in leaves)
@@ -156,13 +138,13 @@ def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperato
 def is_data(leaf: Any) -> bool:
     """Whether a leaf is what it is for good, as arrays and constants are."""
     constant = str | jax.extend.core.Jaxpr | jax.stages.Wrapped
-    if any(leaf is norm for norm in (lxi.max_norm, lxi.rms_norm, lxi.two_norm)):
-        return True  # of lineax's solvers
-    return eqx.is_array_like(leaf) or isinstance(leaf, constant)
+    norms = lxi.max_norm, lxi.rms_norm, lxi.two_norm  # of lineax's solvers
+    is_norm = any(leaf is norm for norm in norms)
+    return is_norm or eqx.is_array_like(leaf) or isinstance(leaf, constant)
 
 
 def on_cpu() -> bool:
-    """Whether what is traced will run on a CPU: the default device is one."""
+    """Whether the default device, for which programs are traced, is a CPU."""
     device = jax.config.jax_default_device  # pyright: ignore
     if device is None:
         return jax.default_backend() == "cpu"
@@ -170,10 +152,7 @@ def on_cpu() -> bool:
 
 
 def jitted(fn: Callable[P, T]) -> Callable[P, T]:
-    """`eqx.filter_jit`, with the device of the data for the default one.
-
-    Of arrays that are traced it isn't known: there it is JAX's default.
-    """
+    """`eqx.filter_jit`, with the device of data that isn't traced for the default one."""
     compiled = eqx.filter_jit(fn)
 
     @ft.wraps(fn)
@@ -198,41 +177,53 @@ def size_of_product(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
 
 
 def columns_at_once(n: int) -> int:
-    """How many vectors of length n are multiplied at once."""
-    if not on_cpu():
-        return _ALL
-    return max(FEWEST, _CACHED // max(n, 1))
+    return max(FEWEST, _CACHED // max(n, 1)) if on_cpu() else 2**31 - 1
 
 
-class OnePass(lx.AbstractLinearOperator):
-    """Abstract base class of operators of which many products cost little more than one.
+class ByProducts(lx.AbstractLinearOperator):
+    """Abstract base class of what is known by its products; square unless it says so."""
 
-    Most of the time goes to the entries of the matrix, which are computed anew.
-    """
+    def _knows(self, check: Callable) -> bool:
+        """Whether one of lineax's checks holds. Optional."""
+        return False
+
+    def _conj(self) -> lx.AbstractLinearOperator:
+        """The conjugate of a complex one. Optional."""
+        return lx.conj(as_function(self))
+
+    def as_matrix(self) -> Inexact[Array, "m n"]:
+        """Optional."""
+        return as_function(self).as_matrix()
+
+    def transpose(self) -> lx.AbstractLinearOperator:
+        """Optional."""
+        return self if lx.is_symmetric(self) else as_function(self).transpose()
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """Optional."""
+        return self.in_structure()
 
 
-def has_one_pass(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether such an operator is, or is a part of, this one."""
-    return has_part(operator, OnePass)
+class OnePass(ByProducts):
+    """Abstract base class of operators of which many products cost little more than one."""
 
 
-class Dense(lx.AbstractLinearOperator):
+class Dense(ByProducts):
     """Abstract base class of functions of an operator, whose sparsity they don't have."""
 
 
-def has_part(operator: lx.AbstractLinearOperator, kind: type) -> bool:
-    """Whether an operator of that class is, or is a part of, this one."""
-
-    def is_one(x):
-        return isinstance(x, kind)
-
-    return any(map(is_one, jtu.tree_leaves(operator, is_leaf=is_one)))
+def parts_of(operator: lx.AbstractLinearOperator, kind: type[Part]) -> list[Part]:
+    """The operator if it is of that class, else its outermost parts that are."""
+    leaves = jtu.tree_leaves(operator, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
 
 
-def unflatten(
-    vector: Inexact[Array, " n"], structure: PyTree[jax.ShapeDtypeStruct]
-) -> PyTree[Inexact[Array, "..."]]:
-    """A vector in the shapes of a structure."""
+def has_one_pass(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether a `OnePass` operator is, or is a part of, this one."""
+    return bool(parts_of(operator, OnePass))
+
+
+def unflatten(vector: Inexact[Array, " n"], structure: PyTree[Any]) -> PyTree[Array]:
     leaves, treedef = jtu.tree_flatten(structure)
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
     parts = jnp.split(vector, ends) if len(leaves) > 1 else [vector]
@@ -245,9 +236,7 @@ def apply_block(
 ) -> Inexact[Array, "m k"]:
     """The product of the operator with every column of a block.
 
-    One `vmap` of `operator.mv` over the leading axis, as networks are batched: a dense
-    operator becomes one matrix product. On a CPU a large block is multiplied by a few
-    columns at a time, unless each time costs as much as all at once.
+    A `vmap` over the leading axis, as networks are batched; on a CPU a few columns at a time.
     """
     n, k = block.shape
     structure = operator.in_structure()
@@ -270,16 +259,8 @@ def apply_block(
         return jax.vmap(product)(block.T).T
 
 
-#
-# Structure
-#
-
-
 def is_known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
-    """Whether a check of lineax's holds.
-
-    Operators from elsewhere need not register them.
-    """
+    """Whether a check of lineax's holds, which other operators need not register."""
     try:
         return bool(check(operator))
     except NotImplementedError:
@@ -287,31 +268,21 @@ def is_known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bo
 
 
 def is_positive_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the operator is known to be positive semidefinite."""
     return is_known(lx.is_positive_semidefinite, operator)
 
 
-def is_negative_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the operator is known to be negative semidefinite."""
-    return is_known(lx.is_negative_semidefinite, operator)
-
-
 def is_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the operator is known to be positive or negative semidefinite."""
-    return is_positive_semidefinite(operator) or is_negative_semidefinite(operator)
+    checks = lx.is_positive_semidefinite, lx.is_negative_semidefinite
+    return any(is_known(check, operator) for check in checks)
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the operator is known to equal its conjugate transpose."""
-    if is_semidefinite(operator):
-        return True
-    # lineax means the transpose by it.
-    symmetric = is_known(lx.is_symmetric, operator)
-    return not space_of(operator).is_complex and symmetric
+    # lineax means the transpose by symmetry.
+    real = not space_of(operator).is_complex
+    return is_semidefinite(operator) or (real and is_known(lx.is_symmetric, operator))
 
 
 def has_real_trace(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether the trace is known to be real: a real or a semidefinite operator."""
     return not space_of(operator).is_complex or is_semidefinite(operator)
 
 
@@ -329,28 +300,13 @@ TAGS: dict[Any, tuple[object, ...]] = {
 
 
 def tags_of(operator: lx.AbstractLinearOperator) -> frozenset[object]:
-    """The tags of all that is known of an operator."""
-    return frozenset(
-        own for check, (own, *_) in TAGS.items() if is_known(check, operator)
-    )
+    return frozenset(own for x, (own, *_) in TAGS.items() if is_known(x, operator))
 
 
-def register(
-    cls: type[lx.AbstractLinearOperator],
-    known: Callable[[Callable, Any], bool],
-    conj: Callable[[Any], lx.AbstractLinearOperator],
-) -> None:
-    """What lineax asks of a class of operators that are known by their products.
-
-    `known(check, operator)` answers each of lineax's checks, `conj` is for complex ones.
-    """
-    lx.linearise.register(cls, lambda operator: operator)
-    operations: list[Any] = [lx.materialise, lx.diagonal, lx.tridiagonal]
-    for of in operations:
-        of.register(cls, lambda operator, of=of: of(as_function(operator)))
-    lx.conj.register(
-        cls,
-        lambda operator: conj(operator) if space_of(operator).is_complex else operator,
-    )
-    for check in TAGS:
-        check.register(cls, lambda operator, check=check: known(check, operator))
+lx.linearise.register(ByProducts, lambda x: x)
+lx.conj.register(ByProducts, lambda x: x._conj() if space_of(x).is_complex else x)
+_OPERATIONS: list[Any] = [lx.materialise, lx.diagonal, lx.tridiagonal]
+for _operation in _OPERATIONS:
+    _operation.register(ByProducts, lambda x, of=_operation: of(as_function(x)))
+for _check in TAGS:
+    _check.register(ByProducts, lambda x, check=_check: x._knows(check))

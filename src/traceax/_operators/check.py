@@ -1,4 +1,4 @@
-"""What operators are accepted, and how algorithms see them."""
+"""What operators and arguments of them are accepted, and how algorithms see them."""
 
 from typing import Any
 
@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
-from .._arguments import kind_of
+from .._arguments import kind_of, require
 from .block import (
-    as_function,
+    ByProducts,
     complex_dtype,
     forward_mode,
     is_data,
     is_known,
     out_structure_of,
-    register,
+    parts_of,
     structure_of,
 )
 
@@ -26,10 +27,7 @@ from .block import (
 def checked_operator(
     operator: Any, where: str, arguments: str = "(key, operator)"
 ) -> lx.AbstractLinearOperator:
-    """A square lineax operator as algorithms see it; a clear error for anything else.
-
-    Where its products with real vectors are complex, it acts on complex vectors.
-    """
+    """A square lineax operator as algorithms see it, see `as_complex`."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
             f"{where}: operator must be a lineax linear operator, got "
@@ -37,23 +35,19 @@ def checked_operator(
             "or sparse, and of SciPy's operators, traceax.as_operator(fn, example) of a "
             f"linear function. The arguments start {arguments}."
         )
-    for x in jtu.tree_leaves(operator, is_leaf=_is_matrix_operator):
-        if _is_matrix_operator(x) and not eqx.is_array(x.matrix):
-            raise TypeError(
-                f"{where}: lineax.MatrixLinearOperator must hold a dense array, got "
-                f"{kind_of(x.matrix)}; make an operator of it by "
-                "traceax.as_operator(x) instead."
-            )
+    for x in parts_of(operator, lx.MatrixLinearOperator):
+        what = "lineax.MatrixLinearOperator must hold a dense array"
+        hint = "make an operator of it by traceax.as_operator(x) instead"
+        require(eqx.is_array(x.matrix), where, what, x.matrix, hint, TypeError)
     with forward_mode():
-        in_structure, out_structure = (
-            operator.in_structure(),
-            out_structure_of(operator),
-        )
+        in_structure = operator.in_structure()
+        out_structure = out_structure_of(operator)
     in_leaves, in_treedef = jtu.tree_flatten(in_structure)
     out_leaves, out_treedef = jtu.tree_flatten(out_structure)
+    pairs = zip(in_leaves, out_leaves, strict=False)
     if in_treedef != out_treedef or any(
-        x.shape != y.shape or (x.dtype != y.dtype and complex_dtype(x.dtype) != y.dtype)
-        for x, y in zip(in_leaves, out_leaves, strict=True)
+        x.shape != y.shape or y.dtype not in (x.dtype, complex_dtype(x.dtype))
+        for x, y in pairs
     ):
         raise ValueError(
             f"{where}: operator must map a space to itself, got one from "
@@ -61,27 +55,22 @@ def checked_operator(
             "output structures (PyTree, shapes and dtypes) must be equal."
         )
     for leaf in in_leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise TypeError(
-                f"{where}: operator must act on floating-point or complex leaves, got "
-                f"one of dtype {leaf.dtype}; cast it, or leave it out of the "
-                "operator's structure."
-            )
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        what = "operator must act on floating-point or complex leaves"
+        got = f"one of dtype {leaf.dtype}"
+        hint = "cast it, or leave it out of the operator's structure"
+        require(inexact, where, what, got, hint, TypeError)
     with forward_mode():
         operator = as_complex(operator)
     in_leaves = jtu.tree_leaves(operator.in_structure())
     kinds = {jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in in_leaves}
     if len(kinds) == 2:
         raise ValueError(
-            f"{where}: operator must act on leaves that are all real or all complex, "
-            f"got {_describe(in_structure)}; make the real leaves complex, or estimate "
-            "the blocks one by one."
+            f"{where}: operator must act on leaves that are all real or all complex, got "
+            f"{_describe(in_structure)}; make the real leaves complex, or estimate the "
+            "blocks one by one."
         )
     return operator
-
-
-def _is_matrix_operator(x: Any) -> bool:
-    return isinstance(x, lx.MatrixLinearOperator)
 
 
 def _describe(structure: PyTree[jax.ShapeDtypeStruct]) -> str:
@@ -91,19 +80,14 @@ def _describe(structure: PyTree[jax.ShapeDtypeStruct]) -> str:
 
 
 def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator, on complex vectors if its products with real ones are complex.
-
-    Such are complex multiples of real operators, and sums with these.
-    """
-    structure = operator.in_structure()
-    if all(
-        jnp.issubdtype(x.dtype, jnp.complexfloating) for x in jtu.tree_leaves(structure)
-    ):
+    """The operator, on complex vectors if its products with real ones are complex."""
+    structure = structure_of(operator.in_structure())
+    leaves = jtu.tree_leaves(structure)
+    if all(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves):
         return operator
-    structure = structure_of(structure)
     data = all(is_data(x) for x in jtu.tree_leaves(operator))
     if data and jax.sharding.get_abstract_mesh().empty:
-        products = eqxi.cached_filter_eval_shape(_product, operator, structure)
+        products = eqxi.cached_filter_eval_shape(operator.mv, structure)
     else:
         # Of other leaves the products may have changed since.
         products = jax.eval_shape(operator.mv, structure)
@@ -113,49 +97,82 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
     return operator
 
 
-def _product(operator: lx.AbstractLinearOperator, vector: PyTree[Array]):
-    return operator.mv(vector)
+_SEMIDEFINITE = lx.is_positive_semidefinite, lx.is_negative_semidefinite
 
 
-class ComplexLinearOperator(lx.AbstractLinearOperator):
+class ComplexLinearOperator(ByProducts):
     """An operator on real vectors as one on complex vectors, a product being two of its."""
 
     operator: lx.AbstractLinearOperator
 
     def mv(self, vector):
-        real, imaginary = (
-            self.operator.mv(jtu.tree_map(part, vector))
-            for part in (jnp.real, jnp.imag)
-        )
+        parts = [jtu.tree_map(part, vector) for part in (jnp.real, jnp.imag)]
+        real, imaginary = map(self.operator.mv, parts)
         with jax.numpy_dtype_promotion("standard"):
             return jtu.tree_map(lambda x, y: x + 1j * y, real, imaginary)
 
-    def as_matrix(self) -> Inexact[Array, "n n"]:
-        return as_function(self).as_matrix()
-
-    def transpose(self):
-        # That of the operator itself would take real vectors to real ones.
-        return as_function(self).transpose()
+    def _knows(self, check):
+        # lineax takes a complex multiple for one by its real part.
+        return check not in _SEMIDEFINITE and is_known(check, self.operator)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return _complex_structure(self.operator.in_structure())
-
-    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return _complex_structure(self.operator.out_structure())
-
-
-def _complex_structure(structure: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
-    return jtu.tree_map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype)),
-        structure,
-    )
+        return jtu.tree_map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype)),
+            self.operator.in_structure(),
+        )
 
 
-_SEMIDEFINITE = (lx.is_positive_semidefinite, lx.is_negative_semidefinite)
+class ShiftedLinearOperator(ByProducts):
+    """`A + shift I`. A sum compares types of arrays, which differ in `jax.shard_map`."""
 
-register(
-    ComplexLinearOperator,
-    # lineax takes a complex multiple for one by its real part.
-    lambda check, x: check not in _SEMIDEFINITE and is_known(check, x.operator),
-    lambda x: lx.conj(as_function(x)),
-)
+    operator: lx.AbstractLinearOperator
+    shift: Inexact[Array, ""]
+
+    def mv(self, vector):
+        def shifted(product, x):
+            return product + self.shift.astype(product.dtype) * x.astype(product.dtype)
+
+        return jtu.tree_map(shifted, self.operator.mv(vector), vector)
+
+    def _knows(self, check):
+        lost = *_SEMIDEFINITE, lx.has_unit_diagonal
+        return check not in lost and is_known(check, self.operator)
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.operator.in_structure()
+
+
+def with_leading_axis(tree: Any, where: str, name: str, items: str, fn: str) -> Any:
+    """The argument `name`, arrays of one length over `items`, each of which `fn` takes."""
+
+    def as_array(x):
+        x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+        what = f"the leaves of {name} must be arrays with a leading axis of {items}"
+        hint = f"let {fn} close over what they share"
+        require(eqx.is_array(x) and x.ndim > 0, where, what, x, hint)
+        return x
+
+    tree = jtu.tree_map(as_array, tree)
+    numbers = sorted({leaf.shape[0] for leaf in jtu.tree_leaves(tree)})
+    what = f"the leaves of {name} must have a leading axis of one length, at least 1"
+    right, hint = len(numbers) == 1 and numbers[0] > 0, f"stack {items} along it"
+    require(right, where, what, f"lengths {numbers}", hint)
+    return tree
+
+
+def length_of(tree: PyTree[Array]) -> int:
+    return jtu.tree_leaves(tree)[0].shape[0]
+
+
+def is_real(x: Any) -> bool:
+    """Whether it is, or stands for, an array of real floating-point numbers."""
+    array = eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    return array and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def check_scalar(fn: Any, args: tuple, name: str, where: str, hint: str) -> Any:
+    """What the function `name` returns; an error if that is no real scalar."""
+    out = eqx.filter_eval_shape(fn, *args)
+    what = f"{name} must return a real floating-point array of shape ()"
+    require(is_real(out) and out.shape == (), where, what, out, hint, TypeError)
+    return out

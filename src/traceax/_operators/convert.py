@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._arguments import kind_of, require
-from .block import register, structure_of
+from .block import ByProducts, structure_of
 
 _WHERE = "traceax.as_operator"
 
@@ -33,16 +33,13 @@ def as_operator(
     | 2-dimensional JAX or NumPy array, of shape `(m, n)` | a dense product | yes |
     | `BCOO` or `BCSR` of `jax.experimental.sparse` | O(nse), gather and scatter | with respect to the entries |
     | sparse matrix or array of SciPy | the same, of its entries on the device | no |
-    | `LinearOperator` of SciPy | one call of its own `matmat` on the host, or a call of `matvec` with each `(n,)` | no |
+    | `LinearOperator` of SciPy | a call of its own `matmat`, or of `matvec` for each `(n,)`, on the host | in forward mode |
     | linear function of what is like `like` | a call of it | as the function is |
     | lineax operator | its own | as it is |
 
     Operators of one shape and dtype compile once, whatever their entries. Functions, and
-    SciPy's operators, compile for each operator; see `lineax.FunctionLinearOperator`.
-    Integers become floating-point numbers; without 64-bit mode, so do 64 bits 32.
-
-    SciPy's operators run outside of JAX: their products have forward-mode derivatives with
-    respect to the vector, and none in reverse mode.
+    SciPy's operators, compile for each operator. Integers become floating-point numbers;
+    without 64-bit mode, 64 bits become 32.
 
     **Arguments:**
 
@@ -51,16 +48,10 @@ def as_operator(
         `jax.ShapeDtypeStruct`s.
     - `tags`: what is known of it, such as `lineax.symmetric_tag`. It isn't checked.
 
-    **Returns:**
+    **Returns:** a `lineax.AbstractLinearOperator`; `x` itself if it is one without tags.
 
-    A `lineax.AbstractLinearOperator`; `x` itself if it is one and there are no tags.
-
-    **Raises:**
-
-    - `TypeError` for any other `x`, a function without `like`, or leaves of `like` that
-        aren't arrays.
-    - `ValueError` for arrays that aren't 2-dimensional, or sparse ones with batch or dense
-        dimensions.
+    **Raises:** `TypeError` for any other `x` or `like`; `ValueError` for arrays that aren't
+    2-dimensional, or sparse ones with batch or dense dimensions.
     """
     operator = _convert(x, like)
     return lx.TaggedLinearOperator(operator, tags) if tags != () else operator
@@ -69,26 +60,26 @@ def as_operator(
 def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     if isinstance(x, lx.AbstractLinearOperator):
         return x
-    if eqx.is_array(x):
-        _check_matrix(x)
-        return lx.MatrixLinearOperator(_inexact(x))
-    if is_a(x, "jax.experimental.sparse", "BCSR"):
-        x = x.to_bcoo()
-    if is_a(x, "jax.experimental.sparse", "BCOO"):
-        what, got = (
-            "x must have no batch and no dense dimensions",
-            (x.n_batch, x.n_dense),
-        )
+    x = x.to_bcoo() if is_a(x, "jax.experimental.sparse", "BCSR") else x
+    is_bcoo = is_a(x, "jax.experimental.sparse", "BCOO")
+    kinds = "sparray", "spmatrix"
+    if is_bcoo:
+        got = x.n_batch, x.n_dense
+        what = "x must have no batch and no dense dimensions"
         hint = "use jax.vmap over batches, and bcoo_update_layout for dense ones"
         require(got == (0, 0), _WHERE, what, "{} and {}".format(*got), hint)
-        _check_matrix(x)
-        rows, columns = x.indices[:, 0], x.indices[:, 1]
-        return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
-    if is_a(x, "scipy.sparse", "sparray") or is_a(x, "scipy.sparse", "spmatrix"):
-        _check_matrix(x)
-        x = x.tocoo()
-        rows, columns = (jnp.asarray(i, jnp.int32) for i in (x.row, x.col))
-        return SparseLinearOperator(_inexact(x.data), rows, columns, x.shape)
+    if is_bcoo or eqx.is_array(x) or any(is_a(x, "scipy.sparse", y) for y in kinds):
+        what, got = "x must be a 2-dimensional array", f"one of shape {x.shape}"
+        hint = (
+            "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a"
+        )
+        require(x.ndim == 2, _WHERE, what, got, f"{hint} diagonal")
+        if eqx.is_array(x):
+            return lx.MatrixLinearOperator(_inexact(x))
+        x = x if is_bcoo else x.tocoo()
+        rows, columns = x.indices.T if is_bcoo else (x.row, x.col)
+        indices = jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
+        return SparseLinearOperator(_inexact(x.data), *indices, x.shape)
     if is_a(x, "scipy.sparse.linalg", "LinearOperator"):
         return SciPyLinearOperator(x)
     what = "x must be a matrix, dense or sparse, a linear function, or an operator of "
@@ -99,8 +90,7 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
 
 
 def is_a(x: Any, module: str, name: str) -> bool:
-    """Whether x is of a class, whose module need not be installed."""
-    # Whoever has such an object has imported its module.
+    """Whether x is of a class, whose module is imported where there is such an object."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(x, getattr(loaded, name))
 
@@ -110,11 +100,8 @@ def _inexact(x: Any) -> Inexact[Array, "..."]:
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 
-class SparseLinearOperator(lx.AbstractLinearOperator):
-    """A matrix by its entries, of which those at one place add up.
-
-    Entries outside of the matrix, by which `BCOO` arrays are padded, count as zero.
-    """
+class SparseLinearOperator(ByProducts):
+    """A matrix by its entries, of which those at one place add up, and others are padding."""
 
     data: Inexact[Array, " nse"]
     rows: Int[Array, " nse"]
@@ -144,6 +131,9 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         m, n = self.shape
         return SparseLinearOperator(self.data, self.columns, self.rows, (n, m))
 
+    def _conj(self):
+        return eqx.tree_at(lambda x: x.data, self, self.data.conj())
+
     def in_structure(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape[1:], self.data.dtype)
 
@@ -151,7 +141,7 @@ class SparseLinearOperator(lx.AbstractLinearOperator):
         return jax.ShapeDtypeStruct(self.shape[:1], self.data.dtype)
 
 
-class SciPyLinearOperator(lx.AbstractLinearOperator):
+class SciPyLinearOperator(ByProducts):
     """A `scipy.sparse.linalg.LinearOperator`, applied on the host."""
 
     operator: Any = eqx.field(static=True)
@@ -183,6 +173,9 @@ class SciPyLinearOperator(lx.AbstractLinearOperator):
     def transpose(self):
         return SciPyLinearOperator(self.operator.T)
 
+    def _conj(self):
+        return SciPyLinearOperator(self.operator.H.T)
+
     def in_structure(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.operator.shape[1:], self._dtype())
 
@@ -196,10 +189,7 @@ class SciPyLinearOperator(lx.AbstractLinearOperator):
 
 
 def _takes_blocks(operator: Any) -> bool:
-    """Whether a SciPy operator has a `matmat` of its own.
-
-    That of others calls `matvec` with columns `(n, 1)`, where it may be written for `(n,)`.
-    """
+    """Whether a SciPy operator has a `matmat` of its own: others call `matvec` of `(n, 1)`."""
     base = sys.modules["scipy.sparse.linalg"].LinearOperator
     cls = type(operator)
     if cls.__module__ != base.__module__:
@@ -209,38 +199,11 @@ def _takes_blocks(operator: Any) -> bool:
     return given is not None or cls.__name__ == "MatrixLinearOperator"
 
 
-def _nothing_known(check, operator) -> bool:
-    return False
-
-
-register(
-    SparseLinearOperator,
-    _nothing_known,
-    lambda operator: eqx.tree_at(lambda x: x.data, operator, operator.data.conj()),
-)
-register(
-    SciPyLinearOperator,
-    _nothing_known,
-    lambda operator: SciPyLinearOperator(operator.operator.H.T),
-)
-
-
 @lx.diagonal.register(SparseLinearOperator)
 def _(operator: SparseLinearOperator) -> Inexact[Array, " n"]:
     on_diagonal = jnp.where(operator.rows == operator.columns, operator.data, 0)
     zeros = jnp.zeros(min(operator.shape), operator.data.dtype)
     return zeros.at[operator.rows].add(on_diagonal, mode="drop")
-
-
-#
-# Arguments
-#
-
-
-def _check_matrix(x: Any) -> None:
-    what, got = "x must be a 2-dimensional array", f"one of shape {x.shape}"
-    hint = "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a"
-    require(x.ndim == 2, _WHERE, what, got, f"{hint} diagonal")
 
 
 def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:

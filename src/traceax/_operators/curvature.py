@@ -11,25 +11,24 @@ import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
 from .._arguments import require
-from .block import as_function, register, structure_of, tags_of
+from .block import ByProducts, structure_of, tags_of
+from .check import check_scalar, is_real
+
+_HINT = "return a mean or a sum, and nothing else"
 
 
-class Curvature(lx.AbstractLinearOperator):
+class Curvature(ByProducts):
     """Abstract base class of symmetric operators on the floating-point arrays of `x`."""
 
     x: eqx.AbstractVar[PyTree[Float[Array, "..."]]]
 
-    def as_matrix(self) -> Float[Array, "n n"]:
-        return as_function(self).as_matrix()
-
-    def transpose(self):
-        return self
-
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return structure_of(self.x)
 
-    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return self.in_structure()
+    def _knows(self, check):
+        convex = isinstance(self, GaussNewtonLinearOperator)
+        semidefinite = convex and check is lx.is_positive_semidefinite
+        return semidefinite or check is lx.is_symmetric
 
 
 class HessianLinearOperator(Curvature):
@@ -37,47 +36,34 @@ class HessianLinearOperator(Curvature):
 
     ```python
     def loss(model, batch):
-        inputs, targets = batch
-        return jnp.mean((jax.vmap(model)(inputs) - targets) ** 2)
+        return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 
-    hessian = traceax.HessianLinearOperator(loss, model, (inputs, targets))
-    traceax.trace(key, hessian, 40)
+    hessian = traceax.HessianLinearOperator(loss, model, batch)
     ```
 
-    Over minibatches it is the operator that [`traceax.MeanLinearOperator`][] asks for:
-    `lambda batch: traceax.HessianLinearOperator(loss, model, batch)`.
-
-    It acts on the floating-point arrays of `x`: vectors have the structure of `x`, with
-    `None` for all else. JAX and NumPy arrays count. Python floats, integers, strings and
-    functions are held fixed: convert a float by `jnp.asarray` to differentiate by it.
+    It acts on the floating-point arrays of `x`, JAX's and NumPy's: vectors have the
+    structure of `x`, with `None` for all else, which is held fixed.
 
     | | |
     |---|---|
     | product | forward over reverse: two to four evaluations of the gradient |
     | memory | that of the gradient of `fn`, twice, for each vector at once |
-    | known to be | symmetric |
+    | known to be | symmetric; where `fn` is convex, or `x` a minimum, tag it positive semidefinite |
     | differentiable | with respect to `x`, `args` and what `fn` closes over, to any order |
 
-    If `fn` solves an inner problem by lineax or optimistix, which differentiate
-    implicitly, this is the implicit Hessian. Where `fn` is convex, or `x` a minimum, say
-    so: `lineax.TaggedLinearOperator(hessian, lineax.positive_semidefinite_tag)`.
+    If `fn` solves an inner problem by lineax or optimistix, this is the implicit Hessian.
     `lineax.linearise` evaluates what all products share, and keeps it in memory.
-
-    `fn` is traced when the operator is made, as lineax traces its own. Make operators
-    inside jitted functions: outside, each new one compiles again.
+    [`traceax.MeanLinearOperator`][] takes the mean over minibatches. `fn` is traced when the
+    operator is made: outside of jitted functions each new one compiles again.
 
     **Arguments:**
 
     - `fn`: a twice differentiable function that returns a real scalar.
     - `x`: a PyTree, such as the parameters of a network, or an `equinox.Module`.
-    - `args`: a PyTree of what else `fn` depends on, such as a minibatch. If it is `None`,
-        `fn` is called with `x` alone.
+    - `args`: a PyTree of what else `fn` depends on, such as a minibatch; left out if `None`.
 
-    **Raises:**
-
-    - `TypeError` if `fn` isn't a function or doesn't return a real floating-point array
-        of shape `()`, or for complex leaves of `x`.
-    - `ValueError` if `x` has no floating-point arrays.
+    **Raises:** `TypeError` for an `fn` that doesn't return a real floating-point array of
+    shape `()`, or complex leaves of `x`; `ValueError` if `x` has no floating-point arrays.
     """
 
     fn: Callable
@@ -90,7 +76,7 @@ class HessianLinearOperator(Curvature):
         self.x, fixed = _arrays_of(x, where)
         self.args = args
         self.fn = _converted(fn, self.x, fixed, args)
-        _check_scalar(self.fn, self.x, args, "fn", where)
+        check_scalar(self.fn, (self.x, args), "fn", where, _HINT)
 
     def mv(self, vector):
         gradient = jax.grad(lambda x: self.fn(x, self.args))
@@ -100,48 +86,27 @@ class HessianLinearOperator(Curvature):
 class GaussNewtonLinearOperator(Curvature):
     r"""The Gauss-Newton matrix `J^T H J` of `loss(model(x))` at `x`.
 
-    J is the Jacobian of `model` at `x`, and H the Hessian of `loss` at what it returns:
-    the Hessian of the composition without the curvature of the model. For the negative
-    log-likelihood of an exponential family in its natural parameters, such as
+    J is the Jacobian of `model`, and H the Hessian of `loss` at what that returns. For the
+    negative log-likelihood of an exponential family in its natural parameters, such as
     cross-entropy in logits, it is the Fisher matrix.
 
     ```python
-    def model(network, batch):
-        return jax.vmap(network)(batch[0])
-
-    def loss(outputs, batch):
-        return jnp.mean((outputs - batch[1]) ** 2)
-
     matrix = traceax.GaussNewtonLinearOperator(model, loss, network, batch)
-    traceax.trace(key, matrix, 40)
     ```
 
-    What it acts on, minibatches and `lineax.linearise` are as for
-    [`traceax.HessianLinearOperator`][].
-
-    | | |
-    |---|---|
-    | product | one with J, one with H, one with `J^T`: two to four gradients |
-    | memory | that of the gradient of `loss(model(x))`, twice, for each vector at once |
-    | known to be | symmetric and positive semidefinite |
-    | differentiable | with respect to `x`, `args` and what is closed over, to any order |
-
-    It is semidefinite because `loss` is taken to be convex in the outputs, which isn't
-    checked. For any other loss the estimates may be wrong.
+    What it acts on, minibatches, `lineax.linearise` and errors are as for
+    [`traceax.HessianLinearOperator`][], and so are memory and derivatives. A product is one
+    with J, one with H, one with `J^T`: two to four gradients. Known to be symmetric and
+    positive semidefinite.
 
     **Arguments:**
 
     - `model`: a function of `x`, or of `(x, args)`, that returns a PyTree of real
         floating-point arrays, differentiable in forward mode too.
-    - `loss`: a convex, twice differentiable function of the outputs, or of
-        `(outputs, args)`, that returns a real scalar.
-    - `x`: a PyTree, such as the parameters of a network, or an `equinox.Module`.
-    - `args`: what else both depend on. If it is `None`, they are called without it.
-
-    **Raises:**
-
-    - `TypeError` and `ValueError` as [`traceax.HessianLinearOperator`][] does, and
-        `TypeError` for outputs of `model` of another kind.
+    - `loss`: a twice differentiable function of the outputs, or of `(outputs, args)`, that
+        returns a real scalar. It must be convex in the outputs, which isn't checked: for
+        any other the estimates may be wrong.
+    - `x`, `args`: what `model` depends on, and what else both do.
     """
 
     model: Callable
@@ -162,7 +127,7 @@ class GaussNewtonLinearOperator(Curvature):
         _check_real(outputs, "the outputs of model", where)
         nothing = jtu.tree_map(lambda _: None, outputs)
         self.loss = _converted(loss, outputs, nothing, args)
-        _check_scalar(self.loss, outputs, args, "loss", where)
+        check_scalar(self.loss, (outputs, args), "loss", where, _HINT)
 
     def mv(self, vector):
         outputs, push = jax.linearize(lambda x: self.model(x, self.args), self.x)
@@ -173,16 +138,16 @@ class GaussNewtonLinearOperator(Curvature):
 
 def _arrays_of(x: PyTree[Any], where: str) -> tuple[PyTree[Array], PyTree[Any]]:
     """The floating-point arrays of `x`, and all else."""
-    arrays, fixed = eqx.partition(x, _is_inexact)
+
+    def is_inexact(leaf):
+        return eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+    arrays, fixed = eqx.partition(x, is_inexact)
     what = "x must have floating-point arrays among its leaves"
     hint = "turn Python numbers into arrays by jax.numpy.asarray"
     require(jtu.tree_leaves(arrays), where, what, "none", hint)
     _check_real(arrays, "the floating-point arrays of x", where)
     return jtu.tree_map(jnp.asarray, arrays), fixed
-
-
-def _is_inexact(x: Any) -> bool:
-    return eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree) -> Any:
@@ -201,37 +166,16 @@ def _check_functions(where: str, **functions: Any) -> None:
         require(callable(fn), where, f"{name} must be a function", fn, hint, TypeError)
 
 
-def _is_real(x: Any) -> bool:
-    array = eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
-    return array and jnp.issubdtype(x.dtype, jnp.floating)
-
-
 def _check_real(x: PyTree[Any], what: str, where: str) -> None:
     what = f"{what} must be real floating-point arrays"
     hint = "give complex numbers by their real and imaginary parts"
     for leaf in jtu.tree_leaves(x):
-        require(_is_real(leaf), where, what, leaf, hint, TypeError)
-
-
-def _check_scalar(fn: Callable, x: PyTree, args: PyTree, name: str, where: str) -> None:
-    out = eqx.filter_eval_shape(fn, x, args)
-    what = f"{name} must return a real floating-point array of shape ()"
-    hint = "return a mean or a sum, and nothing else"
-    require(_is_real(out) and out.shape == (), where, what, out, hint, TypeError)
-
-
-_KNOWN: dict[type, tuple[Callable, ...]] = {
-    HessianLinearOperator: (lx.is_symmetric,),
-    GaussNewtonLinearOperator: (lx.is_symmetric, lx.is_positive_semidefinite),
-}
-
-register(Curvature, lambda check, x: check in _KNOWN[type(x)], lambda x: x)
+        require(is_real(leaf), where, what, leaf, hint, TypeError)
 
 
 @lx.linearise.register(Curvature)
 def _(operator: Curvature) -> lx.FunctionLinearOperator:
     zeros = jtu.tree_map(jnp.zeros_like, operator.x)
     _, product = jax.linearize(operator.mv, zeros)
-    return lx.FunctionLinearOperator(
-        product, operator.in_structure(), tags_of(operator)
-    )
+    structure = operator.in_structure()
+    return lx.FunctionLinearOperator(product, structure, tags_of(operator))

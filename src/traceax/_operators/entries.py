@@ -1,25 +1,33 @@
-"""Entries that an operator gives away: what it is a sum of, and what is read of its terms.
-
-An expression is a sum of multiples of terms. What a term has to read, its columns and its
-diagonal, is asked of its class, as lineax asks its own questions.
-"""
+"""Entries of an operator: those that it gives away, and columns by products."""
 
 import functools as ft
+import math
 import operator as op
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
-import numpy as np
-from jaxtyping import Array, Float, Inexact, Int
+from jaxtyping import Array, Float, Inexact, Int, PyTree
 
-from .block import apply_block, complex_dtype, is_known, space_of
-from .check import ComplexLinearOperator, as_complex
+from .block import (
+    FEWEST,
+    apply_block,
+    columns_at_once,
+    complex_dtype,
+    has_one_pass,
+    is_known,
+    out_structure_of,
+    space_of,
+)
+from .check import ComplexLinearOperator, ShiftedLinearOperator, as_complex
 from .convert import SparseLinearOperator
 from .kernel import KernelLinearOperator
-from .shifted import ShiftedLinearOperator
+
+# Entries of a block of the identity on accelerators, and of `OnePass` operators: 256 MiB.
+_HELD = 2**26
 
 
 class Term(NamedTuple):
@@ -36,9 +44,8 @@ class Term(NamedTuple):
 
     def after(self, part: "Term") -> "Term":
         """The multiple of a part of the operator."""
-        if part.factor is None:
-            return Term(self.factor, part.operator)
-        return Term(self.times(part.factor), part.operator)
+        factor = self.factor if part.factor is None else self.times(part.factor)
+        return Term(factor, part.operator)
 
 
 def parts(operator: lx.AbstractLinearOperator) -> list[Term]:
@@ -61,79 +68,46 @@ def parts(operator: lx.AbstractLinearOperator) -> list[Term]:
 
 
 def terms(operator: lx.AbstractLinearOperator) -> list[Term]:
-    """What an operator is the sum of, all the way down."""
     found = parts(operator)
     if found[0].operator is operator:
         return found
     return [x.after(y) for x in found for y in terms(x.operator)]
 
 
-@ft.singledispatch
-def columns(
-    operator: lx.AbstractLinearOperator, indices: Int[Array, " r"]
-) -> Inexact[Array, "n r"]:
-    """Columns of the matrix of an operator, for less than the products with them."""
-    raise NotImplementedError(f"{type(operator)} has no columns to read")
+_READ = (
+    *(KernelLinearOperator, SparseLinearOperator),
+    *(lx.MatrixLinearOperator, lx.PyTreeLinearOperator, lx.DiagonalLinearOperator),
+    *(lx.IdentityLinearOperator, lx.TridiagonalLinearOperator),
+)
 
 
-@ft.singledispatch
-def diagonal_entries(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
-    """The diagonal of the matrix of an operator, for less than a product."""
-    raise NotImplementedError(f"{type(operator)} has no diagonal to read")
-
-
-for _kind in (
-    KernelLinearOperator,
-    SparseLinearOperator,
-    lx.MatrixLinearOperator,
-    lx.PyTreeLinearOperator,
-    lx.DiagonalLinearOperator,
-    lx.IdentityLinearOperator,
-    lx.TridiagonalLinearOperator,
-):
-    diagonal_entries.register(_kind, lx.diagonal)
-
-columns.register(KernelLinearOperator, lambda x, indices: x.columns(indices))
-columns.register(SparseLinearOperator, lambda x, indices: x.columns_at(indices))
-for _kind in (lx.MatrixLinearOperator, lx.PyTreeLinearOperator):
-    columns.register(_kind, lambda x, indices: x.as_matrix().T[indices].T)
-
-
-@columns.register(lx.DiagonalLinearOperator)
-@columns.register(lx.IdentityLinearOperator)
-@columns.register(lx.TridiagonalLinearOperator)
-def _(operator, indices):
-    space = space_of(operator)
-    rows = jnp.arange(space.size, dtype=indices.dtype)
-    units = (rows[None, :] == indices[:, None]).T
-    return apply_block(operator, units.astype(space.compute_dtype))
-
-
-def _reads(question: Any, operator: lx.AbstractLinearOperator) -> bool:
-    return question.dispatch(type(operator)) is not question.dispatch(object)
+def _columns(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
+    if isinstance(operator, KernelLinearOperator):
+        return operator.columns(indices)
+    if isinstance(operator, SparseLinearOperator):
+        return operator.columns_at(indices)
+    if isinstance(operator, lx.MatrixLinearOperator | lx.PyTreeLinearOperator):
+        return operator.as_matrix().T[indices].T
+    n, _, dtype, *_ = space_of(operator)
+    return apply_block(operator, jax.nn.one_hot(indices, n, dtype=dtype).T)
 
 
 def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether columns and the diagonal are read, and take no products."""
-    questions = columns, diagonal_entries
-    return all(_reads(q, x.operator) for x in terms(operator) for q in questions)
+    """Whether columns and the diagonal are read, for less than the products with them."""
+    return all(isinstance(x.operator, _READ) for x in terms(operator))
 
 
-def columns_of(
-    operator: lx.AbstractLinearOperator, indices: Int[Array, " r"]
-) -> Inexact[Array, "n r"]:
+def columns_of(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
     """Columns of the matrix of an operator that `has_known_entries`."""
-    return _sum(operator, lambda x: columns(x, indices))
+    return _sum(operator, lambda x: _columns(x, indices))
 
 
 def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """The diagonal of the matrix of an operator that `has_known_entries`."""
-    return _sum(operator, diagonal_entries)
+    return _sum(operator, lx.diagonal)
 
 
-def _sum(
-    operator: lx.AbstractLinearOperator, of_term: Callable
-) -> Inexact[Array, "..."]:
+def _sum(operator: lx.AbstractLinearOperator, of_term: Callable) -> Array:
     dtype = space_of(operator).compute_dtype
     found = [x.times(of_term(x.operator)).astype(dtype) for x in terms(operator)]
     return ft.reduce(op.add, found)
@@ -146,20 +120,6 @@ def known_trace(operator: lx.AbstractLinearOperator) -> Float[Array, ""] | None:
     return jax.lax.stop_gradient(jnp.sum(jnp.real(diagonal_of(operator))))
 
 
-#
-# Diagonals of structures
-#
-
-
-_CHECKS = (
-    lx.has_unit_diagonal,
-    lx.is_diagonal,
-    lx.is_tridiagonal,
-    lx.is_lower_triangular,
-    lx.is_upper_triangular,
-)
-
-
 class KnownDiagonal(NamedTuple):
     """A diagonal that structure gives away, and the products that it takes to read."""
 
@@ -168,12 +128,13 @@ class KnownDiagonal(NamedTuple):
 
 
 def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
-    """The diagonal, where the operator's structure gives it for at most two products.
+    """The diagonal, where the operator's structure, by class or by tag, gives it.
 
-    Diagonal, tridiagonal, triangular and unit-diagonal operators, by class or by tag,
-    and their compositions. `None` for any other.
+    Diagonal, tridiagonal, triangular and unit-diagonal operators, and their compositions.
     """
-    known = any(is_known(check, operator) for check in _CHECKS)
+    checks = lx.has_unit_diagonal, lx.is_diagonal, lx.is_tridiagonal
+    triangular = lx.is_lower_triangular, lx.is_upper_triangular
+    known = any(is_known(check, operator) for check in (*checks, *triangular))
     return _readable(operator) if known else None
 
 
@@ -183,8 +144,7 @@ def _readable(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     if is_known(lx.has_unit_diagonal, operator):
         return KnownDiagonal(0, lambda: jnp.ones(space.size, space.compute_dtype))
     ways = [_from_parts(operator)]
-    # A tag holds of the expression that it is on, whatever is known of its parts. A
-    # triangular function takes n products to read.
+    # A tag holds of the expression that it is on, whatever is known of its parts.
     for products, check in ((1, lx.is_diagonal), (2, lx.is_tridiagonal)):
         if is_known(check, operator):
             read = ft.partial(_coloured_diagonal, operator, products)
@@ -195,56 +155,87 @@ def _readable(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
 
 def _from_parts(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     """The diagonal by entries that are read, and by the diagonals of the parts."""
-    dtype = space_of(operator).compute_dtype
-    if _reads(diagonal_entries, operator):
-        return KnownDiagonal(0, lambda: diagonal_entries(operator).astype(dtype))
+    if isinstance(operator, _READ):
+        return KnownDiagonal(0, lambda: diagonal_of(operator))
+    found, combine = parts(operator), jnp.add
     if isinstance(operator, lx.ComposedLinearOperator):
         factors = operator.operator1, operator.operator2
         if not _multiplies(*factors):
             return None
         found, combine = [Term(None, x) for x in factors], jnp.multiply
-    else:
-        found, combine = parts(operator), jnp.add
     if found[0].operator is operator:
         return None
     ways = [_readable(x.operator) for x in found]
     known = [x for x in ways if x is not None]
     if len(known) < len(ways):
         return None
-    real = space_of(operator).real_dtype
 
     def read():
         with jax.numpy_dtype_promotion("standard"):
             pairs = zip(found, known, strict=True)
             d = ft.reduce(combine, [x.times(y.read()) for x, y in pairs])
         # Complex where a scalar makes it so.
+        real = space_of(operator).real_dtype
         return d.astype(complex_dtype(real) if jnp.iscomplexobj(d) else real)
 
     return KnownDiagonal(sum(x.num_matvecs for x in known), read)
 
 
-def _multiplies(
-    first: lx.AbstractLinearOperator, second: lx.AbstractLinearOperator
-) -> bool:
-    # diag(A B) = diag(A) diag(B) if one is diagonal, or both triangular on one side.
-    def both(check) -> bool:
-        return is_known(check, first) and is_known(check, second)
+def _multiplies(*factors: lx.AbstractLinearOperator) -> bool:
+    """Whether diag(A B) = diag(A) diag(B): one diagonal, or both triangular on one side."""
 
-    diagonal = is_known(lx.is_diagonal, first) or is_known(lx.is_diagonal, second)
-    triangular = both(lx.is_lower_triangular) or both(lx.is_upper_triangular)
-    square = first.in_structure() == first.out_structure()
-    return square and (diagonal or triangular)
+    def known(check) -> list[bool]:
+        return [is_known(check, x) for x in factors]
+
+    lower, upper = known(lx.is_lower_triangular), known(lx.is_upper_triangular)
+    square = factors[0].in_structure() == factors[0].out_structure()
+    return square and (any(known(lx.is_diagonal)) or all(lower) or all(upper))
 
 
-def _coloured_diagonal(
-    operator: lx.AbstractLinearOperator, colours: int
-) -> Inexact[Array, " n"]:
-    # Column c of the block is 1 at every entry of colour c. Entries of one colour are
-    # too far apart to meet in a row of the operator. Within one on complex vectors an
-    # operator acts on real ones.
+def _coloured_diagonal(operator, colours: int) -> Inexact[Array, " n"]:
+    # Entries of one colour are too far apart to meet in a row of the operator, which acts
+    # on real vectors within one on complex vectors.
     operator = as_complex(operator)
     space = space_of(operator)
-    colour = np.arange(space.size) % colours
-    block = jnp.asarray(colour[:, None] == np.arange(colours)[None, :])
-    block = block.astype(space.compute_dtype)
+    colour = jnp.arange(space.size, dtype=jnp.int32) % colours
+    block = jax.nn.one_hot(colour, colours, dtype=space.compute_dtype)
     return jnp.sum(block * apply_block(operator, block), axis=1)
+
+
+def unit_vectors(
+    start: int | Int[Array, ""], n: int, k: int, dtype: Any
+) -> Inexact[Array, "n k"]:
+    """Columns of the identity from `start` on, 0 beyond the last."""
+    return jax.nn.one_hot(jnp.arange(k, dtype=jnp.int32) + start, n, dtype=dtype).T
+
+
+def unit_columns(operator: lx.AbstractLinearOperator) -> int:
+    """How many columns of the identity are multiplied at once, where all of them are."""
+    rows = sum(math.prod(x.shape) for x in jtu.tree_leaves(out_structure_of(operator)))
+    n = max(space_of(operator).size, rows, 1)
+    few = max(FEWEST, _HELD // n)
+    return few if has_one_pass(operator) else min(few, columns_at_once(n))
+
+
+def map_columns(operator: lx.AbstractLinearOperator, fn: Callable) -> PyTree[Array]:
+    """`fn(A e_j, j)` of every column j, by chunks, which derivatives compute again."""
+    space, few = space_of(operator), unit_columns(operator)
+    n, dtype = space.size, space.compute_dtype
+    indices = jnp.arange(n, dtype=jnp.int32)
+    if n <= few:
+        return jax.vmap(fn)(apply_block(operator, jnp.eye(n, dtype=dtype)).T, indices)
+
+    @jax.checkpoint
+    def of_column(j):
+        return fn(apply_block(operator, unit_vectors(j, n, 1, dtype))[:, 0], j)
+
+    return jax.lax.map(of_column, indices, batch_size=few)
+
+
+def entry_of(column: Inexact[Array, " m"], j: Int[Array, ""]) -> Inexact[Array, ""]:
+    """`column[j]`, which JAX refuses to trace of a column without entries."""
+    return column[j] if len(column) else jnp.zeros((), column.dtype)
+
+
+def diagonal_by_products(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
+    return map_columns(operator, entry_of)

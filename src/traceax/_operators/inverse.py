@@ -2,26 +2,18 @@
 
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
 
-from .._arguments import kind_of
+from .._arguments import require
 from .._linalg.tall import column_norms
-from .block import (
-    Dense,
-    apply_block,
-    as_data,
-    as_function,
-    is_hermitian,
-    is_known,
-    register,
-    space_of,
-)
+from .block import Dense, apply_block, as_data, is_hermitian, is_known, parts_of
 from .check import checked_operator
-from .entries import parts
+from .entries import parts, unit_vectors
 
 _WHERE = "traceax.InverseLinearOperator"
 
@@ -31,29 +23,19 @@ class InverseLinearOperator(Dense):
 
     ```python
     inverse = traceax.InverseLinearOperator(operator, lx.CG(rtol=1e-6, atol=1e-6))
-    traceax.trace(key, inverse, 40)
     ```
 
-    A product is a solve: a budget of k is k solves. Differentiable to any order. It is
-    semidefinite, symmetric, diagonal or triangular where A is.
+    A product is a solve, NaN if it fails: a budget of k is k solves. Differentiable to any
+    order. It is semidefinite, symmetric, diagonal or triangular where A is.
 
     The error bar of an exact answer holds what the solver leaves, by residuals, which take
     products with A; it is unknown where a solver that iterates is within a product of
     operators, or in several terms of a sum.
 
-    Where a solve fails, what comes out is NaN, and the `result` of an estimate is
-    `traceax.RESULTS.nonfinite`.
-
     **Arguments:**
 
     - `operator`: a square, nonsingular lineax operator.
-    - `solver`: a lineax solver.
-    - `options`: for the solver, as in `lineax.linear_solve`.
-
-    **Raises:**
-
-    - `TypeError` and `ValueError` as [`traceax.trace`][] does for a wrong operator;
-        `TypeError` if `solver` isn't a lineax solver.
+    - `solver`, `options`: as in `lineax.linear_solve`.
     """
 
     operator: lx.AbstractLinearOperator
@@ -67,11 +49,10 @@ class InverseLinearOperator(Dense):
         options: dict[str, Any] | None = None,
     ):
         operator = checked_operator(operator, _WHERE, "(operator, solver)")
-        if not isinstance(solver, lx.AbstractLinearSolver):
-            raise TypeError(
-                f"{_WHERE}: solver must be a lineax solver, got {kind_of(solver)}; pass "
-                "lineax.CG(rtol=1e-6, atol=1e-6), for example."
-            )
+        right = isinstance(solver, lx.AbstractLinearSolver)
+        hint = "pass lineax.CG(rtol=1e-6, atol=1e-6), for example"
+        what = "solver must be a lineax solver"
+        require(right, _WHERE, what, solver, hint, TypeError)
         self.operator, self.solver = as_data(operator), solver
         self.options = {} if options is None else options
 
@@ -82,33 +63,28 @@ class InverseLinearOperator(Dense):
         failed = solution.result != lx.RESULTS.successful
         return jtu.tree_map(lambda x: jnp.where(failed, jnp.nan, x), solution.value)
 
-    def as_matrix(self) -> Inexact[Array, "n n"]:
-        return as_function(self).as_matrix()
-
     def transpose(self):
         if lx.is_symmetric(self):
             return self
-        inner = self.operator.transpose()
-        return InverseLinearOperator(inner, self.solver, self.options)
+        return eqx.tree_at(lambda x: x.operator, self, self.operator.transpose())
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()
 
-    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return self.operator.in_structure()
+    def _knows(self, check):
+        # An inverse need not share the others.
+        inherited = check not in (lx.is_tridiagonal, lx.has_unit_diagonal)
+        return inherited and is_known(check, self.operator)
+
+    def _conj(self):
+        return eqx.tree_at(lambda x: x.operator, self, lx.conj(self.operator))
 
 
-_ITERATIVE = (lx.CG, lx.BiCGStab, lx.GMRES, lx.LSMR)
+_ITERATIVE = lx.CG, lx.BiCGStab, lx.GMRES, lx.LSMR
 # Of other solvers, which iterate, nothing is known but by their residuals.
 _DIRECT = (
+    *(lx.Cholesky, lx.Diagonal, lx.LU, lx.QR, lx.SVD, lx.Triangular, lx.Tridiagonal),
     lx.AutoLinearSolver,
-    lx.Cholesky,
-    lx.Diagonal,
-    lx.LU,
-    lx.QR,
-    lx.SVD,
-    lx.Triangular,
-    lx.Tridiagonal,
 )
 
 
@@ -120,31 +96,21 @@ class SolveErrors(NamedTuple):
 
 
 class Solves(NamedTuple):
-    """Solutions x of `A x = e_j`, with residuals r: a scalar each, or one a column.
+    """Solutions x of `A x = e_j`, with residuals r: a scalar each, or one a column."""
 
-    - `residuals`: `|r|`.
-    - `sizes`: `|x|`.
-    - `forms`: `|x^* r|`; infinite where A isn't Hermitian.
-    """
-
-    residuals: Float[Array, "..."]
-    sizes: Float[Array, "..."]
-    forms: Float[Array, "..."]
+    residuals: Float[Array, "..."]  # |r|
+    sizes: Float[Array, "..."]  # |x|
+    forms: Float[Array, "..."]  # |x^* r|; infinite where A isn't Hermitian
 
 
 def solve_of_column(
     operator: lx.AbstractLinearOperator, column: Inexact[Array, " n"], j: Int[Array, ""]
 ) -> Solves | None:
-    """The solve that column j of an operator is made of; `None` if no solver iterated.
-
-    Its residual takes a product with A, but no solve. Infinite where such a solver is
-    inside of a product, or of a sum of several.
-    """
-    if not has_iterations(operator):
+    """The solve that column j is made of; `None` if none iterated, infinite if unknown."""
+    if solver_tolerance(operator) is None:
         return None
     column = jax.lax.stop_gradient(column)
-    indices = jnp.arange(space_of(operator).size, dtype=j.dtype)
-    unit = (indices == j).astype(column.dtype)
+    unit = unit_vectors(j, operator.in_size(), 1, column.dtype)[:, 0]
 
     def product(operator, x):
         return apply_block(operator, x[:, None])[:, 0]
@@ -152,26 +118,24 @@ def solve_of_column(
     if isinstance(operator, InverseLinearOperator):
         A = operator.operator
         r = unit - product(A, column)
-        residual, size, size_of_A = (
-            column_norms(x[:, None])[0] for x in (r, column, product(A, unit))
-        )
+        vectors = r, column, product(A, unit)
+        residual, size, size_of_A = (column_norms(x[:, None])[0] for x in vectors)
         rounding = jnp.finfo(size.dtype).eps * size_of_A * size
         form = jnp.abs(jnp.vdot(column, r)) if is_hermitian(A) else jnp.inf
         return Solves(residual + rounding, size, form + rounding * size)
     found = parts(operator)
-    solved = [x for x in found if has_iterations(x.operator)]
+    solved = [x for x in found if solver_tolerance(x.operator) is not None]
     if len(solved) == 1 and solved[0].operator is not operator:
         (term,) = solved
         for x in found:
             if x is not term:
                 column = column - x.times(product(x.operator, unit)).astype(unit.dtype)
-        factor = 1.0 if term.factor is None else term.factor
-        factor = jnp.asarray(factor).astype(unit.dtype)
+        factor = jnp.asarray(term.times(1.0)).astype(unit.dtype)
         inside = solve_of_column(term.operator, column / factor, j)
+        if inside is None:
+            return None
         size = jnp.abs(factor)
-        return inside and inside._replace(
-            sizes=size * inside.sizes, forms=size * inside.forms
-        )
+        return Solves(inside.residuals, size * inside.sizes, size * inside.forms)
     unknown = jnp.full((), jnp.inf, jnp.finfo(column.dtype).dtype)
     return Solves(unknown, unknown, unknown)
 
@@ -179,9 +143,8 @@ def solve_of_column(
 def errors_of_solves(solves: Solves) -> SolveErrors:
     """The errors of all columns of an inverse.
 
-    With the residual `R = I - A X` the error of a solve is `A^-1 R`, and A^-1 is
-    `X (I - R)^-1`. Of a Hermitian A the error of entry i of the diagonal is
-    `x_i^* r_i + r_i^* A^-1 r_i`. A residual as large as the right-hand side says nothing.
+    With `R = I - A X` the error of a solve is `A^-1 R`, and A^-1 is `X (I - R)^-1`. Of a
+    Hermitian A the error of entry i of the diagonal is `x_i^* r_i + r_i^* A^-1 r_i`.
     """
     residuals, sizes, forms = solves
     total = jnp.linalg.norm(residuals)
@@ -190,35 +153,10 @@ def errors_of_solves(solves: Solves) -> SolveErrors:
     return SolveErrors(jnp.minimum(forms + size * residuals**2, columns), columns)
 
 
-def has_iterations(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a solver that iterates is a part of an operator."""
-    return solver_tolerance(operator) is not None
-
-
 def solver_tolerance(operator: lx.AbstractLinearOperator) -> ArrayLike | None:
     """The largest relative tolerance of solvers that iterate; `None` without such."""
-
-    def is_inverse(x):
-        return isinstance(x, InverseLinearOperator)
-
-    parts = jtu.tree_leaves(operator, is_leaf=is_inverse)
-    solvers = [x.solver for x in parts if is_inverse(x)]
+    solvers = [x.solver for x in parts_of(operator, InverseLinearOperator)]
     iterating = [x for x in solvers if not isinstance(x, _DIRECT)]
     if not iterating:
         return None
-    known = [x.rtol for x in iterating if isinstance(x, _ITERATIVE)]
-    return max(known, default=0.0)
-
-
-def _known(check, operator: InverseLinearOperator) -> bool:
-    # An inverse need not share the others.
-    inherited = check not in (lx.is_tridiagonal, lx.has_unit_diagonal)
-    return inherited and is_known(check, operator.operator)
-
-
-def _conj(operator: InverseLinearOperator) -> InverseLinearOperator:
-    inner = lx.conj(operator.operator)
-    return InverseLinearOperator(inner, operator.solver, operator.options)
-
-
-register(InverseLinearOperator, _known, _conj)
+    return max((x.rtol for x in iterating if isinstance(x, _ITERATIVE)), default=0.0)

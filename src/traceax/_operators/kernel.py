@@ -12,32 +12,15 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree, Shaped
 
-from .._arguments import (
-    check_optional_integer,
-    require,
-    without_numpy,
-)
+from .._arguments import check_optional_integer, require, without_numpy
 from .._linalg.small import matmul
-from .block import (
-    OnePass,
-    is_data,
-    made_here,
-    on_cpu,
-    register,
-    space_of,
-    structure_of,
-)
-from .check import ComplexLinearOperator
+from .block import OnePass, is_data, made_here, on_cpu, space_of, structure_of
+from .check import ComplexLinearOperator, check_scalar, length_of, with_leading_axis
 
 _WHERE = "traceax.KernelLinearOperator"
-# Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision, of
-# which derivatives take up to four times as much. An accelerator takes more at once, lest
-# it wait for the next tile.
+# Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision.
 _NUMBERS_ON_CPU, _NUMBERS = 2**22, 2**26
-# Entries of a matrix that is stored: 256 MiB in 32-bit precision. For n = 4,000 points of the
-# plane, in 32 bits, that takes as long as 4 products with 4 vectors in tiles, 79 ms, and a
-# product a quarter of one in tiles, 4.7 ms (jaxlib 0.10.2, CPU time). `benchmarks/likelihood.py
-# stored` has whole log-determinants. The limit itself is chosen.
+# Entries of a matrix that is stored, 256 MiB: see `benchmarks/likelihood.py stored`.
 _MOST_STORED = 2**26
 
 
@@ -45,41 +28,28 @@ class KernelLinearOperator(OnePass):
     r"""The kernel matrix `K_ij = kernel(x_i, x_j)` of n rows, in tiles.
 
     ```python
-    class Matern(eqx.Module):
-        length: Array
+    def kernel(a, b):
+        return jnp.exp(-sum((a[i] - b[i]) ** 2 for i in range(len(a))) / 2)
 
-        def __call__(self, a, b):
-            a, b = a / self.length, b / self.length
-            squared = sum((a[i] - b[i]) ** 2 for i in range(len(a)))
-            # The root has no derivative at 0.
-            r = jnp.sqrt(3 * jnp.where(squared == 0, 1, squared))
-            return jnp.where(squared == 0, 1.0, (1 + r) * jnp.exp(-r))
-
-    operator = traceax.KernelLinearOperator(Matern(length), x)
+    operator = traceax.KernelLinearOperator(kernel, x)
     traceax.logdet(key, operator, 40, shift=noise)
     ```
 
     | | |
     |---|---|
-    | time | a product with a block of vectors is one pass: `n^2` evaluations, and a matrix product for each tile |
-    | memory | that of a tile, beside the block, for products and for derivatives; see below for spectral functions |
+    | time | a product with a block of vectors is one pass: `n^2` evaluations; reverse mode repeats them |
+    | memory | that of a tile, beside the block, for products and for derivatives |
     | known to be | symmetric and positive semidefinite, as a kernel must be |
     | differentiable | with respect to `x` and to arrays of `kernel`, or that it closes over, to any order that `kernel` is |
 
-    Log-determinants, likelihoods and other spectral functions take many products, and keep
-    matrices of up to 2^26 entries for the value, 256 MiB in 32-bit precision, in each lane
-    of a `jax.vmap`: `jax.lax.map` keeps one at a time.
+    Spectral functions keep matrices of up to 2^26 entries for the value, 256 MiB in 32-bit
+    precision, in each lane of a `jax.vmap`: `jax.lax.map` keeps one at a time.
 
-    A reverse-mode derivative computes each tile again. The kernel sees pairs of rows, and
-    is as accurate as it is written: differences of rows lose no digits, where `|a|^2 +
-    |b|^2 - 2 a.b` loses most of them in 32 bits. It is called with equal rows, too: its
-    derivative must be finite there. With a sum over few coordinates written out, as above,
-    XLA on CPUs takes a quarter of the time that `jnp.sum` takes: it computes nothing that
-    comes after a sum of an inner axis by vector instructions.
-
-    A sum of kernels is the kernel `lambda a, b: first(a, b) + second(a, b)`, one pass.
-    `lineax.linearise` does nothing: it would have to store the matrix. With rows of `x`
-    over several devices, each computes its columns of a tile.
+    Differences of rows lose no digits, where `|a|^2 + |b|^2 - 2 a.b` loses most of them in
+    32 bits. The kernel is called with equal rows, too: its derivative must be finite there.
+    A sum over few coordinates written out, as above, takes XLA on CPUs a quarter of the
+    time of `jnp.sum`. A sum of kernels is one kernel, and one pass. `lineax.linearise` does
+    nothing. With rows of `x` over several devices, each computes its columns of a tile.
 
     **Arguments:**
 
@@ -88,15 +58,10 @@ class KernelLinearOperator(OnePass):
         any other function is traced when the operator is made.
     - `x`: an array of shape `(n, d)`, or a PyTree of arrays with a leading axis of
         length n. Row i is the PyTree of their i-th entries.
-    - `tile`: how many rows there are in a tile, at most; chosen if `None`, for some
-        megabytes in memory.
+    - `tile`: how many rows there are in a tile, at most; by default some megabytes.
 
-    **Raises:**
-
-    - `TypeError` if `kernel` isn't a function or doesn't return a real floating-point
-        array of shape `()`, or for a `tile` that isn't an integer.
-    - `ValueError` if `x` has no leaves, scalar ones, ones of different leading axes, or
-        no rows.
+    **Raises:** `TypeError` for a `kernel` of other values or a `tile` that isn't an integer;
+    `ValueError` for an `x` of other leaves, or without rows.
     """
 
     kernel: Callable[[Any, Any], Float[Array, ""]]
@@ -111,35 +76,16 @@ class KernelLinearOperator(OnePass):
         *,
         tile: int | None = None,
     ):
-        require(
-            callable(kernel),
-            _WHERE,
-            "kernel must be a function of two rows",
-            kernel,
-            "pass (kernel, x)",
-            TypeError,
-        )
+        what, hint = "kernel must be a function of two rows", "pass (kernel, x)"
+        require(callable(kernel), _WHERE, what, kernel, hint, TypeError)
         self.tile = tile = without_numpy(tile)
         what = "the number of rows of a tile of the matrix"
         check_optional_integer(tile, "tile", _WHERE, least=1, what=what)
-        self.x = jtu.tree_map(_as_array, x)
-        _number_of_rows(self.x)
+        self.x = with_leading_axis(x, _WHERE, "x", "rows", "kernel")
         row = jtu.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.x)
-        row = structure_of(row)
-        fn: Any = kernel
-        value = eqx.filter_eval_shape(fn, row, row)
-        real = isinstance(value, jax.ShapeDtypeStruct) and jnp.issubdtype(
-            value.dtype, jnp.floating
-        )
-        require(
-            real and value.shape == (),
-            _WHERE,
-            "kernel must return a real floating-point array of shape ()",
-            value,
-            "it is called with two rows, not with arrays of them",
-            TypeError,
-        )
-        self._dtype = value.dtype
+        row, fn = structure_of(row), cast(Any, kernel)
+        hint = "it is called with two rows, not with arrays of them"
+        self._dtype = check_scalar(fn, (row, row), "kernel", _WHERE, hint).dtype
         leaves = jtu.tree_leaves(fn)
         if not isinstance(fn, eqx.Module) or not all(map(is_data, leaves)):
             # Partial: equinox leaves functions that close over nothing as they are.
@@ -152,10 +98,8 @@ class KernelLinearOperator(OnePass):
         # Under `vmap` over vectors, one matrix product for each tile.
         dtype = space_of(self).compute_dtype
         vector = vector.astype(dtype)
-        product = self._by_tiles(
-            self.x, lambda rows: matmul(rows.astype(dtype), vector)
-        )
-        return product.astype(self._dtype)
+        times = self._by_tiles(self.x, lambda rows: matmul(rows.astype(dtype), vector))
+        return times.astype(self._dtype)
 
     def columns(self, indices: Int[Array, " r"]) -> Float[Array, "n r"]:
         """Columns of the matrix, for r n evaluations of the kernel."""
@@ -170,8 +114,10 @@ class KernelLinearOperator(OnePass):
     def _by_tiles(self, rows: PyTree[Array], fn: Callable[[Array], Array]) -> Array:
         """`fn` of the rows of the matrix that belong to `rows`, for a tile of them."""
         x, rows = made_here((self.x, rows))
-        n, m = _number_of_rows(x), jtu.tree_leaves(rows)[0].shape[0]
-        most = self.tile or _rows_of_tile(x, n)
+        n, m = length_of(x), length_of(rows)
+        numbers = _NUMBERS_ON_CPU if on_cpu() else _NUMBERS
+        size_of_row = sum(leaf.size // n for leaf in jtu.tree_leaves(x))
+        most = self.tile or max(1, numbers // (n * (1 + size_of_row)))
         # All about as long, so that few rows are padded. At least two, which stay a loop:
         # XLA on CPUs (jaxlib 0.10.2) fuses a single one with what is done with the
         # product, and gets `sum(W * (K V))` wrong by O(1).
@@ -195,23 +141,16 @@ class KernelLinearOperator(OnePass):
     def as_matrix(self) -> Float[Array, "n n"]:
         return self._by_tiles(self.x, lambda rows: rows)
 
-    def transpose(self):
-        return self
-
     def in_structure(self) -> jax.ShapeDtypeStruct:
-        shape = (_number_of_rows(self.x),)
+        shape = (length_of(self.x),)
         return structure_of(jax.ShapeDtypeStruct(shape, self._dtype))
 
-    def out_structure(self) -> jax.ShapeDtypeStruct:
-        return self.in_structure()
+    def _knows(self, check):
+        return check in (lx.is_symmetric, lx.is_positive_semidefinite)
 
 
 def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator with the matrices of kernels in memory, where they fit.
-
-    For many products, one after the other, in what isn't differentiated. Each lane of a
-    `vmap` stores its own: their number isn't known here.
-    """
+    """The operator with matrices of kernels in memory where they fit, one a lane."""
 
     def is_kernel(x):
         return isinstance(x, KernelLinearOperator)
@@ -224,39 +163,4 @@ def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     return jtu.tree_map(store, operator, is_leaf=is_kernel)
 
 
-def _rows_of_tile(x: PyTree[Array], n: int) -> int:
-    numbers = _NUMBERS_ON_CPU if on_cpu() else _NUMBERS
-    size_of_row = sum(leaf.size // n for leaf in jtu.tree_leaves(x))
-    return max(1, numbers // (n * (1 + size_of_row)))
-
-
-def _as_array(x: Any) -> Array:
-    x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
-    require(
-        eqx.is_array(x) and x.ndim > 0,
-        _WHERE,
-        "the leaves of x must be arrays with a leading axis of rows",
-        x,
-        "let kernel close over what rows share",
-    )
-    return x
-
-
-def _number_of_rows(x: PyTree[Array]) -> int:
-    numbers = sorted({leaf.shape[0] for leaf in jtu.tree_leaves(x)})
-    require(
-        len(numbers) == 1 and numbers[0] > 0,
-        _WHERE,
-        "the leaves of x must have a leading axis of one length, at least 1",
-        f"lengths {numbers}",
-        "x is an array of shape (n, d), or a PyTree of arrays with n rows each",
-    )
-    return numbers[0]
-
-
-register(
-    KernelLinearOperator,
-    lambda check, _: check in (lx.is_symmetric, lx.is_positive_semidefinite),
-    lambda x: x,
-)
 lx.diagonal.register(KernelLinearOperator, lambda operator: operator.diagonal())

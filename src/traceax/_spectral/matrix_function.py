@@ -109,16 +109,8 @@ class MatrixFunctionLinearOperator(block.Dense):
     def out_structure(self):
         return self.operator.out_structure()
 
-
-def _known(check, operator: MatrixFunctionLinearOperator) -> bool:
-    # A function keeps the structure, and has the sign that it is tagged with.
-    own, *_ = block.TAGS[check]
-    kept = check in (lx.is_symmetric, lx.is_diagonal)
-    return own in operator.tags or (kept and is_known(check, operator.operator))
-
-
-block.register(
-    MatrixFunctionLinearOperator,
-    _known,
-    lambda operator: lx.conj(block.as_function(operator)),
-)
+    def _knows(self, check):
+        # A function keeps the structure, and has the sign that it is tagged with.
+        own, *_ = block.TAGS[check]
+        kept = check in (lx.is_symmetric, lx.is_diagonal)
+        return own in self.tags or (kept and is_known(check, self.operator))
