@@ -50,7 +50,6 @@ LAYERS = [
     "_by_block",
     "_diagonal",
     "_divergence",
-    "_trace_function",
     "_likelihood",
     "_spectral_sums",
     "testing",
