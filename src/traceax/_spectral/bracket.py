@@ -18,8 +18,6 @@ from .function import SpectralFunction, remaining, weighted_sums
 # within a factor of some hundreds of their noise after few steps, jitter is off by 1e5.
 _LOOSE = 1e4
 
-Ends = tuple[Inexact[Array, ""], Inexact[Array, ""]]
-
 
 def lower_ends(
     function: SpectralFunction, theta: Float[Array, " k"], state: SpectralState
@@ -61,7 +59,7 @@ def of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> 
 
 def middles_of(
     samples: list[SampleWeights], others: list[SampleWeights], positive: Bool[Array, ""]
-) -> tuple[list[SampleWeights], list[Ends]]:
+) -> tuple[list[SampleWeights], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]]:
     """The means of both, and the ends of every leaf, the lower one first.
 
     With negative eigenvalues the function isn't operator monotone on the spectrum: the

@@ -95,7 +95,7 @@ def product_tangents(
         return jax.lax.cond(needed, product, lambda _: nothing, chunk)
 
     starts = _CHUNK * jnp.arange(number, dtype=jnp.int32)
-    _, found = jax.lax.scan(lambda _, x: (None, part(*x)), None, (starts, chunks))
+    found = jax.lax.map(lambda x: part(*x), (starts, chunks))
     return found.reshape(-1, n)[:p].T
 
 

@@ -129,8 +129,7 @@ def krylov_sums(
 ) -> KrylovSums:
     """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
 
-    The right-hand sides of the state are the first starting vectors. Every sample is the
-    middle of its bracket, where there is one.
+    The right-hand sides of the state are the first starting vectors.
 
     - `sizes`: numbers of steps, ascending, that there are eigendecompositions for.
     - `most_left_out`: how many steps spaces without a probe take at most. Any space that
@@ -195,10 +194,10 @@ def krylov_sums(
             lengths = column_norms(state.right)[None, :] / math.sqrt(n)
             right = right * lengths.astype(omega.dtype)
 
-        def of_extension(lower):
-            E = smallest_extension(T, R, (theta, S), lower, steps)
+        def of_extension(end):
+            E = smallest_extension(T, R, (theta, S), end, steps)
             nodes, vectors = ritz_pairs(E, width * steps, width, orders)
-            nodes, vectors = jnp.maximum(nodes, lower), vectors[: len(T)]
+            nodes, vectors = jnp.maximum(nodes, end), vectors[: len(T)]
             form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
             weights = sample_weights(left_out, vectors[:first])
             # Controlled as those of T: no part of the bracket.
