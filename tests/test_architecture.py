@@ -51,7 +51,6 @@ LAYERS = [
     "_by_block",
     "_diagonal",
     "_divergence",
-    "_trace_function",
     "_likelihood",
     "_spectral_sums",
     "testing",

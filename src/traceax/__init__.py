@@ -63,11 +63,11 @@ from ._spectral_sums import SpectralDensity as SpectralDensity
 from ._spectral_sums import logdet as logdet
 from ._spectral_sums import schatten_norm as schatten_norm
 from ._spectral_sums import spectral_density as spectral_density
+from ._spectral_sums import trace_function as trace_function
 from ._spectral_sums import trace_inverse as trace_inverse
 from ._state import TraceState as TraceState
 from ._state import init_state as init_state
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace
-from ._trace_function import trace_function as trace_function
 
 __version__ = _version("traceax")

@@ -22,9 +22,9 @@ from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, 
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import SpectralState, likelihood_bar
 from ._spectral.blocks import Terms
+from ._spectral.estimate import Options
 from ._spectral.function import LOG
 from ._spectral.krylov_aware import KrylovAwareEstimator
-from ._trace_function import Options
 
 Preconditioner = int | Int[Array, " r"] | None
 _OF_B = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")

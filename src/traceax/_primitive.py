@@ -98,7 +98,7 @@ class StandIn(eqx.Module):
         differentiated. Linear in their tangents, for JAX to transpose.
         """
 
-    def slope(self, state: PyTree, tangent: PyTree) -> tuple[Any, Any, Any] | None:
+    def slope(self, state: PyTree, tangent: PyTree) -> tuple[Any, ...] | None:
         """The derivative, its standard error and degrees of freedom. Optional."""
         raise NotImplementedError(
             "traceax.jvp: derivatives of this estimate have no error bar; use jax.jvp of "
@@ -257,6 +257,8 @@ def product_tangent(
     operator: lx.AbstractLinearOperator, tangent: PyTree, V: Inexact[Array, "n p"]
 ) -> Inexact[Array, "n p"] | None:
     """`dA V`, of a fixed V. `None` stands for 0."""
+    if not jtu.tree_leaves(tangent):
+        return None
     V = jax.lax.stop_gradient(V)
     return eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (tangent,))[1]
 

@@ -1,8 +1,9 @@
-"""Log-determinants, inverses, norms, densities: uses of `trace_function`."""
+"""Sums over eigenvalues: traces of functions, and the doors that are made of them."""
 
 import functools as ft
 import math
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,26 +17,95 @@ from ._arguments import check_real_scalar, known_number
 from ._estimate import Estimate, finite_or_failed, raise_failure
 from ._likelihood import Preconditioner, preconditioned_logdet
 from ._operators.block import is_positive_semidefinite, space_of
-from ._operators.check import ShiftedLinearOperator
+from ._operators.check import ShiftedLinearOperator, checked_operator
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.base import SpectralEstimator
-from ._spectral.function import LOG, Power, SpectralFunction
+from ._spectral.estimate import Options, estimate_function
+from ._spectral.function import (
+    IDENTITY,
+    LOG,
+    RECIPROCAL,
+    Power,
+    SpectralFunction,
+)
 from ._state import init_state
-from ._trace_function import Options, estimate_function
 
 
-# Functions of this module, which can be pickled as JAX's can't.
-def _reciprocal(x):
-    return jnp.reciprocal(x)
+def trace_function(
+    key: Key[Array, ""],
+    fn: Callable[[Float[Array, ""]], Any],
+    operator: lx.AbstractLinearOperator,
+    k: int | None = None,
+    estimator: SpectralEstimator | None = None,
+    *,
+    lower: ArrayLike | None = None,
+    monotone: bool = False,
+    trace: ArrayLike | None = None,
+    rtol: ArrayLike | None = None,
+    atol: ArrayLike | None = None,
+    level: float = 0.95,
+    progress_meter: ProgressMeter = NO_PROGRESS_METER,
+    throw: bool = True,
+) -> Estimate:
+    r"""Estimates `tr f(A)`, a sum over eigenvalues, from at most `k` products.
 
+    ```python
+    estimate = traceax.trace_function(key, jnp.sqrt, operator, 120)
+    ```
 
-def _identity(x):
-    return x
+    Differentiable with respect to `operator`, and to what `fn` closes over: first
+    derivatives of any kind, and second derivatives with respect to the operator. They
+    are estimates of the derivatives of `tr f(A)`, not derivatives of an algorithm.
 
+    **Arguments:**
 
-# Made once: programs for these are kept.
-_RECIPROCAL = SpectralFunction(_reciprocal, monotone=True)
-_IDENTITY = SpectralFunction(_identity)
+    - `key`: a single key, typed or legacy.
+    - `fn`: a function of a real scalar, which JAX can differentiate. It may return a
+        PyTree of scalars: all are estimated from the same products.
+    - `operator`: a symmetric lineax operator (complex: Hermitian), over arrays or
+        PyTrees. It need not be tagged so; its products must show it.
+    - `k`: a positive Python int, the budget of products. For `k >= n` the answer is
+        exact. It may be left out with a tolerance, as in [`traceax.trace`][], and where
+        there is a bracket: see [`traceax.KrylovAwareEstimator`][].
+    - `estimator`: a [`traceax.SpectralEstimator`][]; by default
+        [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
+        which the sum is exact.
+    - `lower`: a real scalar that no eigenvalue is below, where one is known; 0 of an
+        operator that is tagged positive semidefinite.
+    - `monotone`: whether `fn`, or minus it, is operator monotone on positive numbers:
+        `log`, `-1 / x`, `x**p` with `0 < p < 1`, sums of these with positive weights;
+        every leaf of it. With `lower` the error of the Krylov space is then known in
+        place of guessed. Nothing checks this.
+    - `trace`: that of `operator`, a real scalar, which may be traced, where it is known but
+        can't be read: of kernels, matrices, dense or sparse, and sums, multiples and shifts
+        of these the diagonal is read. It takes most of the error of probes away, at no
+        product, and has no part in derivatives. A wrong one need not show in the error
+        bar.
+    - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for [`traceax.trace`][]; a
+        tolerance is for every leaf of what `fn` returns, and is taken by
+        [`traceax.KrylovAwareEstimator`][].
+
+    **Returns:**
+
+    A [`traceax.Estimate`][], whose value is of the structure that `fn` returns. Its
+    error bar holds the error of probes and that of the Krylov space. For monotone functions
+    `stats["bracket"]` is the pair of the ends between which the value would be but for the
+    error of probes; `stats["bracket_is_proven"]` says whether they are, or rest on a guess
+    of the smallest eigenvalue. The ends have the derivative of the value.
+    `stats["ritz_values"]` and `stats["ritz_weights"]` evaluate more functions without
+    another product: `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
+
+    **Raises:** as [`traceax.trace`][]; `ValueError` for a function that isn't one of
+    scalars; a run-time error for an operator that isn't Hermitian, or a function that isn't
+    finite on its spectrum.
+    """
+    where = "traceax.trace_function"
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        checked_operator(operator, where, "(key, fn, operator, k)")
+    options = Options(rtol, atol, level, progress_meter, throw, trace)
+    return estimate_function(
+        where, key, fn, operator, k, estimator, options, lower, monotone
+    )
 
 
 def logdet(
@@ -58,11 +128,11 @@ def logdet(
     The first job of a Gaussian process: `traceax.logdet(key, kernel, 100,
     shift=noise)`, differentiable with respect to the kernel and to the noise.
 
-    A shift costs nothing and takes nothing of the accuracy: Krylov spaces of A and of
-    `A + shift I` are the same, and eigenvalues that are all but `shift` drop out of
-    the error. Of an operator that is tagged positive semidefinite a shift also says
-    what no eigenvalue is below, which bounds the error of the Krylov space; the same
-    multiple of the identity inside of the operator does not.
+    A shift takes nothing of the accuracy: Krylov spaces of A and of `A + shift I` are the
+    same, and eigenvalues that are all but `shift` drop out of the error. Of an operator that
+    is tagged positive semidefinite it also says what no eigenvalue is below, which bounds
+    the error of the Krylov space; the same multiple of the identity inside of the operator
+    does not.
 
     **Arguments:** those of [`traceax.trace_function`][], and
 
@@ -73,10 +143,8 @@ def logdet(
         [`traceax.inv_quad_logdet`][], which estimates both terms of a likelihood at once.
     - `trace`: that of A, without the shift. Columns make no use of it.
 
-    **Returns:** a [`traceax.Estimate`][]. `stats["bracket"]` holds the ends between which
-    the value would be but for the error of probes, of operators that are tagged positive
-    semidefinite, and `stats["bracket_is_proven"]` says whether they are: see
-    [`traceax.KrylovAwareEstimator`][], also for what happens where k is left out.
+    **Returns:** a [`traceax.Estimate`][], with a bracket for operators that are tagged
+    positive semidefinite.
     """
     where = "traceax.logdet"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
@@ -108,15 +176,13 @@ def trace_inverse(
     `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)`, whose k
     counts solves.
 
-    **Arguments:** those of [`traceax.logdet`][].
-
-    **Returns:** a [`traceax.Estimate`][].
+    Arguments, and what is returned, are those of [`traceax.logdet`][].
     """
     where = "traceax.trace_inverse"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
     operator, lower, options = _shifted(operator, shift, options, where)
     return estimate_function(
-        where, key, _RECIPROCAL, operator, k, estimator, options, lower
+        where, key, RECIPROCAL, operator, k, estimator, options, lower
     )
 
 
@@ -155,16 +221,16 @@ def schatten_norm(
         raise TypeError(f"{where}: a norm takes no atol, got one; pass rtol.")
     if known is not None and not 0 < known < math.inf:
         raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}")
-    space = space_of(init_state(key, operator, where).operator)
-    power = jnp.asarray(p, space.real_dtype)
+    dtype = init_state(key, operator, where).space.real_dtype
+    power = jnp.asarray(p, dtype)
     # A relative error of the norm is one p times as large of the sum.
     if rtol is not None:
-        rtol = power * check_tolerance(rtol, "rtol", space.real_dtype, where)
+        rtol = power * check_tolerance(rtol, "rtol", dtype, where)
     options = Options(rtol, None, level, progress_meter, False, trace)
     function = SpectralFunction(Power(power), monotone=known is not None and known <= 1)
     total = estimate_function(where, key, function, operator, k, estimator, options)
     stats = dict(total.stats)
-    unit = stats.pop("unit", jnp.ones((), space.real_dtype))
+    unit = stats.pop("unit", jnp.ones((), dtype))
     root = ft.partial(_root, power=power, unit=unit)
     if "bracket" in stats:
         stats["bracket"] = tuple(root(x) for x in stats["bracket"])
@@ -215,10 +281,7 @@ class SpectralDensity(eqx.Module):
         return jnp.vectorize(count_below)(jnp.asarray(upper))
 
     def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
-        """Eigenvalues per unit, every point spread to a normal density of `width`.
-
-        Raises `ValueError` for a width that isn't positive, as far as it is known.
-        """
+        """Eigenvalues per unit, every point spread to a normal density of `width`."""
         where = "traceax.SpectralDensity.density"
         hint = "it is the standard deviation of what each point is spread to."
         check_real_scalar(width, "width", where, hint)
@@ -230,9 +293,8 @@ class SpectralDensity(eqx.Module):
             z = (point.astype(self.points.dtype) - self.points) / width
             return jnp.sum(self.weights * jnp.exp(-(z**2) / 2))
 
-        return jnp.vectorize(at_point)(jnp.asarray(at)) / (
-            width * math.sqrt(2 * math.pi)
-        )
+        heights = jnp.vectorize(at_point)(jnp.asarray(at))
+        return heights / (width * math.sqrt(2 * math.pi))
 
 
 def spectral_density(
@@ -245,18 +307,14 @@ def spectral_density(
 ) -> SpectralDensity:
     """Estimates the distribution of eigenvalues of a symmetric or Hermitian operator.
 
-    **Arguments:** those of [`traceax.trace_function`][], without a tolerance.
-
-    **Returns:** a [`traceax.SpectralDensity`][]. Not differentiable.
+    Arguments are those of [`traceax.trace_function`][]. Not differentiable.
     """
     where = "traceax.spectral_density"
     estimate = estimate_function(
-        where, key, _IDENTITY, operator, k, estimator, Options(throw=throw)
+        where, key, IDENTITY, operator, k, estimator, Options(throw=throw)
     )
-    points, weights = jax.lax.stop_gradient(
-        (estimate.stats["ritz_values"], estimate.stats["ritz_weights"])
-    )
-    return SpectralDensity(points, weights)
+    stats = jax.lax.stop_gradient(estimate.stats)
+    return SpectralDensity(stats["ritz_values"], stats["ritz_weights"])
 
 
 def _shifted(
@@ -268,20 +326,16 @@ def _shifted(
         return operator, None, options  # refused later
     if isinstance(shift, int | float) and shift == 0:
         return operator, None, options
-    check_real_scalar(
-        shift,
-        "shift",
-        where,
-        "add anything else to the operator, such as a lineax.DiagonalLinearOperator.",
-    )
-    dtype = space_of(operator).dtype
-    scalar = jnp.asarray(shift).astype(jnp.finfo(dtype).dtype)
+    hint = "add anything else to the operator, such as a lineax.DiagonalLinearOperator."
+    check_real_scalar(shift, "shift", where, hint)
+    space = space_of(operator)
+    scalar = jnp.asarray(shift).astype(jnp.finfo(space.dtype).dtype)
     total = ShiftedLinearOperator(operator, scalar)
     if options.trace is not None:
         hint = "it is that of the operator without its shift."
         check_real_scalar(options.trace, "trace", where, hint)
         trace = jnp.asarray(options.trace).astype(scalar.dtype)
-        options = options._replace(trace=trace + space_of(operator).size * scalar)
+        options = options._replace(trace=trace + space.size * scalar)
     if not is_positive_semidefinite(operator):
         return total, None, options
     if isinstance(shift, int | float) and shift > 0:

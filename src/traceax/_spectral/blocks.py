@@ -21,14 +21,12 @@ from jaxtyping import Array, Inexact, Int
 from .._linalg.krylov import RitzPairs, smallest_of
 from .._linalg.tall import column_dots, combine
 from .._primitive import StandIn
-from .frechet import product_tangents, second_order, solution_of
+from .frechet import product_tangents, second_order, solution_of, sum_of
 from .function import divided_differences, final
 
 
 class SpectralBlocks(StandIn):
-    r"""Ritz pairs, and the matrix that makes them a stand-in for the identity.
-
-    **Attributes:**
+    r"""Ritz pairs, and the matrix C that makes them a stand-in for the identity.
 
     - `pairs`: of p Ritz values.
     - `coupling`: the matrix C.
@@ -54,22 +52,19 @@ class SpectralBlocks(StandIn):
         if not jtu.tree_leaves(tangent):
             return None
         # Once for all sizes: most of what there is to compile.
-        products = None
-        if jtu.tree_leaves(tangent[0]):
-            products = product_tangents(
-                primal[0], tangent[0], self.pairs.basis, self.count
-            )
+        products = product_tangents(primal[0], tangent[0], self.pairs.basis, self.count)
         if self.count is None:
-            leaves = self._of_first(len(self.coupling), primal, tangent, products)
+            leaves, forms = self._of_first(
+                len(self.coupling), primal, tangent, products
+            )
         else:
             # As many pairs as any lane needs.
-            which = smallest_of(self.sizes, self.count)
             branches = [
                 lambda size=size: self._of_first(size, primal, tangent, products)
                 for size in self.sizes
             ]
-            leaves = jax.lax.switch(which, branches)
-        leaves, forms = leaves
+            which = smallest_of(self.sizes, self.count)
+            leaves, forms = jax.lax.switch(which, branches)
         tree = primal[1].tree(leaves, self.pairs.values.dtype)
         return tree if self.solutions is None else Terms(tree, forms)
 
@@ -83,7 +78,7 @@ class SpectralBlocks(StandIn):
             W = combine(products.T[:size].T, jax.lax.stop_gradient(pairs.vectors))
         of_operator = _of_operator(pairs, C, operator, function, W)
         of_function = _of_function(pairs, C, operator, function, t_function)
-        leaves = [_add(*of) for of in zip(of_operator, of_function, strict=True)]
+        leaves = [sum_of(*x) for x in zip(of_operator, of_function, strict=True)]
         if self.solutions is None:
             return leaves, None
         coordinates = self.solutions[:size]
@@ -111,7 +106,7 @@ def _of_operator(pairs, C, operator, function, W):
         total = jnp.sum(column_dots(Z, W.astype(dtype)))
         return total if jnp.iscomplexobj(F) else jnp.real(total)
 
-    return [of_leaf(*of) for of in zip(differences, corrections, strict=True)]
+    return list(map(of_leaf, differences, corrections))
 
 
 def _of_function(pairs, C, operator, function, t_function):
@@ -128,20 +123,14 @@ def _of_forms(pairs, coordinates, operator, right, W, t_right):
     """`2 u^* db - u^* dA u`, with `u = A^-1 b` of the Krylov space."""
     u = combine(pairs.ritz_vectors, coordinates)
     n, p = pairs.basis.shape
-    steps = n if p == n else p // pairs.width
     # The same, but for its derivative.
+    steps = n if p == n else p // pairs.width
     solution = solution_of(operator, right, u, steps)
-    parts = []
+    of_operator, of_right = None, None
     if W is not None:
         # `dA u` has two factors u, of which W holds one fixed.
         both = 2 * solution - u
-        parts.append(-jnp.real(column_dots(both, combine(W, coordinates))))
+        of_operator = -jnp.real(column_dots(both, combine(W, coordinates)))
     if t_right is not None:
-        parts.append(2 * jnp.real(column_dots(solution, t_right)))
-    return sum(parts) if parts else None
-
-
-def _add(x, y):
-    if x is None or y is None:
-        return y if x is None else x
-    return x + y
+        of_right = 2 * jnp.real(column_dots(solution, t_right))
+    return sum_of(of_operator, of_right)

@@ -14,40 +14,33 @@ from .._operators.block import is_positive_semidefinite
 from .base import SpectralState
 from .function import SpectralFunction, remaining, weighted_sums
 
-# A bound is loose if the smallest Ritz value is so many times as large.
+# A bound is loose if the smallest Ritz value is so many times as large: kernels have it
+# within a factor of some hundreds of their noise after few steps, jitter is off by 1e5.
 _LOOSE = 1e4
 
-Ends = tuple[Inexact[Array, ""], Inexact[Array, ""]]
 
-
-def lower_end(
+def lower_ends(
     function: SpectralFunction, theta: Float[Array, " k"], state: SpectralState
-) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """A number below the spectrum, at which the function is finite; whether that is known.
+) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
+    """Numbers below the spectrum, at which the function is finite: for the bracket, and for
+    the value; and whether the first is known to be one.
 
-    The known one, at least 0, as the function is one of positive numbers. Where it isn't
-    finite there, a quarter of the smallest positive Ritz value, of which nothing is
-    proven: the intervals of log-determinants of kernels cover.
+    The first is the known one, at least 0, as the function is one of positive numbers, or,
+    where it isn't finite there, a quarter of the smallest positive Ritz value, of which
+    nothing is proven: the intervals of log-determinants of kernels cover. A loose bound
+    makes the middle of the bracket worse than f(T): the value takes that quarter then.
     """
-    nothing, lower = jnp.zeros_like(theta, shape=()), state.lower
-    known = nothing if lower is None else jnp.maximum(lower, nothing)
-    smallest = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
+    zero, lower = jnp.zeros_like(theta, shape=()), state.lower
+    known = zero if lower is None else jnp.maximum(lower, zero)
+    least = jnp.min(theta)
+    positive = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
     finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
-    tagged = is_positive_semidefinite(state.operator)
-    positive = jnp.asarray(tagged) if lower is None else tagged | (lower >= 0)
-    return jnp.where(finite, known, smallest / 4), finite & positive
-
-
-def bottom_of(theta: Float[Array, " k"], lower: Float[Array, ""]) -> Float[Array, ""]:
-    """What the value takes for the lower end of the spectrum.
-
-    A bound far below the smallest Ritz value, as jitter is, makes the bracket long and its
-    middle worse than f(T); there a quarter of that Ritz value. Kernels have it within a
-    factor of some hundreds of their noise after few steps, jitter is off by 1e5 and more.
-    """
-    smallest = jnp.min(theta)
-    loose = (lower > 0) & (smallest > _LOOSE * lower)
-    return jnp.where(loose, smallest / 4, lower)
+    proven = jnp.asarray(is_positive_semidefinite(state.operator))
+    if lower is not None:
+        proven = proven | (lower >= 0)
+    end = jnp.where(finite, known, positive / 4)
+    loose = (end > 0) & (least > _LOOSE * end)
+    return end, jnp.where(loose, least / 4, end), finite & proven
 
 
 def of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> Any:
@@ -61,33 +54,25 @@ def of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> 
 
     number = 1 + (bottom != lower).astype(jnp.int32)
     both = jax.lax.fori_loop(0, number, step, both)
-    return (
-        jtu.tree_map(lambda x: x[0], both),
-        jtu.tree_map(lambda x: jnp.where(number == 2, x[1], x[0]), both),
-    )
+    return tuple(jtu.tree_map(lambda x, i=i: x[i], both) for i in (0, number - 1))
 
 
 def middles_of(
     samples: list[SampleWeights], others: list[SampleWeights], positive: Bool[Array, ""]
-) -> tuple[list[SampleWeights], list[Ends]]:
+) -> tuple[list[SampleWeights], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]]:
     """The means of both, and the ends of every leaf, the lower one first.
 
-    The ends of a falling function come in the other order, and rounding may exchange them.
     With negative eigenvalues the function isn't operator monotone on the spectrum: the
     samples are those of f(T).
     """
-    middles, ends = [], []
     others = jtu.tree_map(lambda x, y: jnp.where(positive, y, x), samples, others)
-    for x, y in zip(samples, others, strict=True):
-        middles.append(jtu.tree_map(lambda a, b: (a + b) / 2, x, y))
-        sides = x.samples.mean(), y.samples.mean()
-        ends.append((jnp.minimum(*sides), jnp.maximum(*sides)))
-    return middles, ends
-
-
-#
-# Without a bracket
-#
+    middles = jtu.tree_map(lambda x, y: (x + y) / 2, samples, others)
+    # Of a falling function, or by rounding, they may come in the other order.
+    sides = [
+        (x.samples.mean(), y.samples.mean())
+        for x, y in zip(samples, others, strict=True)
+    ]
+    return middles, [(jnp.minimum(*x), jnp.maximum(*x)) for x in sides]
 
 
 def quadrature_errors(
@@ -98,7 +83,7 @@ def quadrature_errors(
     n: int,
     steps: int | Int[Array, ""],
 ) -> list[Float[Array, ""]]:
-    """How far each leaf is from its limit in the number of steps.
+    """How far each leaf is from its limit in the number of steps, without a bracket.
 
     With spaces without a probe of one step less, and f(A) taken in the space of one
     step less, one step more of the latter changes the sum by b. The step before it
@@ -111,14 +96,13 @@ def quadrature_errors(
     values, _ = pairs
     if m == 1 or k == m:
         return [jnp.full((), jnp.inf, values.dtype) for _ in function(values)]
-    # Rounding must not take a node out of the function's domain.
-    low, high = jnp.min(values), jnp.max(values)
     changes = []
     for fewer in range(1, min(k // m, 3)):
         depth = steps - fewer
         shorter = shortened(left_out, omega, n, depth)
         theta, S = ritz_pairs(T, m * depth)
-        earlier = jnp.clip(theta, low, high), S
+        # Rounding must not take a node out of the function's domain.
+        earlier = jnp.clip(theta, jnp.min(values), jnp.max(values)), S
         sums = []
         for theta, S in (pairs, earlier):
             weights = jnp.real(jnp.diagonal(coupling_of(shorter, S, m)))

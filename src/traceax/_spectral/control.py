@@ -4,12 +4,8 @@ Sample i of `tr f(A)` is `tr(C_i f)`, and for any matrix M of known trace `tr(C_
 the mean `tr M`. So `sample_i - c_i (tr(C_i M) - tr M)` has the same mean, for a slope
 `c_i` that doesn't depend on probe i, and the noise of `f - c M` on what the spaces
 without a probe leave. Slopes are taken from tests of the two neighbours of probe i, in the
-spaces without both.
-
-- Of an operator whose trace is known M is the operator itself, of which the projected
-    matrix is in hand, and c the slope of f over the part of the spectrum that tests see.
-- With a preconditioner of columns M is the matrix Pi of the columns' range, where
-    `log(B)` is about 0.
+spaces without both. M is the operator, of which the projected matrix is in hand; or, with
+a preconditioner of columns, the projector Pi to their range, where `log(B)` is about 0.
 """
 
 import jax
@@ -43,21 +39,17 @@ def of_columns(
     the coupling, so that derivatives are of what is estimated.
 
     A test g of a complement of d dimensions, which holds `r_i = r - tr(P_i Pi)` of Pi,
-    estimates the total there, by `d g^* f g`, and `r_i` by `d g^* Pi g`, which is known.
-    The total spreads over the `d - r_i` dimensions outside of Pi, so that a sample is too
-    small by
+    estimates the total there by `d g^* f g`, and `r_i` by `d g^* Pi g`. The total spreads
+    over the `d - r_i` dimensions outside of Pi, so that a sample is too small by
 
         d g^* f g / (d - r_i) (d g^* Pi g - r_i) .
-
-    Nothing is estimated where the space has found all of f, and nothing is controlled
-    then.
     """
     inside = preconditioner.inside(basis).conj().T
-    tested, found = (
+    tested, excess = (
         jtu.tree_map(lambda x: jnp.sum(x, axis=1), of(left_out, inside))
         for of in (test_weights, sample_weights)
     )
-    excess = jtu.tree_map(lambda x: x - preconditioner.trace_inside, found)
+    excess = jtu.tree_map(lambda x: x - preconditioner.trace_inside, excess)
     # `d - r_i` of the spaces without two probes.
     m = len(tested.samples)
     d = left_out.dimensions[m:]
@@ -65,13 +57,10 @@ def of_columns(
     unfound = test_weights(left_out, S)
 
     def of_leaf(f):
-        first, second = (
-            weighted_sums(x, f) / outside
-            for x in (unfound.pairs_first, unfound.pairs_second)
-        )
-        return _times(
-            excess, _of_neighbours(first, second), jnp.mean(first + second) / 2
-        )
+        first = weighted_sums(unfound.pairs_first, f) / outside
+        second = weighted_sums(unfound.pairs_second, f) / outside
+        slopes = _of_neighbours(first, second)
+        return _times(excess, slopes, jnp.mean(first + second) / 2)
 
     def coupling(g, excess):
         g = matmul(g[m:], S.conj())
@@ -94,9 +83,7 @@ def of_trace(
     function: SpectralFunction,
 ) -> tuple[list[SampleWeights], list[Float[Array, ""]]]:
     r"""What is to be added to the samples of every leaf, by the trace of the operator; and
-    the size of what cancels in it.
-
-    Nothing where rounding of that is more than the samples differ by.
+    the size of what cancels in it: nothing where its rounding is more than samples differ by.
 
     With a test g of the complement of a space Y, `P = I - Y Y^*`, the slope is
 
@@ -109,22 +96,18 @@ def of_trace(
     # Squares neither overflow nor underflow.
     scale = power_of_two_scale(theta)
     theta, trace = theta / scale, trace / scale
-    total = jtu.tree_map(lambda x: weighted_sums(x, theta), weights)
-    excess = jtu.tree_map(lambda x: x - trace, total)
+    excess = jtu.tree_map(lambda x: weighted_sums(x, theta) - trace, weights)
     tested = jtu.tree_map(lambda x: weighted_sums(x, theta), test_weights(left_out, S))
     d = left_out.dimensions
-    # Rounding must not take them out of the function's domain.
-    low, high = jnp.min(theta), jnp.max(theta)
-    means, means_of_pairs = (
-        jnp.clip((x - e) / jnp.maximum(dimensions, 1), low, high)
-        for x, e, dimensions in (
-            (tested.samples, excess.samples, d[:m]),
-            (tested.pairs_first, excess.pairs_first, d[m:]),
-        )
-    )
-    slopes, slopes_of_pairs = (
-        derivative(function, x * scale) for x in (means, means_of_pairs)
-    )
+
+    def slopes_at_mean(tested, excess, d):
+        mean = (tested - excess) / jnp.maximum(d, 1)
+        # Rounding must not take it out of the function's domain.
+        mean = jnp.clip(mean, jnp.min(theta), jnp.max(theta))
+        return derivative(function, mean * scale)
+
+    slopes = slopes_at_mean(tested.samples, excess.samples, d[:m])
+    slopes_of_pairs = slopes_at_mean(tested.pairs_first, excess.pairs_first, d[m:])
     # Coordinates of tests in Ritz vectors.
     tests = [matmul(g, S.conj()) for g in (left_out.own[m:], left_out.following[m:])]
     spaces = left_out.spaces[m:].conj()
@@ -134,22 +117,17 @@ def of_trace(
         products = matmul(f.astype(u.dtype)[None, :] * u, S.T)
         return jnp.einsum("lpk,lk->lp", spaces, products, precision="highest")
 
-    def neighbours(fn):
-        return _of_neighbours(*(fn(u) for u in tests))
-
     def mean(f):
-        return neighbours(lambda u: weighted_sums(squares(u), f))
+        return _of_neighbours(*(weighted_sums(squares(u), f) for u in tests))
 
     def product(f):
-        held = neighbours(
-            lambda u: jnp.sum(jnp.real(inside(theta, u).conj() * inside(f, u)), axis=1)
-        )
-        return mean(theta * f) - held
+        held = [jnp.real(inside(theta, u).conj() * inside(f, u)) for u in tests]
+        return mean(theta * f) - _of_neighbours(*(jnp.sum(x, axis=1) for x in held))
 
     eps = jnp.finfo(theta.dtype).eps
     beta, b_b = mean(theta), product(theta)
-    # Variances that are rounding give no slope.
     variance = b_b - beta**2
+    # That of rounding gives no slope.
     varies = variance > 1e3 * eps * jnp.maximum(b_b, beta**2)
 
     def slope_of(f):
@@ -161,9 +139,8 @@ def of_trace(
 
     def of_leaf(f, slope, slope_of_pairs):
         c = slope_of(f)
-        ratio = jnp.real(
-            slope / divisor(_of_neighbours(slope_of_pairs, slope_of_pairs))
-        )
+        of_pairs = _of_neighbours(slope_of_pairs, slope_of_pairs)
+        ratio = jnp.real(slope / divisor(of_pairs))
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
         size = jnp.mean(jnp.abs(c)) * magnitude
         samples = weighted_sums(weights.samples, f)
@@ -180,11 +157,10 @@ def of_trace(
 
 
 def bias_of(control: SampleWeights) -> Float[Array, ""]:
-    """How much samples are off by together, as what is known of them shows; else 0.
+    """How much samples are off by together, as the mean of a control shows; else 0.
 
-    The mean of a control variate is 0, but for chance. It is far from it where rounding
-    carried a probe into the spaces that leave it out, as it does along many equal
-    eigenvalues, far from all others, that were found long before.
+    It is far from 0 where rounding carried a probe into the spaces that leave it out, as
+    along many equal eigenvalues, far from all others, that were found long before.
     """
     samples = control.samples
     mean, error = jnp.mean(samples), _deviation(samples) / (len(samples) - 1) ** 0.5

@@ -11,15 +11,15 @@ values mu of A:
 
     L(A, dB) V D ~ G (N o (G^* W)) D,    N the divided differences of f' at (mu, theta).
 
-Here D is made of the probes alone. C, which holds all of the Krylov space, would be of
-lower variance, but needs `L(A, dB)` on that whole space: the next space is too small
-for it, and the derivative would be biased. The transpose is of the same form. G comes
-from the block Krylov space of `[[A, W], [0, T]]`, of which the function f' holds
-`L(A, dB)` in its corner (Mathias, "A Chain Rule for Matrix Functions and Applications",
-SIAM J. Matrix Anal. Appl. 17 (1996), doi:10.1137/S0895479895283409).
+D is made of the probes alone: of C, which holds all of the Krylov space, the next space
+would be too small for `L(A, dB) V`, and the derivative biased. The transpose is of the
+same form. G comes from the block Krylov space of `[[A, W], [0, T]]`, of which the function
+f' holds `L(A, dB)` in its corner (Mathias, "A Chain Rule for Matrix Functions and
+Applications", SIAM J. Matrix Anal. Appl. 17 (1996), doi:10.1137/S0895479895283409).
 """
 
 import functools as ft
+import operator as op
 from collections.abc import Callable
 from typing import Any
 
@@ -36,11 +36,24 @@ from .._linalg.small import divisor, eigh, matmul, squares
 from .._linalg.tall import combine, inner, largest_entry, orthonormalise
 from .._operators.block import apply_block
 from .._primitive import product_tangent
-from .function import HIDDEN, SpectralFunction, derivative, divided_differences, final
+from .function import (
+    HIDDEN,
+    RECIPROCAL,
+    SpectralFunction,
+    derivative,
+    divided_differences,
+    final,
+)
 from .ritz import ritz_values
 
 # Columns that are multiplied at once where their number is known at run time only.
 _CHUNK = 64
+
+
+def sum_of(*parts: Array | None) -> Array | None:
+    """The sum of tangents, of which `None` stands for 0."""
+    known = [x for x in parts if x is not None]
+    return ft.reduce(op.add, known) if known else None
 
 
 def product_tangents(
@@ -51,7 +64,7 @@ def product_tangents(
 ) -> Inexact[Array, "n p"] | None:
     """`dA K`, of the first `count` columns of K, the others being 0."""
     n, p = basis.shape
-    if count is None or p <= _CHUNK:
+    if count is None or p <= _CHUNK or not jtu.tree_leaves(t_operator):
         return product_tangent(operator, t_operator, basis)
     number = -(-p // _CHUNK)
     rows = jnp.pad(basis.T, ((0, number * _CHUNK - p), (0, 0)))
@@ -72,11 +85,8 @@ def product_tangents(
         nothing = jnp.zeros(shape.shape, shape.dtype)
         return jax.lax.cond(needed, product, lambda _: nothing, chunk)
 
-    def step(carry, of_chunk):
-        return carry, part(*of_chunk)
-
     starts = _CHUNK * jnp.arange(number, dtype=jnp.int32)
-    _, found = jax.lax.scan(step, None, (starts, chunks))
+    found = jax.lax.map(lambda x: part(*x), (starts, chunks))
     return found.reshape(-1, n)[:p].T
 
 
@@ -85,7 +95,6 @@ def second_order(
     operator: lx.AbstractLinearOperator, function: SpectralFunction, pairs: RitzPairs
 ) -> list[Inexact[Array, "n p"]]:
     """Zeros for every leaf of the function, whose derivative is that of Z."""
-    del operator
     return [jnp.zeros_like(pairs.basis) for _ in function(pairs.values)]
 
 
@@ -97,11 +106,7 @@ def _second_order_jvp(primals, tangents):
     if W is None:
         return zeros, [None for _ in zeros]
     operator, function = final((operator, function))
-
-    def slopes(points):
-        return derivative(function, points)
-
-    return zeros, frechet(operator, slopes, pairs, W)
+    return zeros, frechet(operator, ft.partial(derivative, function), pairs, W)
 
 
 @eqx.filter_custom_jvp
@@ -112,7 +117,6 @@ def solution_of(
     steps: int,
 ) -> Inexact[Array, "n q"]:
     """`u = A^-1 B`, whose derivative is `A^-1 (dB - dA u)`, by Lanczos."""
-    del operator, right, steps
     return u
 
 
@@ -121,18 +125,16 @@ def _solution_jvp(primals, tangents):
     operator, right, u, steps = primals
     t_operator, t_right, *_ = tangents
     solution = solution_of(operator, right, u, steps)
-    parts = [] if t_right is None else [t_right]
-    if jtu.tree_leaves(t_operator):
-        W = product_tangent(operator, t_operator, u)
-        parts += [] if W is None else [-W]
-    if not parts:
+    W = product_tangent(operator, t_operator, u)
+    residual = sum_of(t_right, None if W is None else -W)
+    if residual is None:
         return solution, None
-    operator, inverse = final(operator), SpectralFunction(jnp.reciprocal)
+    operator = final(operator)
 
     def solve(x):
-        return function_product(operator, inverse, x, steps, None)
+        return function_product(operator, RECIPROCAL, x, steps, None)
 
-    return solution, jax.vmap(solve, 1, 1)(sum(parts))
+    return solution, jax.vmap(solve, 1, 1)(residual)
 
 
 def frechet(
@@ -142,10 +144,7 @@ def frechet(
     W: Inexact[Array, "n p"],
     lower: Float[Array, ""] | None = None,
 ) -> list[Inexact[Array, "n p"]]:
-    """`L(A, dB) V D` for every leaf of a function, of `W = dB V`. Linear in W.
-
-    Takes about `4 p` products with A, and as many again where it is transposed.
-    """
+    """`L(A, dB) V D` for every leaf of a function, of `W = dB V`, by about `4 p` products."""
 
     def paired(x):
         # `x D`. XLA on CPUs (jaxlib 0.10.2) gets `x (p p^*)` wrong by O(1) for p of few
@@ -157,25 +156,27 @@ def frechet(
             N = divided_differences(function, values, pairs.values)[i]
             return N.astype(W.dtype)
 
-        def forward(_, W):
+        def forward(W):
             values, G = _space(operator, W, pairs, lower)
             return combine(G, paired(weights(values) * inner(G, W)))
 
-        def backward(_, cotangent):
+        def backward(cotangent):
             Y = cotangent.conj()
             values, G = _space(operator, Y, pairs, lower)
             inside = weights(values).conj() * paired(inner(G, Y))
             return combine(G, inside).conj()
 
-        return linear(forward, backward, W)
+        return with_transpose(forward, backward, W)
 
     return [of_leaf(i) for i in range(len(function(pairs.values)))]
 
 
-def linear(forward: Callable, backward: Callable, x: Any) -> Any:
-    """A linear function with its transpose, both given the identity besides."""
+def with_transpose(forward: Callable, backward: Callable, x: Any) -> Any:
+    """`forward(x)`, whose transpose is `backward`."""
     # Nothing is solved: the identity that stands for the system is never applied.
-    return jax.lax.custom_linear_solve(lambda x: x, x, forward, backward)
+    return jax.lax.custom_linear_solve(
+        lambda x: x, x, lambda _, x: forward(x), lambda _, y: backward(y)
+    )
 
 
 def _space(
@@ -199,12 +200,10 @@ def _space(
         W = W * ratio.astype(W.dtype)
 
         def product(block):
-            x, y = block[:n], block[n:]
-            above = apply_block(operator, x) + combine(W, y)
-            return jnp.concatenate([above, matmul(T, y)])
+            above = apply_block(operator, block[:n]) + combine(W, block[n:])
+            return jnp.concatenate([above, matmul(T, block[n:])])
 
-        above, below = jnp.zeros((n, m), W.dtype), jnp.eye(p, m, dtype=W.dtype)
-        start = jnp.concatenate([above, below])
+        start = jnp.eye(n + p, m, -n, dtype=W.dtype)
         whole, *_ = arnoldi(product, start, 2 * steps + 1)
         basis, _ = orthonormalise(whole[:n, m:])
     projected = inner(basis, apply_block(operator, basis))
@@ -213,19 +212,13 @@ def _space(
     return values, combine(basis, vectors)
 
 
-#
-# f(A) x, and its derivative
-#
-
-
 def _in_krylov_space(operator, function, x, steps, lower):
     """`V f(Theta) c`, with the vector's coordinates c; and the Ritz pairs.
 
     A Ritz value that can't be told from `lower`, or from 0, is taken for it where f is
     finite there: a root of high order makes much of rounding.
     """
-    product = ft.partial(apply_block, operator)
-    krylov = lanczos(product, x[:, None], steps)
+    krylov = lanczos(ft.partial(apply_block, operator), x[:, None], steps)
     pairs = krylov.ritz_pairs()
     values, noise, _ = ritz_values(pairs.values, krylov.asymmetry, operator, lower)
     end = jnp.zeros_like(values[0]) if lower is None else lower
@@ -242,16 +235,16 @@ def _in_krylov_space(operator, function, x, steps, lower):
 def function_product(operator, function, x, steps, lower) -> Inexact[Array, " n"]:
     """`f(A) x`, by Lanczos. Linear in x. No eigenvalue is below `lower`."""
 
-    def forward(_, x):
+    def forward(x):
         return _in_krylov_space(operator, function, x, steps, lower)[0]
 
-    def backward(_, y):
-        def conjugate(points):
-            return [f.conj() for f in function(points)]
+    def conjugate(points):
+        return [f.conj() for f in function(points)]
 
+    def backward(y):
         return _in_krylov_space(operator, conjugate, y.conj(), steps, lower)[0].conj()
 
-    return linear(forward, backward, x)
+    return with_transpose(forward, backward, x)
 
 
 @function_product.def_jvp
@@ -264,21 +257,22 @@ def _function_product_jvp(primals, tangents):
 
     y = product(x)
     parts = [None if t_x is None else product(t_x)]
-    if jtu.tree_leaves((t_operator, t_function)):
-        operator, function, x = final((operator, function, x))
+    operator, function, x = final((operator, function, x))
+
+    def in_krylov_space(fn):
+        return _in_krylov_space(operator, fn, x, steps, lower)
+
     if jtu.tree_leaves(t_function):
         _, t_y = eqx.filter_jvp(
-            lambda fn: _in_krylov_space(operator, fn, x, steps, lower)[0],
-            (function,),
-            (t_function,),
+            lambda fn: in_krylov_space(fn)[0], (function,), (t_function,)
         )
         parts.append(t_y)
     if jtu.tree_leaves(t_operator):
-        _, pairs = _in_krylov_space(operator, function, x, steps, lower)
+        _, pairs = in_krylov_space(function)
         W = product_tangent(operator, t_operator, pairs.ritz_vectors)
         if W is not None:
             (image,) = frechet(operator, function, pairs, W, lower)
             # `L(A, dA) V D` with D = c c^*.
             c = pairs.probes / divisor(jnp.sum(squares(pairs.probes))).astype(x.dtype)
             parts.append(combine(image, c)[:, 0])
-    return y, sum((x for x in parts if x is not None), jnp.zeros_like(y))
+    return y, sum_of(*parts)

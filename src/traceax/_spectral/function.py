@@ -19,16 +19,9 @@ from .._linalg.tall import largest_entry, power_of_two_scale
 # none was found to exceed (Laplacians and Gram matrices of order 5 to 1,000, 32 bits).
 _MOVED, HIDDEN = 1.0, 6.0
 
-_NEEDS_NUMBERS = (
-    "fn is traced, for an eigenvalue that is not known yet; write it with jax.numpy, "
-    "such as jnp.log for math.log, and jnp.where for if."
-)
-
 
 class SpectralFunction(eqx.Module):
     """A function of eigenvalues, one by one. What it closes over are leaves.
-
-    **Attributes:**
 
     - `fn`: maps a real scalar to a PyTree of scalars.
     - `monotone`: whether every leaf, or minus it, is operator monotone on positive numbers.
@@ -39,17 +32,21 @@ class SpectralFunction(eqx.Module):
 
     def __call__(self, points: Float[Array, "..."]) -> list[Inexact[Array, "..."]]:
         """The leaves of `fn` at every point."""
-        flat = jtu.tree_leaves(jax.vmap(self.fn)(points.reshape(-1)))
-        return [_inexact(x, points.dtype).reshape(points.shape) for x in flat]
+
+        def inexact(x):
+            kind = np.complex64 if jnp.iscomplexobj(x) else points.dtype
+            return x.astype(np.result_type(points.dtype, kind)).reshape(points.shape)
+
+        flat = jax.vmap(self.fn)(points.reshape(-1))
+        return [inexact(x) for x in jtu.tree_leaves(flat)]
 
     def tree(self, leaves: list[Any], dtype: Any) -> PyTree:
         """Leaves, one for each of the function's, in the structure of its result."""
-        points = jax.ShapeDtypeStruct((1,), dtype)
-        shapes = jax.eval_shape(jax.vmap(self.fn), points)
+        shapes = jax.eval_shape(self.fn, jax.ShapeDtypeStruct((), dtype))
         return jtu.tree_structure(shapes).unflatten(leaves)
 
     def in_range(self, values: Float[Array, " k"]) -> "SpectralFunction":
-        """The function in units in which powers of these values are in range."""
+        """The function; a power in a unit in which those of these values are in range."""
         if not isinstance(self.fn, Power):
             return self
         unit = jax.lax.stop_gradient(power_of_two_scale(values))
@@ -57,19 +54,28 @@ class SpectralFunction(eqx.Module):
 
     @property
     def unit(self) -> dict[str, Array]:
-        """What `stats` say of the function's units; nothing if they are those it had."""
-        if isinstance(self.fn, Power) and self.fn.unit is not None:
-            return {"unit": self.fn.unit}
-        return {}
+        """What `stats` say of the function's unit; nothing without one."""
+        known = isinstance(self.fn, Power) and self.fn.unit is not None
+        return {"unit": self.fn.unit} if known else {}
 
 
+# Functions that can be pickled, as JAX's can't.
 def _log(x):
-    # A function that can be pickled, as JAX's can't.
     return jnp.log(x)
 
 
-# Made once: programs for it are kept.
+def _reciprocal(x):
+    return jnp.reciprocal(x)
+
+
+def _identity(x):
+    return x
+
+
+# Made once: programs for these are kept.
 LOG = SpectralFunction(_log, monotone=True)
+RECIPROCAL = SpectralFunction(_reciprocal, monotone=True)
+IDENTITY = SpectralFunction(_identity)
 
 
 class Power(eqx.Module):
@@ -88,23 +94,10 @@ class Power(eqx.Module):
         return jnp.where(self.p > 0, power, jnp.nan)
 
 
-def _inexact(x: Array, real: Any) -> Inexact[Array, "..."]:
-    kind = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return x.astype(np.result_type(real, np.complex64) if kind else real)
-
-
 def spectral_function(
     fn: Any, dtype: Any, where: str, monotone: bool = False
 ) -> SpectralFunction:
-    """The function, once checked, as it is now.
-
-    A program that is kept for later calls sees the values of leaves alone. What a
-    Python function reads may have changed since, so it is traced anew. Functions that
-    are jitted are JAX's to keep, unless they close over tracers.
-
-    Raises `TypeError` for what can't be called, `ValueError` for a function that
-    doesn't map a scalar to scalars.
-    """
+    """The function, once checked, as it is now: see `as_data` of operators."""
     if isinstance(fn, SpectralFunction):
         return fn
     if not callable(fn):
@@ -113,16 +106,17 @@ def spectral_function(
             f"{kind_of(fn)}; pass jnp.log, for example. The arguments start "
             "(key, fn, operator, k)."
         )
-
-    def of_arrays(x):
-        # A constant may be a Python number.
-        return jtu.tree_map(jnp.asarray, fn(x))
-
     scalar = jax.ShapeDtypeStruct((), dtype)
     try:
-        made = eqx.filter_closure_convert(of_arrays, scalar)
+        # A constant may be a Python number.
+        made = eqx.filter_closure_convert(
+            lambda x: jtu.tree_map(jnp.asarray, fn(x)), scalar
+        )
     except jax.errors.JAXTypeError as error:
-        error.add_note(f"{where}: {_NEEDS_NUMBERS}")
+        error.add_note(
+            f"{where}: fn is traced, for an eigenvalue that is not known yet; write it with "
+            "jax.numpy, such as jnp.log for math.log, and jnp.where for if."
+        )
         raise
     shapes = [x.shape for x in jtu.tree_leaves(jax.eval_shape(made, scalar))]
     if not shapes or any(shapes):
@@ -133,17 +127,15 @@ def spectral_function(
     traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
     if isinstance(fn, jax.stages.Wrapped) and not traced:
         return SpectralFunction(fn, monotone)
-
-    def as_data(x):
-        return jnp.array(x) if isinstance(x, np.ndarray) else x
-
-    return SpectralFunction(jtu.tree_map(as_data, made), monotone)
+    made = jtu.tree_map(
+        lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, made
+    )
+    return SpectralFunction(made, monotone)
 
 
 def checked_lower(
     lower: ArrayLike | None, dtype: Any, where: str
 ) -> Float[Array, ""] | None:
-    """What no eigenvalue is below, of a dtype."""
     if lower is None:
         return None
     check_real_scalar(lower, "lower", where, "no eigenvalue may be below it.")
@@ -153,7 +145,6 @@ def checked_lower(
 def derivative(
     function: Callable[[Array], list[Array]], points: Float[Array, "..."]
 ) -> list[Inexact[Array, "..."]]:
-    """The derivative of every leaf."""
     return jax.jvp(function, (points,), (jnp.ones_like(points),))[1]
 
 
@@ -164,13 +155,10 @@ def divided_differences(
 ) -> list[Inexact[Array, "p q"]]:
     """`(f(x_i) - f(y_j)) / (x_i - y_j)` for every leaf f, and f' where they are equal.
 
-    The quotient cancels where f changes little. There it is the mean of f' between the
-    points, by the Gauss rule of two points. Of the two the one with the smaller error
-    is taken: the rounding of f divided by the distance, or the square of how much the
-    rule differs from the middle or the mean of the ends.
-
-    An infinite f' (a square root at 0) is replaced by the difference quotient over a
-    distance of rounding size: the points are no better known.
+    Where f changes little the quotient cancels, and the mean of f' by the Gauss rule of
+    two points is taken if its error is smaller: the square of how much the rule differs
+    from the middle or the mean of the ends. An infinite f' (a square root at 0) is
+    replaced by the quotient over a distance of rounding size.
     """
     X, Y = jnp.broadcast_arrays(x[:, None], y[None, :])
     eps = jnp.finfo(x.dtype).eps
@@ -203,8 +191,7 @@ def divided_differences(
 
 
 @eqx.filter_custom_jvp
-def _final(arrays: PyTree, x: PyTree) -> PyTree:
-    del arrays
+def _final(_, x: PyTree) -> PyTree:
     return x
 
 
@@ -224,18 +211,10 @@ def final(tree: PyTree, of: PyTree = ()) -> PyTree:
     return eqx.combine(_final(eqx.filter(of, eqx.is_array), arrays), rest)
 
 
-#
-# Sums of its values
-#
-
-
 def weighted_sums(
     weights: Inexact[Array, "... k"], f: Inexact[Array, "... k"]
 ) -> Inexact[Array, "..."]:
-    """`sum_j weights_j f_j`, where a weight of 0 counts for nothing.
-
-    Also if f is infinite there.
-    """
+    """`sum_j weights_j f_j`, without those of weight 0, where f may be infinite."""
     f = jnp.broadcast_to(f, weights.shape)
     dtype = np.result_type(weights.dtype, f.dtype)
     terms = weights.astype(dtype) * f.astype(dtype)
@@ -251,10 +230,9 @@ def rounding_errors(
 ) -> tuple[list[Float[Array, ""]], Bool[Array, ""]]:
     """What errors of the eigenvalues make of each leaf's sum, and whether they decide it.
 
-    Errors of rounding in products and factorisations are up to a few times `noise |A|`, in
-    all eigenvalues: nothing to most functions, much to a root or a logarithm of a small
-    one. Sums are decided by them where an eigenvalue that can't be told from 0, or from one
-    at which a leaf is NaN, is one that the leaf grows without bound at.
+    They are up to a few times `noise |A|`: nothing to most functions, much to a root or a
+    logarithm of a small one. They decide a sum where an eigenvalue that can't be told from
+    0, or from one at which a leaf is NaN, is one that the leaf grows without bound at.
     """
     largest = jnp.max(jnp.abs(values), initial=0)
     moved = _MOVED * noise * largest
@@ -283,8 +261,7 @@ def remaining(
 ) -> Float[Array, ""]:
     """The error that is left after changes by a, and then by b in as many steps.
 
-    If so many steps leave the fraction `r = b / a` of the error, `b r / (1 - r)`. r is
-    taken for at most `most`.
+    It is `b r / (1 - r)` with the fraction `r = b / a`, of at most `most`, that these leave.
     """
     ratio = jnp.clip(b / divisor(a), 0, most)
     return b * ratio / (1 - ratio)

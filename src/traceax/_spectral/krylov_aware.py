@@ -28,7 +28,7 @@ from .base import (
     has_bracket,
     probes_and_steps,
 )
-from .krylov_sums import krylov_sums
+from .krylov_sums import krylov_sums, num_right
 
 # Of an estimate whose budget is left out: probes, steps at most, and steps at most of the
 # spaces that leave a probe out, which are most of the work where there are many.
@@ -52,21 +52,19 @@ class KrylovAwareEstimator(SpectralEstimator):
     the Krylov space has found takes no part in the error, whether it is large or not;
     shifts `A + c I` change neither the space nor the accuracy.
 
-    *The bracket.* f(T) is not f(A). For f operator monotone, a logarithm, an inverse or
-    a root, and no eigenvalue below a known number, f(A) lies between f(T) and f(E), E
-    the smallest matrix that A can be on the space and the next block of it. So does
-    each `tr_i`. The value is the mean of their middles, `stats["bracket"]` holds the
-    means of both ends, and the standard error half of their distance.
-    Of operators tagged positive semidefinite the number is 0, or, where f is infinite
-    there, a quarter of the smallest Ritz value: no theorem then, and
-    `stats["bracket_is_proven"]` is false. Where the known number is less than 1e-4
-    of that Ritz value, as jitter is, value and standard error take the quarter as well,
-    and the ends stay; `stats["bottom"]` is the number that the value takes. Without a
-    bracket the value is that of f(T), and what more steps would change is extrapolated.
+    *The bracket.* For f operator monotone, a logarithm, an inverse or a root, and no
+    eigenvalue below a known number, f(A) lies between f(T) and f(E), E the smallest matrix
+    that A can be on the space and the next block of it. So does each `tr_i`. The value is
+    the mean of their middles, `stats["bracket"]` holds the means of both ends, and the
+    standard error half of their distance. Of operators tagged positive semidefinite the
+    number is 0, or, where f is infinite there, a quarter of the smallest Ritz value: no
+    theorem then, and `stats["bracket_is_proven"]` is false. Where the known number is less
+    than 1e-4 of that Ritz value, as jitter is, value and standard error take the quarter as
+    well, and the ends stay; `stats["bottom"]` is what the value takes. Without a bracket
+    the value is that of f(T), and what more steps would change is extrapolated.
 
     *Where the trace of A is known*, each `tr_i` is corrected by a multiple of what it gets
-    wrong of `tr A`: no product more, and most of the error of probes less. See the page on
-    spectral functions.
+    wrong of `tr A`: no product more, and most of the error of probes less.
 
     | | |
     |---|---|
@@ -80,29 +78,24 @@ class KrylovAwareEstimator(SpectralEstimator):
     *Without k*, where there is a bracket, m is 5, and s grows until half of the bracket is
     at most a tenth of the standard error of probes; of a likelihood at most 0.1, if that
     is more, with the bracket of the quadratic term. At most 80 steps, 1,000 products and
-    n - 1 are taken, and `stats["num_matvecs"]` says how many. Up to n = 32 all n are, for
-    the exact answer.
+    n - 1 are taken; up to n = 32 all n are, for the exact answer.
 
     *To a tolerance* m is fixed, and s grows until the tolerance is met. The estimate,
     and its derivatives, are those of a fixed budget of m s products.
 
     **Arguments:**
 
-    - `num_probes`: m. By default about `0.5 sqrt(k)`, at least 3; for an estimate to a
-        tolerance at least 5, and about `0.5 sqrt(k / 2)`; 5 without k. Few probes reach deeper into
-        the spectrum, many average more.
-    - `sampler`: of the probes; rotation invariant, as resphering needs.
-
-    **Raises:**
-
-    - `ValueError` for a sampler that isn't rotation invariant and independent.
+    - `num_probes`: m. By default about `0.5 sqrt(k)`, at least 3; to a tolerance about
+        `0.5 sqrt(k / 2)`, at least 5; 5 without k. Few probes reach deeper into the
+        spectrum, many average more.
+    - `sampler`: of the probes; rotation invariant and independent, or `ValueError`.
 
     **Reference:** Chen and Hallman, "Krylov-Aware Stochastic Trace Estimation", SIAM J.
     Matrix Anal. Appl. 44 (2023), doi:10.1137/22M1494257, arXiv:2205.01736, for the
     block Krylov space in place of products with f(A); Zimmerling, Druskin and Simoncini,
-    doi:10.1007/s10915-025-02799-z, for block Gauss-Radau rules; Epperly, Tropp and
-    Webber, doi:10.1137/23M1548323, for leaving probes out. Leaving a probe out of the *whole*
-    Krylov space is of this library: see the page on spectral functions.
+    doi:10.1007/s10915-025-02799-z, for block Gauss-Radau rules. Probes are left out as in
+    [`traceax.XTraceEstimator`][], but of the *whole* Krylov space, which is of this
+    library: see the page on spectral functions.
     """
 
     num_probes: int | None = eqx.field(
@@ -117,16 +110,16 @@ class KrylovAwareEstimator(SpectralEstimator):
         check_sampler(self.sampler, name, resphere=True, independent=True)
 
     def least_of_loop(self, state):
-        return LEAST_PRODUCTS + 2 * _kept(state)
+        return LEAST_PRODUCTS + 2 * num_right(state)
 
     def compute(self, state, k):
-        m, steps = probes_and_steps(self.num_probes, k, best_probes(k), _kept(state))
+        q = num_right(state)
+        m, steps = probes_and_steps(self.num_probes, k, best_probes(k), q)
         product, start = self._begin(state, m)
-        width = start.shape[1]
         basis, factor, R = arnoldi(product, start, steps)
         sums = krylov_sums(state, factor, R, steps, basis)
-        stats = {"num_matvecs": width * steps, **sums.stats}
-        blocks = sums.blocks(basis, factor[:, :width])
+        blocks = sums.blocks(basis, factor[:, : m + q])
+        stats = {"num_matvecs": (m + q) * steps, **sums.stats}
         leaves = sums.means, sums.errors, sums.freedoms
         return SpectralOutcome(*leaves, stats, blocks, sums.forms)
 
@@ -143,13 +136,17 @@ class KrylovAwareEstimator(SpectralEstimator):
             outcome = self.compute(state, k)
             stats = {**outcome.stats, "products_needed": jnp.inf}
             return outcome if to_depth else outcome._replace(stats=stats)
-        num_probes = self.num_probes
-        if to_depth and num_probes is None:
-            num_probes = min(_PROBES_TO_DEPTH, max((k - _kept(state)) // 3, 1))
-        m, most = probes_until(num_probes, k, _kept(state))
+        q, num_probes = num_right(state), self.num_probes
+        if num_probes is None and to_depth:
+            num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
+        elif num_probes is None:
+            # As if half of the steps were taken, but so many that the error bar is
+            # reliable, and not so many that there are less than three steps.
+            num_probes = max(round(best_probes(k // 2)), min(5, k // 3))
+        m, most = probes_and_steps(num_probes, k, num_probes, q)
         most = min(most, _STEPS_TO_DEPTH) if to_depth else most
         product, start = self._begin(state, m)
-        width, sizes = start.shape[1], _sizes(most)
+        width, sizes = m + q, _sizes(most)
 
         def judge(run, count):
             factor, R = arnoldi_factor(run, count)
@@ -185,13 +182,11 @@ class KrylovAwareEstimator(SpectralEstimator):
         used, of_sizes = width * loop.count, tuple(width * size for size in sizes)
         blocks = sums.blocks(basis, factor[:, :width], used, of_sizes)
         errors, stats = sums.errors, {"num_matvecs": used, **sums.stats}
-        if sums.forms is None and not to_depth:
-            errors = list(bar.standard_error)
         if not to_depth:
+            errors = list(bar.standard_error) if sums.forms is None else errors
             stats["products_needed"] = width * loop.forecast.needed
-        return SpectralOutcome(
-            sums.means, errors, sums.freedoms, stats, blocks, sums.forms
-        )
+        leaves = sums.means, errors, sums.freedoms
+        return SpectralOutcome(*leaves, stats, blocks, sums.forms)
 
     def _begin(self, state: SpectralState, m: int):
         """Products, and what the space starts from: right-hand sides, and m probes."""
@@ -205,10 +200,6 @@ class KrylovAwareEstimator(SpectralEstimator):
         return ft.partial(apply_block, stored(state.operator)), start
 
 
-def _kept(state: SpectralState) -> int:
-    return 0 if state.right is None else state.right.shape[1]
-
-
 def best_probes(k: int) -> float:
     """How many probes are best: 3 at least, where they leave two steps.
 
@@ -217,24 +208,9 @@ def best_probes(k: int) -> float:
     return max(0.5 * math.sqrt(k), min(3.0, max(k / 2, 2.0)))
 
 
-def probes_until(num_probes: int | None, k: int, beside: int = 0) -> tuple[int, int]:
-    """How many probes, and how many steps at most, of which not all may be taken.
-
-    As many as if half of them were, but at least 5, whose error bar is reliable, and
-    not so many that there are less than three steps.
-    """
-    if num_probes is None:
-        num_probes = max(round(best_probes(k // 2)), min(5, k // 3))
-    m = max(min(num_probes, k - beside), 1)
-    return m, k // (m + beside)
-
-
 def _sizes(most: int) -> tuple[int, ...]:
-    """Numbers of steps that small matrices have room for, each three times the one before.
-
-    An early look is O(k^3 m) in the steps that were taken, not in all there could be. Each
-    size is compiled on its own.
-    """
+    """Numbers of steps that small matrices have room for, each three times the one before:
+    an early look is O(k^3 m) in the steps that were taken, not in all there could be."""
     sizes = [most]
     while sizes[0] > 20:
         sizes.insert(0, -(-sizes[0] // 3))

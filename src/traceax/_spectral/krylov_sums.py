@@ -11,14 +11,12 @@ from jaxtyping import Array, Float, Inexact, Int
 from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._accuracy.tolerance import Depth
 from .._linalg.krylov import (
-    Projected,
     RitzPairs,
     block_lanczos,
     ritz_pairs,
     smallest_extension,
 )
 from .._linalg.left_out_krylov import (
-    LeftOut,
     SampleWeights,
     coupling_of,
     leave_probes_out,
@@ -39,16 +37,16 @@ from .base import (
     outside_if,
 )
 from .blocks import SpectralBlocks, Terms
-from .bracket import bottom_of, lower_end, middles_of, of_both, quadrature_errors
-from .function import SpectralFunction, rounding_errors, weighted_sums
+from .bracket import lower_ends, middles_of, of_both, quadrature_errors
+from .function import rounding_errors, weighted_sums
 from .ritz import ritz_values
 
 
 class KrylovSums(NamedTuple):
     """What a Krylov space tells, of functions a list entry for each leaf.
 
-    - `unfound`: the errors of what the space leaves: half of the bracket.
-    - `of_probes`: those of probes, and of rounding.
+    `unfound` are the errors of what the space leaves, half of the bracket; `of_probes`
+    those of probes, and of rounding.
     """
 
     means: list[Inexact[Array, ""]]
@@ -83,21 +81,19 @@ class KrylovSums(NamedTuple):
         left, error = jnp.stack(self.unfound), jnp.stack(self.of_probes)
         if self.forms is not None:
             low, high = self.forms.bracket
-            number = len(low)
-            left = (number * left + jnp.sum(high - low) / 2) / 2
-            error = number * error / 2
+            left = (len(low) * left + jnp.sum(high - low) / 2) / 2
+            error = len(low) * error / 2
         return depth.ratio(left, error)
 
     def bar(self) -> ErrorBar:
         """The error bar that a tolerance is for."""
-        leaves = self.means, self.errors, self.freedoms
         if self.forms is None:
             # Complex leaves or real ones.
             sizes = [jnp.abs(x) for x in self.means]
-            return ErrorBar(*map(jnp.stack, (sizes, *leaves[1:])))
-        (mean,), (error,), (freedom,) = leaves
-        values = Terms(mean, self.forms.values)
-        return likelihood_bar(values, Terms(error, self.forms.standard_errors), freedom)
+            return ErrorBar(*map(jnp.stack, (sizes, self.errors, self.freedoms)))
+        values = Terms(self.means[0], self.forms.values)
+        errors = Terms(self.errors[0], self.forms.standard_errors)
+        return likelihood_bar(values, errors, self.freedoms[0])
 
     def blocks(
         self,
@@ -107,34 +103,19 @@ class KrylovSums(NamedTuple):
         sizes: tuple[int, ...] = (),
     ) -> SpectralBlocks:
         """The Ritz pairs, with probes of length `sqrt(n / m)`, for derivatives."""
-        width = omega.shape[1]
-        forms = self.forms
-        kept = 0 if forms is None else forms.values.shape[0]
-        probes = omega.T[kept:].T
-        lengths = jnp.linalg.norm(probes, axis=0)
-        scales = math.sqrt(basis.shape[0] / (width - kept)) / lengths
+        solutions = None if self.forms is None else self.forms.coordinates
+        q, width = 0 if solutions is None else solutions.shape[1], omega.shape[1]
+        probes = omega.T[q:].T
+        length = math.sqrt(basis.shape[0] / (width - q))
+        scales = length / jnp.linalg.norm(probes, axis=0)
         probes = inner(self.vectors, probes * scales[None, :].astype(omega.dtype))
         pairs = RitzPairs(basis, self.values, self.vectors, probes, width)
-        solutions = None if forms is None else forms.coordinates
         return SpectralBlocks(pairs, self.coupling, count, sizes, solutions)
 
 
-class _Space(NamedTuple):
-    """A Krylov space in coordinates of its basis, and what it leaves of probes.
-
-    - `projected`: the operator and the starting vectors, k coordinates each.
-    - `theta`, `S`: Ritz values, cleaned of rounding, and vectors.
-    - `left_out`: the spaces without probes, in the first `S_first` rows of S.
-    - `steps`, `orders`: steps taken, and sizes that there are eigendecompositions for.
-    """
-
-    projected: Projected
-    theta: Float[Array, " k"]
-    S: Inexact[Array, "k k"]
-    left_out: LeftOut
-    S_first: Inexact[Array, "f k"]
-    steps: int | Int[Array, ""]
-    orders: tuple[int, ...]
+def num_right(state: SpectralState) -> int:
+    """How many right-hand sides there are."""
+    return 0 if state.right is None else state.right.shape[1]
 
 
 def krylov_sums(
@@ -148,8 +129,7 @@ def krylov_sums(
 ) -> KrylovSums:
     """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
 
-    The right-hand sides of the state are the first starting vectors. Every sample is the
-    middle of its bracket, where there is one.
+    The right-hand sides of the state are the first starting vectors.
 
     - `sizes`: numbers of steps, ascending, that there are eigendecompositions for.
     - `most_left_out`: how many steps spaces without a probe take at most. Any space that
@@ -158,9 +138,8 @@ def krylov_sums(
     # The space, with and without each probe.
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
-    n, width = state.space.size, omega.shape[1]
-    kept = 0 if state.right is None else state.right.shape[1]
-    m, orders = width - kept, tuple(width * size for size in sizes)
+    n, width, q = state.space.size, omega.shape[1], num_right(state)
+    m, orders = width - q, tuple(width * size for size in sizes)
     theta, S = ritz_pairs(T, width * steps, sizes=orders)
     theta, noise, result = ritz_values(
         theta, asymmetry, state.operator, state.lower, state.size
@@ -169,15 +148,14 @@ def krylov_sums(
     if most_left_out is not None:
         shallow = jnp.minimum(steps, most_left_out)
         first = min(width * most_left_out, first)
-    left_out = leave_probes_out(T[:first, :first], omega[:first], n, shallow, kept)
-    space = _Space(projected, theta, S, left_out, S[:first], steps, orders)
+    left_out = leave_probes_out(T[:first, :first], omega[:first], n, shallow, q)
+    S_first = S[:first]
 
     # Samples, what controls them, and the errors of rounding.
     function = state.function.in_range(theta)
     leaves = function(theta)
-    weights = sample_weights(left_out, space.S_first)
-    samples = _samples(weights, leaves)
-    coupling = coupling_of(left_out, space.S_first, m)
+    weights = sample_weights(left_out, S_first)
+    coupling = coupling_of(left_out, S_first, m)
     diagonal = jnp.real(jnp.diagonal(coupling))
     rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
@@ -191,38 +169,62 @@ def krylov_sums(
     controls = None
     if P is not None:
         inside = basis.T[:first].T
-        controls, of_tests = control.of_columns(
-            P, left_out, inside, space.S_first, leaves
-        )
+        controls, of_tests = control.of_columns(P, left_out, inside, S_first, leaves)
         coupling = coupling + of_tests
     elif trace is not None:
         controls, cancelled = control.of_trace(
-            trace, left_out, weights, theta, space.S_first, function
+            trace, left_out, weights, theta, S_first, function
         )
         magnitudes = list(map(op.add, magnitudes, cancelled))
     if controls is not None:
         rounding = list(map(jnp.hypot, rounding, map(control.bias_of, controls)))
+    samples = _samples(weights, leaves, controls)
 
     # What the space leaves of every sample.
-    forms, ends = None, {}
-    if has_bracket(state):
-        samples, unfound, forms, ends = _middles(
-            state, space, function, samples, controls, R
-        )
-    else:
-        unfound = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
-        samples = _sum(samples, controls)
-
-    bars = [
-        leave_one_out_bar(paired_samples(*sample, magnitude))
-        for sample, magnitude in zip(samples, magnitudes, strict=True)
-    ]
     stats = {
         "result": outside_if(decided, result),
         "known_trace": jnp.asarray(P is None and trace is not None),
         **function.unit,
-        **ends,
     }
+    forms = None
+    if has_bracket(state):
+        lower, bottom, proven = lower_ends(function, theta, state)
+        right = omega[:, :q]
+        if state.right is not None:
+            lengths = column_norms(state.right)[None, :] / math.sqrt(n)
+            right = right * lengths.astype(omega.dtype)
+
+        def of_extension(end):
+            E = smallest_extension(T, R, (theta, S), end, steps)
+            nodes, vectors = ritz_pairs(E, width * steps, width, orders)
+            nodes, vectors = jnp.maximum(nodes, end), vectors[: len(T)]
+            form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
+            weights = sample_weights(left_out, vectors[:first])
+            # Controlled as those of T: no part of the bracket.
+            return _samples(weights, function(nodes), controls), form
+
+        both = of_both(of_extension, lower, bottom)
+        (of_lower, form_of_lower), (of_bottom, form_of_bottom) = both
+        if state.right is not None:
+            highs, error = (form_of_lower, form_of_bottom), form_rounding(state, theta)
+            forms = forms_between(inner(S, right), theta, highs, error)
+        positive = jnp.min(theta) >= 0
+        _, brackets = middles_of(samples, of_lower, positive)
+        samples, sides = middles_of(samples, of_bottom, positive)
+        # Before convergence the truth may be close to either end.
+        unfound = [
+            jnp.where(positive, jnp.abs(high - low) / 2, jnp.inf) for low, high in sides
+        ]
+        stats["bracket"] = tuple(
+            function.tree(list(x), theta.dtype) for x in zip(*brackets, strict=True)
+        )
+        stats["bracket_is_proven"], stats["bottom"] = proven & positive, bottom
+    else:
+        unfound = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
+    bars = [
+        leave_one_out_bar(paired_samples(*sample, magnitude))
+        for sample, magnitude in zip(samples, magnitudes, strict=True)
+    ]
     return KrylovSums(
         [x.mean for x in bars],
         unfound,
@@ -236,69 +238,13 @@ def krylov_sums(
     )
 
 
-def _middles(
-    state: SpectralState,
-    space: _Space,
-    function: SpectralFunction,
-    samples: list[SampleWeights],
-    controls: list[SampleWeights] | None,
-    R: Inexact[Array, "m m"],
-) -> tuple[list[SampleWeights], list[Float[Array, ""]], Forms | None, dict[str, Any]]:
-    """The middles of the samples' brackets, half of each, the quadratic forms, and what
-    `stats` say of the ends."""
-    T, omega, _ = space.projected
-    theta, S, steps, width = space.theta, space.S, space.steps, omega.shape[1]
-    lower, proven = lower_end(function, theta, state)
-    bottom = bottom_of(theta, lower)
-    right = jnp.zeros_like(omega, shape=(len(omega), 0))
-    if state.right is not None:
-        lengths = column_norms(state.right)[None, :] / math.sqrt(state.space.size)
-        kept = state.right.shape[1]
-        right = omega[:, :kept] * lengths.astype(omega.dtype)
-
-    def of_extension(lower):
-        E = smallest_extension(T, R, (theta, S), lower, steps)
-        nodes, vectors = ritz_pairs(E, width * steps, width, space.orders)
-        nodes, vectors = jnp.maximum(nodes, lower), vectors[: len(T)]
-        weights = sample_weights(space.left_out, vectors[: len(space.S_first)])
-        form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
-        return _samples(weights, function(nodes)), form
-
-    # The second only where it differs.
-    (of_bound, *highs), (of_bottom, *others) = of_both(of_extension, lower, bottom)
-    forms = None
-    if state.right is not None:
-        rounding = form_rounding(state, theta)
-        forms = forms_between(inner(S, right), theta, (*highs, *others), rounding)
-    # All ends by the same, which is no part of the bracket.
-    samples, of_bound, of_bottom = (
-        _sum(x, controls) for x in (samples, of_bound, of_bottom)
-    )
-    positive = jnp.min(theta) >= 0
-    _, ends = middles_of(samples, of_bound, positive)
-    samples, sides = middles_of(samples, of_bottom, positive)
-    # Before convergence the truth may be close to either end.
-    unfound = [
-        jnp.where(positive, jnp.abs(high - low) / 2, jnp.inf) for low, high in sides
-    ]
-    stats = {
-        "bottom": bottom,
-        "bracket": tuple(
-            function.tree(list(x), theta.dtype) for x in zip(*ends, strict=True)
-        ),
-        "bracket_is_proven": proven & positive,
-    }
-    return samples, unfound, forms, stats
-
-
-def _sum(
-    samples: list[SampleWeights], controls: list[SampleWeights] | None
-) -> list[SampleWeights]:
-    return samples if controls is None else jtu.tree_map(op.add, samples, controls)
-
-
 def _samples(
-    weights: SampleWeights, leaves: list[Inexact[Array, " k"]]
+    weights: SampleWeights,
+    leaves: list[Inexact[Array, " k"]],
+    controls: list[SampleWeights] | None,
 ) -> list[SampleWeights]:
     """The samples of every leaf, and those of pairs."""
-    return [jtu.tree_map(lambda w, f=f: weighted_sums(w, f), weights) for f in leaves]
+    samples = [
+        jtu.tree_map(lambda w, f=f: weighted_sums(w, f), weights) for f in leaves
+    ]
+    return samples if controls is None else jtu.tree_map(op.add, samples, controls)

@@ -1,6 +1,7 @@
 """Stochastic Lanczos quadrature."""
 
 import functools as ft
+import itertools
 import math
 
 import equinox as eqx
@@ -17,31 +18,20 @@ from .._linalg.small import divisor, eigh, matmul
 from .._linalg.tall import column_norms, largest_entry
 from .._operators.block import apply_block
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
-from .base import (
-    SpectralEstimator,
-    SpectralOutcome,
-    outside_if,
-    probes_and_steps,
-)
+from .base import SpectralEstimator, SpectralOutcome, outside_if, probes_and_steps
 from .blocks import SpectralBlocks
-from .function import (
-    SpectralFunction,
-    remaining,
-    rounding_errors,
-    weighted_sums,
-)
+from .function import SpectralFunction, remaining, rounding_errors, weighted_sums
 from .ritz import ritz_values
 
 
 class LanczosQuadratureEstimator(SpectralEstimator):
     r"""Stochastic Lanczos quadrature: the mean of `w_j^* f(A) w_j` over m probes.
 
-    Each form is a Gauss quadrature, whose nodes and weights come from s steps of
-    Lanczos from the probe.
+    Each form is a Gauss quadrature, by s steps of Lanczos from the probe.
 
     *Use when* the spectrum is flat, so that there is nothing to find in it, or when
-    O(n k^2) work beyond the products is too much: that of a probe is O(n s^2), on its
-    own. Everywhere else [`traceax.KrylovAwareEstimator`][] is more accurate.
+    O(n k^2) work beyond the products is too much. Everywhere else
+    [`traceax.KrylovAwareEstimator`][] is more accurate.
 
     | | |
     |---|---|
@@ -85,8 +75,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         check_rounds(self.sampler, k, where, at_most=at_most)
 
     def compute(self, state, k):
-        operator, function = state.operator, state.function
-        space = state.space
+        operator, space = state.operator, state.space
         n, p = space.size, self.sampler.round_size
         rounds = None if self.num_probes is None else self.num_probes // p
         target = max(0.9 * math.sqrt(k) / p, 2.0)
@@ -99,7 +88,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             pairs.values, krylov.asymmetry, operator, state.lower
         )
         pairs = eqx.tree_at(lambda pairs: pairs.values, pairs, flat)
-        function = function.in_range(flat)
+        function = state.function.in_range(flat)
         coupling = matmul(pairs.probes, pairs.probes.conj().T)
         weights = jnp.real(jnp.diagonal(coupling))
         squares = m * weights.reshape(m, steps)
@@ -114,17 +103,11 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             # squares neither over- nor underflow.
             varying = f - jnp.mean(samples) / n
             unit = divisor(largest_entry(varying))
-            varying = varying / unit.astype(f.dtype)
-            images = _images(krylov, pairs, varying)
+            images = _images(krylov, pairs, varying / unit.astype(f.dtype))
             vectors, images = self.sampler._rounds(Omega.astype(images.dtype), images)
-            bar = independent_samples(
-                samples,
-                unit * column_norms(images),
-                gram_of(vectors, images),
-                off_diagonal=(
-                    unit * off_diagonal_size(vectors, images) if p > 1 else None
-                ),
-            )
+            off = unit * off_diagonal_size(vectors, images) if p > 1 else None
+            sizes, gram = unit * column_norms(images), gram_of(vectors, images)
+            bar = independent_samples(samples, sizes, gram, off_diagonal=off)
             means.append(bar.mean)
             errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
             freedoms.append(bar.degrees_of_freedom)
@@ -149,14 +132,6 @@ def _images(
     return jnp.einsum("jin,ji->in", basis, inside, precision="highest").T
 
 
-def _rule(
-    krylov: KrylovSpaces, projected: Float[Array, "m t t"]
-) -> tuple[Float[Array, "m t"], Float[Array, "m t"]]:
-    """Nodes and weights of the quadrature of each starting vector."""
-    nodes, vectors = jax.vmap(eigh)(projected)
-    return nodes, krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
-
-
 def _quadrature_errors(
     function: SpectralFunction, krylov: KrylovSpaces, values: Float[Array, " ms"]
 ) -> list[Float[Array, ""]]:
@@ -169,18 +144,19 @@ def _quadrature_errors(
     if steps == 1:
         return [jnp.full((), jnp.inf, values.dtype) for _ in function(values)]
     h = max(steps // 3, 1)
-    low, high = jnp.min(values), jnp.max(values)
 
     def means(s):
-        nodes, weights = _rule(krylov, krylov.projected[:, :s, :s])
+        nodes, vectors = jax.vmap(eigh)(krylov.projected[:, :s, :s])
+        weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
         # Rounding must not take a node out of the function's domain.
-        leaves = function(jnp.clip(nodes, low, high))
-        return [jnp.mean(weighted_sums(weights, f)) for f in leaves]
+        nodes = jnp.clip(nodes, jnp.min(values), jnp.max(values))
+        return [jnp.mean(weighted_sums(weights, f)) for f in function(nodes)]
 
-    depths = [steps, steps - h, steps - 2 * h]
-    known = [means(s) for s in depths if s >= 1]
-    last = [jnp.abs(x - y) for x, y in zip(*known[:2], strict=True)]
-    if len(known) == 2:
-        return last
-    before = [jnp.abs(x - y) for x, y in zip(*known[1:], strict=True)]
-    return [remaining(b, a, 0.9) for b, a in zip(last, before, strict=True)]
+    known = [means(s) for s in (steps, steps - h, steps - 2 * h) if s >= 1]
+    changes = [
+        [jnp.abs(x - y) for x, y in zip(*pair, strict=True)]
+        for pair in itertools.pairwise(known)
+    ]
+    if len(changes) == 1:
+        return changes[0]
+    return [remaining(b, a, 0.9) for b, a in zip(*changes, strict=True)]

@@ -41,8 +41,8 @@ class MatrixFunctionLinearOperator(block.Dense):
         rounding takes none out of the domain of `fn`; 0 of an operator that is tagged
         positive semidefinite.
 
-    **Raises:** `TypeError` and `ValueError` as [`traceax.trace_function`][] does, and
-    `ValueError` for an operator that isn't known to be Hermitian.
+    **Raises:** as [`traceax.trace_function`][]; `ValueError` for an operator that isn't
+    known to be Hermitian.
     """
 
     operator: lx.AbstractLinearOperator
@@ -80,9 +80,8 @@ class MatrixFunctionLinearOperator(block.Dense):
         self.num_steps = min(num_steps, space.size)
         several = isinstance(tags, set | frozenset | tuple | list)
         self.tags = frozenset(tags if several else (tags,))
-        self.lower = jax.lax.stop_gradient(
-            checked_lower(lower, space.real_dtype, where)
-        )
+        lower = checked_lower(lower, space.real_dtype, where)
+        self.lower = jax.lax.stop_gradient(lower)
 
     def mv(self, vector):
         flat, unravel = jfu.ravel_pytree(vector)

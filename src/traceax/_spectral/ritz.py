@@ -20,8 +20,7 @@ _ASYMMETRY, _SOLVERS = 200.0, 1e-6
 class RitzValues(NamedTuple):
     """Eigenvalues of a projected operator.
 
-    - `values`: those of rounding size below 0 are 0: a root, a logarithm or an entropy is
-        real there. Likewise those below a known `lower` end.
+    - `values`: those of rounding size below 0, or a known `lower` end, are 0, or that end.
     - `noise`: their errors, relative to the largest: eps, or how far products are from
         those of a symmetric operator where rounding alone doesn't explain it.
     - `result`: whether they may be those of the operator as it is tagged and bounded.
@@ -52,16 +51,14 @@ def ritz_values(
     rounding = 8 * math.sqrt(values.shape[0])
     values = jnp.where((values < 0) & (values > -rounding * eps * largest), 0, values)
     # Numbers that left the range say nothing about the operator.
-    finite = jnp.isfinite(values).all() & jnp.isfinite(asymmetry)
-    finite = finite & jnp.isfinite(cancelled)
+    finite = jnp.isfinite(values).all() & jnp.isfinite(asymmetry + cancelled)
     result = RESULTS.where(finite, RESULTS.successful, RESULTS.nonfinite)
     if is_positive_semidefinite(operator):
         wrong = finite & (jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest)
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
         values = jnp.where(wrong, values, jnp.maximum(values, 0))
-    limit = max(
-        _ASYMMETRY * eps, _SOLVERS, 4 * float(jnp.finfo(space_of(operator).dtype).eps)
-    )
+    of_dtype = 4 * float(jnp.finfo(space_of(operator).dtype).eps)
+    limit = max(_ASYMMETRY * eps, _SOLVERS, of_dtype)
     limit = limit if error is None else jnp.maximum(limit, error)
     asymmetric = finite & (asymmetry > limit)
     result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)
