@@ -34,6 +34,8 @@ from ._operators.curvature import (
     GaussNewtonLinearOperator as GaussNewtonLinearOperator,
 )
 from ._operators.curvature import HessianLinearOperator as HessianLinearOperator
+from ._operators.entries import columns as columns
+from ._operators.entries import diagonal_entries as diagonal_entries
 from ._operators.inverse import InverseLinearOperator as InverseLinearOperator
 from ._operators.kernel import KernelLinearOperator as KernelLinearOperator
 from ._operators.mean import MeanLinearOperator as MeanLinearOperator

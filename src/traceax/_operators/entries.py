@@ -74,37 +74,94 @@ def terms(operator: lx.AbstractLinearOperator) -> list[Term]:
     return [x.after(y) for x in found for y in terms(x.operator)]
 
 
-_READ = (
-    *(KernelLinearOperator, SparseLinearOperator),
-    *(lx.MatrixLinearOperator, lx.PyTreeLinearOperator, lx.DiagonalLinearOperator),
-    *(lx.IdentityLinearOperator, lx.TridiagonalLinearOperator),
-)
+@ft.singledispatch
+def columns(
+    operator: lx.AbstractLinearOperator, indices: Int[Array, " r"]
+) -> Inexact[Array, "n r"]:
+    """Columns of the matrix of an operator that can read them, without a product.
+
+    ```python
+    @traceax.columns.register
+    def _(operator: MyOperator, indices):
+        return operator.entries[:, indices]
+    ```
+
+    A class that registers here and in [`traceax.diagonal_entries`][] can be preconditioned,
+    and so can sums and multiples of such. Kernels, matrices, dense, sparse and diagonal, are
+    registered.
+
+    **Arguments:**
+
+    - `operator`: of n unknowns.
+    - `indices`: integers, which may be traced and need not differ.
+
+    **Returns:** an array whose rows have the order of the flattened structure.
+    """
+    raise NotImplementedError(f"traceax.columns: {type(operator)} is not registered.")
 
 
-def _columns(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
-    if isinstance(operator, KernelLinearOperator):
-        return operator.columns(indices)
-    if isinstance(operator, SparseLinearOperator):
-        return operator.columns_at(indices)
-    if isinstance(operator, lx.MatrixLinearOperator | lx.PyTreeLinearOperator):
-        return operator.as_matrix().T[indices].T
+@ft.singledispatch
+def diagonal_entries(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
+    """The diagonal of the matrix of an operator that can read it, without a product.
+
+    Register a class as in [`traceax.columns`][]. On its own a diagonal serves estimates
+    where the trace is known.
+    """
+    raise NotImplementedError(
+        f"traceax.diagonal_entries: {type(operator)} is not registered."
+    )
+
+
+@columns.register
+def _(operator: KernelLinearOperator, indices):
+    return operator.columns(indices)
+
+
+@columns.register
+def _(operator: SparseLinearOperator, indices):
+    return operator.columns_at(indices)
+
+
+def _of_matrix(operator, indices):
+    return operator.as_matrix().T[indices].T
+
+
+def _of_few(operator, indices):
     n, _, dtype, *_ = space_of(operator)
     return apply_block(operator, jax.nn.one_hot(indices, n, dtype=dtype).T)
 
 
+for cls in (lx.MatrixLinearOperator, lx.PyTreeLinearOperator):
+    columns.register(cls, _of_matrix)
+for cls in (
+    lx.DiagonalLinearOperator,
+    lx.IdentityLinearOperator,
+    lx.TridiagonalLinearOperator,
+):
+    columns.register(cls, _of_few)
+for cls in columns.registry:
+    if cls is not object:
+        diagonal_entries.register(cls, lx.diagonal)
+
+
+def _is_registered(question: Any, operator: lx.AbstractLinearOperator) -> bool:
+    return question.dispatch(type(operator)) is not question.dispatch(object)
+
+
 def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
     """Whether columns and the diagonal are read, for less than the products with them."""
-    return all(isinstance(x.operator, _READ) for x in terms(operator))
+    both = columns, diagonal_entries
+    return all(_is_registered(x, y.operator) for x in both for y in terms(operator))
 
 
 def columns_of(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
     """Columns of the matrix of an operator that `has_known_entries`."""
-    return _sum(operator, lambda x: _columns(x, indices))
+    return _sum(operator, lambda x: columns(x, indices))
 
 
 def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
-    """The diagonal of the matrix of an operator that `has_known_entries`."""
-    return _sum(operator, lx.diagonal)
+    """The diagonal of the matrix of an operator, all of whose terms are registered."""
+    return _sum(operator, diagonal_entries)
 
 
 def _sum(operator: lx.AbstractLinearOperator, of_term: Callable) -> Array:
@@ -115,7 +172,7 @@ def _sum(operator: lx.AbstractLinearOperator, of_term: Callable) -> Array:
 
 def known_trace(operator: lx.AbstractLinearOperator) -> Float[Array, ""] | None:
     """The trace, where the diagonal is read; `None` for any other operator."""
-    if not has_known_entries(operator):
+    if not all(_is_registered(diagonal_entries, x.operator) for x in terms(operator)):
         return None
     return jax.lax.stop_gradient(jnp.sum(jnp.real(diagonal_of(operator))))
 
@@ -155,7 +212,7 @@ def _readable(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
 
 def _from_parts(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     """The diagonal by entries that are read, and by the diagonals of the parts."""
-    if isinstance(operator, _READ):
+    if _is_registered(diagonal_entries, operator):
         return KnownDiagonal(0, lambda: diagonal_of(operator))
     found, combine = parts(operator), jnp.add
     if isinstance(operator, lx.ComposedLinearOperator):

@@ -55,8 +55,8 @@ class SpectralFunction(eqx.Module):
     @property
     def unit(self) -> dict[str, Array]:
         """What `stats` say of the function's unit; nothing without one."""
-        known = isinstance(self.fn, Power) and self.fn.unit is not None
-        return {"unit": self.fn.unit} if known else {}
+        unit = self.fn.unit if isinstance(self.fn, Power) else None
+        return {} if unit is None else {"unit": unit}
 
 
 # Functions that can be pickled, as JAX's can't.

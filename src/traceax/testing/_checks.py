@@ -166,8 +166,8 @@ def _budget(subject: Subject) -> Verdicts:
 
     def mv(x):
         # The one way to give a function its transpose.
-        solvers = (ft.partial(product, a) for a in (matrix, matrix.T))
-        return jax.lax.custom_linear_solve(lambda x: x, x, *solvers)
+        solve, transposed = (ft.partial(product, a) for a in (matrix, matrix.T))
+        return jax.lax.custom_linear_solve(lambda x: x, x, solve, transposed)
 
     structure = jax.eval_shape(lambda: matrix[0])
     operator = lx.FunctionLinearOperator(mv, structure, subject.tags)
