@@ -26,8 +26,8 @@ from ._linalg.tall import (
     side_by_side,
 )
 from ._operators.block import apply_block
-from ._primitive import Blocks
 from ._samplers import Sampler
+from ._slope import with_bar
 from ._state import TraceState
 
 
@@ -84,11 +84,8 @@ def leading_range(
     return combine(Q, W[:, :number])
 
 
-class DeflatedBlocks(Blocks):
-    """The blocks of `average`."""
-
-    def bar(self, V, W, n):
-        return _bar(Deflated(V, W), n)
+def _slope_bar(V, W) -> ErrorBar:
+    return _bar(Deflated(V, W), len(V))
 
 
 def _bar(tests: Deflated, n: int) -> ErrorBar:
@@ -103,5 +100,5 @@ def average(state: TraceState, k: int, sampler: Sampler, *, resphere: bool):
     tests = deflate(B, B, Omega, apply_block(state.operator, Omega), resphere=resphere)
     bar = _bar(tests, n)
     stats = {"num_matvecs": k, "degrees_of_freedom": bar.degrees_of_freedom}
-    blocks = DeflatedBlocks([(tests.G, tests.G / k)])
+    blocks = with_bar((tests.G, tests.G / k), _slope_bar)
     return bar.mean, bar.standard_error, stats, blocks

@@ -30,13 +30,14 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
-from ._accuracy.error_bar import ErrorBar, exact_bar
+from ._accuracy.error_bar import exact_bar
 from ._estimate import RESULTS, SLOPES, finite_or_failed
-from ._functional import Functional, Trace
+from ._functional import Functional
 from ._linalg.tall import side_by_side
 from ._operators.block import (
     apply_block,
     columns_at_once,
+    derived,
     jitted,
     space_of,
 )
@@ -253,29 +254,6 @@ def estimate(algorithm: Algorithm, state: PyTree, k: int, stop: Any = None) -> O
 #
 
 
-def product_tangent(
-    operator: lx.AbstractLinearOperator, tangent: PyTree, V: Inexact[Array, "n p"]
-) -> Inexact[Array, "n p"] | None:
-    """`dA V`, of a fixed V. `None` stands for 0."""
-    if not jtu.tree_leaves(tangent):
-        return None
-    V = jax.lax.stop_gradient(V)
-    return eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (tangent,))[1]
-
-
-def derived(
-    operator: lx.AbstractLinearOperator, tangent: PyTree
-) -> lx.AbstractLinearOperator:
-    """`dA` as an operator."""
-    structure = operator.in_structure()
-
-    def mv(vector):
-        out, t = eqx.filter_jvp(lambda op: op.mv(vector), (operator,), (tangent,))
-        return jtu.tree_map(lambda x, t: jnp.zeros_like(x) if t is None else t, out, t)
-
-    return lx.FunctionLinearOperator(mv, structure)
-
-
 class Columns(StandIn):
     """Abstract base class of blocks V and Z, of which a chunk can be had at a time.
 
@@ -371,23 +349,6 @@ class Blocks(Columns):
         V, Z = zip(*jtu.tree_map(columns, self.pairs), strict=True)
         return side_by_side(*V), side_by_side(*Z)
 
-    def bar(
-        self, V: Inexact[Array, "n p"], W: Inexact[Array, "n p"], n: int
-    ) -> ErrorBar | None:
-        """The error bar of the estimate by products W with the columns V. Optional."""
-        return None
-
-    def slope(self, state, tangent):
-        operator, functional = state.operator, functional_of(state)
-        V, Z = (side_by_side(*x) for x in zip(*self.pairs, strict=True))
-        W = product_tangent(operator, tangent.operator, V)
-        if W is None:
-            return None
-        bar = self.bar(V, W, len(V)) if isinstance(functional, Trace) else None
-        if bar is None:
-            return super().slope(state, tangent)
-        return functional.pair(Z, W), bar.standard_error, bar.degrees_of_freedom
-
 
 class Identity(Columns):
     """The blocks `V = Z = I`, of which no more than a chunk is ever in memory."""
@@ -410,7 +371,7 @@ class Identity(Columns):
     def slope(self, state, tangent):
         if not jtu.tree_leaves(tangent.operator):
             return None
-        space, functional = space_of(state.operator), functional_of(state)
-        entries = diagonal_by_products(derived(state.operator, tangent.operator))
-        sizes = space.rounding * functional.sum(jnp.abs(entries))
+        functional, operator = functional_of(state), state.operator
+        entries = diagonal_by_products(derived(operator, tangent.operator))
+        sizes = space_of(operator).rounding * functional.sum(jnp.abs(entries))
         return tuple(exact_bar(functional.sum(entries), sizes))

@@ -15,15 +15,18 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Int
+from jaxtyping import Array, Inexact, Int
 
-from ._accuracy.error_bar import leave_one_out_bar
+from ._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from ._arguments import kind_of
 from ._estimate import SLOPES, Estimate, finite_or_failed
+from ._functional import Trace
 from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
 from ._linalg.small import matmul
-from ._linalg.tall import column_dots, inner
-from ._primitive import Blocks
+from ._linalg.tall import column_dots, inner, side_by_side
+from ._operators.block import derived, product_tangent
+from ._primitive import Blocks, StandIn
+from ._state import TraceState, functional_of
 
 
 def jvp(
@@ -127,20 +130,67 @@ def _check_tangents(primals: tuple, tangents: tuple, where: str) -> None:
             )
 
 
-class LeaveOneOutBlocks(Blocks):
-    """The blocks `[Q, G]` of leave-one-out estimates, and their downdates."""
+class TestedBlocks(StandIn):
+    """Blocks V and Z, and the error bar that products W with V have, `bar(V, W)`."""
 
-    loo: LeaveOneOut
+    V: Inexact[Array, "n p"]
+    Z: Inexact[Array, "n p"]
+    bar: jtu.Partial
+    count: int | Int[Array, ""] | None = None
 
-    def __init__(self, pairs, loo: LeaveOneOut, count: int | Int[Array, ""]):
-        super().__init__(pairs, None if isinstance(count, int) else count)
-        self.loo = loo
+    def derivative(self, state, tangent):
+        return Blocks([(self.V, self.Z)], self.count).derivative(state, tangent)
 
-    def bar(self, V, W, n):
-        m, basis = self.most, self.loo.basis
-        Q, G, WQ, WG = V[:, :m], V[:, m:], W[:, :m], W[:, m:]
-        H, L, K = inner(Q, WQ), inner(Q, WG), inner(WQ, G)
-        if basis is not None:
-            H, L, K = (matmul(basis.conj().T, x) for x in (matmul(H, basis), L, K))
-        paired = leave_one_out_forms(H, L, K, column_dots(G, WG), self.loo)
-        return leave_one_out_bar(paired, self.loo.probes.active)
+    def slope(self, state, tangent):
+        functional = functional_of(state)
+        if not isinstance(functional, Trace):
+            return super().slope(state, tangent)
+        W = product_tangent(state.operator, tangent.operator, self.V)
+        if W is None:
+            return None
+        _, error, freedom = self.bar(self.V, W)
+        return functional.pair(self.Z, W), error, freedom
+
+
+def with_bar(blocks: Any, bar: Callable[..., ErrorBar], *arguments: Any) -> Any:
+    """Blocks V and Z; where slopes are wanted with `bar(*arguments, V, W)`."""
+    return (
+        TestedBlocks(*blocks, jtu.Partial(bar, *arguments)) if SLOPES.value else blocks
+    )
+
+
+def leave_one_out_blocks(
+    pairs: list[tuple[Array, Array]], loo: LeaveOneOut, count: int | Int[Array, ""]
+) -> Any:
+    """The blocks `[Q, G]` of leave-one-out estimates; with their bar, too."""
+    if not SLOPES.value:
+        return pairs
+    bar = jtu.Partial(_leave_one_out_bar, loo)
+    V, Z = (side_by_side(*x) for x in zip(*pairs, strict=True))
+    return TestedBlocks(V, Z, bar, None if isinstance(count, int) else count)
+
+
+def _leave_one_out_bar(loo: LeaveOneOut, V: Array, W: Array) -> ErrorBar:
+    (Q, G), (WQ, WG) = (jnp.split(x, 2, axis=1) for x in (V, W))
+    H, L, K = inner(Q, WQ), inner(Q, WG), inner(WQ, G)
+    if loo.basis is not None:
+        adjoint = loo.basis.conj().T
+        H, L, K = (
+            matmul(adjoint, matmul(H, loo.basis)),
+            matmul(adjoint, L),
+            matmul(adjoint, K),
+        )
+    paired = leave_one_out_forms(H, L, K, column_dots(G, WG), loo)
+    return leave_one_out_bar(paired, loo.probes.active)
+
+
+def slope_of_linear(
+    estimator: Any, state: Any, tangent: Any, room: int, count: int | Int[Array, ""]
+) -> tuple[Any, ...] | None:
+    """Of an estimate that is linear in the operator: that of dA, by the same probes."""
+    if not jtu.tree_leaves(tangent.operator):
+        return None
+    operator = derived(state.operator, tangent.operator)
+    part = TraceState(state.key, operator, functional=functional_of(state))
+    buffers = estimator.grow(part, estimator.begin(part, room), 0, room)
+    return tuple(estimator.judge(part, buffers, count)[0])

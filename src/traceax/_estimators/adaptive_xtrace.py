@@ -10,8 +10,8 @@ from .._deflation import average
 from .._linalg import adaptive, tall
 from .._linalg.small import squares
 from .._operators.block import apply_block
-from .._primitive import Blocks
 from .._samplers import RademacherSampler, Sampler, check_sampler
+from .._slope import with_bar
 from .._state import grown_of
 
 # With fewer products there are too few tests to choose by.
@@ -99,31 +99,19 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         }
         V = tall.side_by_side(W, X)
         error = bar.standard_error * jnp.real(unit)
-        blocks = PlannedBlocks([(V, tall.combine(V, K.conj()))], gram, plan)
+        blocks = with_bar((V, tall.combine(V, K.conj())), _slope_bar, gram, plan)
         return bar.mean * unit, error, stats, blocks
 
 
-class PlannedBlocks(Blocks):
-    """The blocks of tests whose plan was made."""
-
-    gram: Inexact[Array, "k k"]
-    plan: adaptive.Plan
-
-    def __init__(self, pairs, gram, plan):
-        super().__init__(pairs)
-        self.gram, self.plan = gram, plan
-
-    def bar(self, V, W, n):
-        h = len(self.plan.uses_basis)
-        unit = tall.power_of_two_scale(W)
-        VW = tall.inner(V, W / unit.astype(W.dtype))
-        form = _form(jnp.diagonal(VW)[:h], VW[:h, h:], VW[h:, :h], VW[h:, h:])
-        # Of tests that agree by chance: no more than of those that don't see a diagonal.
-        energies = squares(VW[:h, h:])
-        bar = _bar(form, self.gram, n, self.plan, jnp.mean(energies))
-        return ErrorBar(
-            unit * bar.mean, unit * bar.standard_error, bar.degrees_of_freedom
-        )
+def _slope_bar(gram, plan: adaptive.Plan, V, W) -> ErrorBar:
+    h = len(plan.uses_basis)
+    unit = tall.power_of_two_scale(W)
+    VW = tall.inner(V, W / unit.astype(W.dtype))
+    form = _form(jnp.diagonal(VW)[:h], VW[:h, h:], VW[h:, :h], VW[h:, h:])
+    # Of tests that agree by chance, no less than of others.
+    bar = _bar(form, gram, len(V), plan, jnp.mean(squares(VW[:h, h:])))
+    error = unit * bar.standard_error
+    return ErrorBar(unit * bar.mean, error, bar.degrees_of_freedom)
 
 
 def _bar(form, gram, n: int, plan: adaptive.Plan, half_variance) -> ErrorBar:

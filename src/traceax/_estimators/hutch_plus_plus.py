@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import equinox as eqx
 import jax.numpy as jnp
 
 from .._accuracy.error_bar import (
@@ -24,8 +23,8 @@ from .._linalg.tall import (
     side_by_side,
 )
 from .._operators.block import apply_block
-from .._primitive import Blocks
 from .._samplers import RademacherSampler, Sampler, check_sampler
+from .._slope import with_bar
 
 
 class HutchPlusPlusEstimator(TraceEstimator):
@@ -100,21 +99,12 @@ class HutchPlusPlusEstimator(TraceEstimator):
         }
         value = functional.pair(Q, AQ) + bar.mean
         blocks = side_by_side(Q, G), side_by_side(Q, G / num_tests)
-        return value, bar.standard_error, stats, SketchedBlocks([blocks], m)
+        return value, bar.standard_error, stats, with_bar(blocks, _slope_bar, m)
 
 
-class SketchedBlocks(Blocks):
-    """The blocks `[Q, G]`, Q of so many columns."""
-
-    rank: int = eqx.field(static=True)
-
-    def __init__(self, pairs, rank: int):
-        super().__init__(pairs)
-        self.rank = rank
-
-    def bar(self, V, W, n):
-        exact = column_dots(V[:, : self.rank], W[:, : self.rank])
-        return _bar(V[:, self.rank :], W[:, self.rank :], exact)
+def _slope_bar(rank: int, V, W) -> ErrorBar:
+    exact = column_dots(V[:, :rank], W[:, :rank])
+    return _bar(V[:, rank:], W[:, rank:], exact)
 
 
 def _bar(G, AG, exact) -> ErrorBar:

@@ -24,15 +24,13 @@ from .._accuracy.moments import (
     off_diagonal_size,
 )
 from .._arguments import check_optional_integer, without_numpy
-from .._estimate import SLOPES
 from .._functional import Trace
 from .._growing import GrowingEstimator
-from .._linalg.leave_one_out import active_units
 from .._linalg.tall import column_dots, column_norms
 from .._operators.block import Space, columns_at_once
-from .._primitive import Columns, derived
+from .._primitive import Columns
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
-from .._state import TraceState
+from .._slope import SLOPES, slope_of_linear
 
 
 class TraceSamples(NamedTuple):
@@ -163,7 +161,9 @@ class HutchinsonEstimator(GrowingEstimator):
             variation = bar.standard_error
         else:
             samples, norms, (Omega, Y) = buffers
-            active = active_units(len(samples), count)
+            active = None
+            if not isinstance(count, int):
+                active = jnp.arange(len(samples), dtype=jnp.int32) < count
             variation = None
             if self._sees_off_diagonal:
                 few = None if active is None else active[: Omega.shape[0]]
@@ -194,9 +194,10 @@ class HutchinsonEstimator(GrowingEstimator):
         space, room = state.space, _room(buffers)
         chunk = self._chunk(space.size)
         probes = Probes(state.key, self.sampler, count, room, chunk, space)
-        once = probes.size >= room and isinstance(count, int) and not SLOPES.value
+        once = probes.size >= room and isinstance(count, int)
         # What is differentiated of rounds is not A V.
-        return [probes.chunk(0)] if once and self.sampler.round_size == 1 else probes
+        once = once and self.sampler.round_size == 1
+        return [probes.chunk(0)] if once and not SLOPES.value else probes
 
     def more_stats(self, buffers):
         known = isinstance(buffers, TraceSamples)
@@ -273,15 +274,8 @@ class Probes(Columns):
         return self.sampler._apply(operator, V)
 
     def slope(self, state, tangent):
-        if not jtu.tree_leaves(tangent.operator):
-            return None
-        # Linear in the operator: that of dA, by the same probes.
         estimator = HutchinsonEstimator(self.sampler, self.size)
-        operator = derived(state.operator, tangent.operator)
-        part = TraceState(state.key, operator, functional=state.functional)
-        buffers = estimator.begin(part, self.most)
-        buffers = estimator.grow(part, buffers, 0, self.most)
-        return tuple(estimator.judge(part, buffers, self.count)[0])
+        return slope_of_linear(estimator, state, tangent, self.most, self.count)
 
     def chunk(self, start):
         V = self.sampler._draw_range(self.key, start, self.size, self.most, self.space)

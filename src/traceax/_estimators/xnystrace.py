@@ -19,7 +19,7 @@ from .._operators.block import (
     is_semidefinite,
 )
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .._slope import LeaveOneOutBlocks
+from .._slope import leave_one_out_blocks
 
 
 class XNysTraceBuffers(NamedTuple):
@@ -115,4 +115,4 @@ class XNysTraceEstimator(GrowingEstimator):
     def stand_in(self, state, buffers, count):
         probes = make_probe_set(buffers.U, count, self.resphere)
         pairs, loo = stand_in(buffers.U, buffers.T, buffers.AU, probes)
-        return LeaveOneOutBlocks(pairs, loo, count)
+        return leave_one_out_blocks(pairs, loo, count)

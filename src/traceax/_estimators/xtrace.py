@@ -21,7 +21,7 @@ from .._linalg.leave_one_out import (
 from .._linalg.tall import column_dots, extend, inner
 from .._operators.block import apply_block, is_hermitian
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .._slope import LeaveOneOutBlocks
+from .._slope import leave_one_out_blocks
 
 
 class XTraceBuffers(NamedTuple):
@@ -125,7 +125,7 @@ class XTraceEstimator(GrowingEstimator):
 
     def stand_in(self, state, buffers, count):
         loo = self._left_out(buffers, count)
-        return LeaveOneOutBlocks(stand_in(buffers.Omega, buffers.Q, loo), loo, count)
+        return leave_one_out_blocks(stand_in(buffers.Omega, buffers.Q, loo), loo, count)
 
     def _left_out(self, buffers: XTraceBuffers, count) -> LeaveOneOut:
         probes = make_probe_set(buffers.Q, count, self.resphere)

@@ -259,6 +259,29 @@ def apply_block(
         return jax.vmap(product)(block.T).T
 
 
+def product_tangent(
+    operator: lx.AbstractLinearOperator, tangent: PyTree, V: Inexact[Array, "n p"]
+) -> Inexact[Array, "n p"] | None:
+    """`dA V`, of a fixed V. `None` stands for 0."""
+    if not jtu.tree_leaves(tangent):
+        return None
+    V = jax.lax.stop_gradient(V)
+    return eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (tangent,))[1]
+
+
+def derived(
+    operator: lx.AbstractLinearOperator, tangent: PyTree
+) -> lx.AbstractLinearOperator:
+    """`dA` as an operator."""
+    structure = operator.in_structure()
+
+    def mv(vector):
+        out, t = eqx.filter_jvp(lambda op: op.mv(vector), (operator,), (tangent,))
+        return jtu.tree_map(lambda x, t: jnp.zeros_like(x) if t is None else t, out, t)
+
+    return lx.FunctionLinearOperator(mv, structure)
+
+
 def is_known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
     """Whether a check of lineax's holds, which other operators need not register."""
     try:

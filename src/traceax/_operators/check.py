@@ -46,7 +46,7 @@ def checked_operator(
     out_leaves, out_treedef = jtu.tree_flatten(out_structure)
     pairs = zip(in_leaves, out_leaves, strict=False)
     if in_treedef != out_treedef or any(
-        x.shape != y.shape or y.dtype not in (x.dtype, complex_dtype(x.dtype))
+        x.shape != y.shape or (x.dtype != y.dtype and complex_dtype(x.dtype) != y.dtype)
         for x, y in pairs
     ):
         raise ValueError(
@@ -116,10 +116,17 @@ class ComplexLinearOperator(ByProducts):
         return check not in _SEMIDEFINITE and is_known(check, self.operator)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return jtu.tree_map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype)),
-            self.operator.in_structure(),
-        )
+        return _complex(self.operator.in_structure())
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return _complex(self.operator.out_structure())
+
+
+def _complex(structure: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
+    return jtu.tree_map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype)),
+        structure,
+    )
 
 
 class ShiftedLinearOperator(ByProducts):

@@ -34,8 +34,7 @@ from jaxtyping import Array, Float, Inexact, Int, PyTree
 from .._linalg.krylov import RitzPairs, arnoldi, lanczos
 from .._linalg.small import divisor, eigh, matmul, squares
 from .._linalg.tall import combine, inner, largest_entry, orthonormalise
-from .._operators.block import apply_block
-from .._primitive import product_tangent
+from .._operators.block import apply_block, product_tangent
 from .function import (
     HIDDEN,
     RECIPROCAL,
@@ -257,7 +256,8 @@ def _function_product_jvp(primals, tangents):
 
     y = product(x)
     parts = [None if t_x is None else product(t_x)]
-    operator, function, x = final((operator, function, x))
+    if jtu.tree_leaves((t_operator, t_function)):
+        operator, function, x = final((operator, function, x))
 
     def in_krylov_space(fn):
         return _in_krylov_space(operator, fn, x, steps, lower)
