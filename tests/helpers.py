@@ -1,4 +1,4 @@
-"""Matrices of known trace, operators of every class, and statistics of estimates."""
+"""Operators of every class, and statistics of estimates."""
 
 import functools as ft
 import os
@@ -13,11 +13,19 @@ import lineax as lx
 import numpy as np
 import scipy.sparse
 from jax.experimental import sparse
+from problems import (  # noqa: F401
+    NSD,
+    PSD,
+    as_operator,
+    complex_dtype,
+    float_dtype,
+    haar,
+    is_x64,
+    matrix,
+    spectrum,
+)
 
 import traceax as tx
-
-PSD = lx.positive_semidefinite_tag
-NSD = lx.negative_semidefinite_tag
 
 ESTIMATORS = {
     "hutchinson": tx.HutchinsonEstimator(),
@@ -36,55 +44,6 @@ FAMILIES = ("hutchinson", "hutch++", "xtrace", "xnystrace")
 def draw(sampler, key, n, k, dtype):
     """`sampler.sample`, in one program instead of one for each of its operations."""
     return sampler.sample(key, n, k, dtype)
-
-
-def is_x64():
-    return jax.config.jax_enable_x64  # pyright: ignore
-
-
-def float_dtype():
-    return jnp.float64 if is_x64() else jnp.float32
-
-
-def complex_dtype():
-    return jnp.complex128 if is_x64() else jnp.complex64
-
-
-def spectrum(name, n):
-    i = np.arange(1, n + 1)
-    return {
-        "flat": np.linspace(1.0, 3.0, n),
-        "poly": i**-2.0,
-        "exp": 0.7 ** (i - 1.0),
-        "step": np.where(i <= min(50, n // 3), 1.0, 1e-3),
-        "signed": np.linspace(-1.0, 2.0, n),
-    }[name]
-
-
-def haar(n, seed=0, complex=False):
-    rng = np.random.default_rng(seed)
-    gaussian = rng.normal(size=(n, n))
-    if complex:
-        gaussian = gaussian + 1j * rng.normal(size=(n, n))
-    return np.linalg.qr(gaussian)[0]
-
-
-def matrix(name, n, complex=False, seed=0):
-    """A dense matrix of prescribed spectrum, or `"nonsymmetric"`."""
-    if name == "nonsymmetric":
-        rng = np.random.default_rng(seed + 1)
-        a = rng.normal(size=(n, n)) / np.sqrt(n)
-        if complex:
-            a = a + 1j * rng.normal(size=(n, n)) / np.sqrt(n)
-        return a + np.diag(np.linspace(0.5, 1.5, n))
-    u = haar(n, seed, complex)
-    a = (u * spectrum(name, n)) @ u.conj().T
-    return (a + a.conj().T) / 2
-
-
-def as_operator(a, psd=False):
-    dtype = complex_dtype() if np.iscomplexobj(a) else float_dtype()
-    return lx.MatrixLinearOperator(jnp.asarray(a, dtype), PSD if psd else ())
 
 
 def hidden(operator):
@@ -159,10 +118,10 @@ def banded(n, offsets, seed=0):
     return scipy.sparse.diags_array(diagonals, offsets=offsets).tocoo()
 
 
-def as_bcoo(matrix):
-    indices = np.stack([matrix.row, matrix.col], axis=1)
-    data = jnp.asarray(matrix.data, float_dtype())
-    return sparse.BCOO((data, indices), shape=matrix.shape)
+def as_bcoo(coo):
+    indices = np.stack([coo.row, coo.col], axis=1)
+    data = jnp.asarray(coo.data, float_dtype())
+    return sparse.BCOO((data, indices), shape=coo.shape)
 
 
 def coverage(run, truth, num_keys=2000):
@@ -215,12 +174,7 @@ def assert_close(x, y, rtol=None, atol=0.0):
 
 def _psd_matrix(parameters):
     a = parameters["a"]
-    n = a.shape[0]
-    return a @ a.T / n + jnp.diag(jnp.ones(n, a.dtype))
-
-
-def _matrix(parameters):
-    return lx.MatrixLinearOperator(_psd_matrix(parameters), PSD)
+    return a @ a.T / len(a) + jnp.eye(len(a), dtype=a.dtype)
 
 
 def _composed_sum(parameters):
@@ -231,39 +185,30 @@ def _composed_sum(parameters):
 
 def _function(parameters):
     a = _psd_matrix(parameters)
-    structure = jax.eval_shape(lambda: parameters["d"])
-    return lx.FunctionLinearOperator(lambda v: a @ v, structure, PSD)
+    return lx.FunctionLinearOperator(lambda v: a @ v, jax.eval_shape(lambda: a[0]), PSD)
 
 
 def _jacobian(parameters):
     # A Hessian over a PyTree: the loss is convex.
     a, d = parameters["a"], parameters["d"]
 
-    def gradient(x, args):
-        def loss(x):
-            v = jnp.concatenate([x["u"], x["w"].reshape(-1)])
-            return jnp.sum(jax.nn.softplus(a @ v)) + jnp.sum(d**2 * v**2)
+    def loss(x):
+        v = jnp.concatenate([x["u"], x["w"].reshape(-1)])
+        return jnp.sum(jax.nn.softplus(a @ v)) + jnp.sum(d**2 * v**2)
 
-        return jax.grad(loss)(x)
-
-    n = d.shape[0]
-    x = {"u": d[:3], "w": d[3:].reshape(1, n - 3)}
-    return lx.JacobianLinearOperator(gradient, x, tags=PSD)
+    x = {"u": d[:3], "w": d[3:].reshape(1, -1)}
+    return lx.JacobianLinearOperator(lambda x, _: jax.grad(loss)(x), x, tags=PSD)
 
 
 def _pytree(parameters):
     a = _psd_matrix(parameters)
-    n = a.shape[0]
-    structure = [
-        jax.ShapeDtypeStruct((2,), a.dtype),
-        jax.ShapeDtypeStruct((n - 2,), a.dtype),
-    ]
     tree = [[a[:2, :2], a[:2, 2:]], [a[2:, :2], a[2:, 2:]]]
+    structure = jax.eval_shape(lambda: [a[0, :2], a[0, 2:]])
     return lx.PyTreeLinearOperator(tree, structure, PSD)
 
 
 OPERATORS = {
-    "matrix": _matrix,
+    "matrix": lambda parameters: lx.MatrixLinearOperator(_psd_matrix(parameters), PSD),
     "composed sum": _composed_sum,
     "function": _function,
     "jacobian over a PyTree": _jacobian,

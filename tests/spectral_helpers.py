@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import complex_dtype, float_dtype, haar, matrix
+from problems import as_array, float_dtype, hermitian  # noqa: F401
 
 import traceax as tx
 
@@ -27,42 +27,6 @@ def eps(dtype=None):
     return float(jnp.finfo(float_dtype() if dtype is None else dtype).eps)
 
 
-def hermitian(kind, n, complex=False, seed=0):
-    """Matrices that let Krylov spaces grow, and those that don't."""
-    u = haar(n, seed, complex)
-
-    def of(values):
-        a = (u * values) @ u.conj().T
-        return (a + a.conj().T) / 2
-
-    match kind:
-        case "identity":
-            return np.eye(n) * (1 + 0j if complex else 1)
-        case "twice the identity":
-            return 2 * np.eye(n) * (1 + 0j if complex else 1)
-        case "zero":
-            return np.zeros((n, n)) * (1 + 0j if complex else 1)
-        case "projector":
-            return of(np.arange(n) < n // 2)
-        case "small projector":
-            return of(np.arange(n) < 3)
-        case "repeated":
-            return of(
-                np.repeat([-1.0, 1.0, 2.0], [n // 2, n // 4, n - n // 2 - n // 4])
-            )
-        case "rank 5":
-            return of(np.where(np.arange(n) < 5, np.arange(1.0, n + 1), 0))
-        case "rank 5, indefinite":
-            return of(np.where(np.arange(n) < 5, np.arange(n) - 2.5, 0))
-        case _:
-            return matrix(kind, n, complex, seed)
-
-
-def as_array(x):
-    x = np.asarray(x)
-    return jnp.asarray(x, complex_dtype() if np.iscomplexobj(x) else float_dtype())
-
-
 def wide(x):
     """As NumPy in double precision."""
     x = np.asarray(x)
@@ -82,8 +46,8 @@ def normal(shape, complex=False, seed=7):
 OPERATOR_MONOTONE = {"log": np.log, "root": np.sqrt, "inverse": lambda x: -1 / x}
 
 
-def function_of(hermitian, f):
-    values, vectors = np.linalg.eigh(hermitian)
+def function_of(a, f):
+    values, vectors = np.linalg.eigh(a)
     return (vectors * f(values)) @ vectors.conj().T
 
 

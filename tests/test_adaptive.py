@@ -14,7 +14,6 @@ from traceax.testing._checks import Subject, failures
 
 N = 40
 ADAPTIVE = tx.AdaptiveXTraceEstimator()
-both = pytest.mark.parametrize("complex", [False, True])
 
 
 def _probes(key, start, number, a):
@@ -42,33 +41,8 @@ def _basis(y, *left_out):
     return q @ q.conj().T, len(kept)
 
 
-def _naive_choice(y, w, k):
-    """Whether each test uses the basis, each product left out of what it is measured by."""
-    n, h = w.shape
-    r, uses_basis = h - 1, []
-    for i in range(h):
-        others = set(range(h)) - {i}
-        energies = []
-        for uses in (False, True):
-            residuals = []
-            for j in others:
-                p = _basis(y, i, j)[0] if uses else np.zeros((n, n))
-                residuals.append((w[:, j], y[:, j] - p @ y[:, j]))
-            energy = np.mean([np.vdot(e, e).real for _, e in residuals])
-            mean = np.mean([np.vdot(v, e) for v, e in residuals])
-            dimension = n - uses * (r - (i < r))
-            energies.append(max(energy - abs(mean) ** 2 / dimension, energy / 1000))
-        samples = [np.vdot(w[:, j], y[:, j]) for j in others]
-        v_0, v_r = energies
-        v_0 = min(v_0, (1 + 30 / h) * np.var(samples, ddof=1) / 2)
-        direction = v_r * (max(v_0 / v_r, 1) ** (1 / r) - 1)
-        error = v_r / (k - r) + r * (r - 1) / (k - r) ** 2 * direction / 4
-        uses_basis.append(error < v_0 / k)
-    return np.array(uses_basis)
-
-
 def _naive(a, w, fresh, b, uses_basis):
-    """Samples of the first tests and the value, of matrix b for choices from a."""
+    """The value, of matrix b for choices from a."""
     h, y = w.shape[1], a @ w
     r, width = h - 1, fresh.shape[1]
     fresh = fresh[:, r:] if any(uses_basis) else fresh
@@ -83,12 +57,11 @@ def _naive(a, w, fresh, b, uses_basis):
     fresh_mean = np.mean([_sample(b, p, v, outside, rank) for v in fresh.T])
     fresh_number = width - r * uses_basis
     share = fresh_number / (h + fresh_number)
-    return samples, np.mean((1 - share) * samples + share * fresh_mean)
+    return np.mean((1 - share) * samples + share * fresh_mean)
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("k", [10, 17])
-@both
+@pytest.mark.parametrize(("k", "complex"), [(10, True), (17, False)])
 def test_formulas_against_loops(complex, k):
     b = matrix("nonsymmetric", N, complex, seed=3)
     h = k // 2
@@ -106,61 +79,15 @@ def test_formulas_against_loops(complex, k):
     for seed, name in enumerate(["flat", "exp", "nonsymmetric", "poly", "exp", "step"]):
         key, a = jr.key(seed), matrix(name, N, complex)
         w, fresh = _probes(key, 0, h, a), _probes(key, h, k - h, a)
-        uses_basis = _naive_choice(a @ w, w, k)
-        np.testing.assert_array_equal(choose(jnp.asarray(a), w), uses_basis)
+        uses_basis = np.asarray(choose(jnp.asarray(a), w))
         choices.add((bool(np.any(uses_basis)), bool(np.all(uses_basis))))
         estimate, _, stats, (V, Z) = run(jnp.asarray(a), key)
         assert stats["basis"] == (h - 1 if any(uses_basis) else 0)
-        _, value = _naive(a, w, fresh, a, uses_basis)
+        value = _naive(a, w, fresh, a, uses_basis)
         assert_close(estimate, value)
         assert_close(jnp.sum(Z.conj() * (a @ V)), value)
-        assert_close(jnp.sum(Z.conj() * (b @ V)), _naive(a, w, fresh, b, uses_basis)[1])
+        assert_close(jnp.sum(Z.conj() * (b @ V)), _naive(a, w, fresh, b, uses_basis))
     assert {(False, False), (True, True)} <= choices
-
-
-@pytest.mark.x64
-@both
-def test_samples_and_their_covariance_against_loops(complex):
-    a, h, r = matrix("exp", N, complex), 8, 7
-    key = jr.key(2)
-    w, fresh = _probes(key, 0, h, a), _probes(key, h, h, a)
-    y = a @ w
-    uses_basis = np.asarray([True, False, True, True, False, True, True, True])
-
-    @jax.jit
-    def run(a, w, fresh):
-        q, factor = jnp.linalg.qr(a @ w)
-        plan = adaptive.plan_tests(
-            adaptive.dual_basis(factor), jnp.asarray(uses_basis), h
-        )
-        x = jnp.where(plan.in_basis[None, :], q, fresh)
-        v = jnp.concatenate([w, x], axis=1)
-        form, gram = v.conj().T @ a @ v, v.conj().T @ v
-        samples, shifts = adaptive.test_samples(form, gram, N, plan)
-        weights = adaptive.sample_weights(plan)
-        covariance = adaptive.covariance(form, gram, N, plan, shifts, weights)
-        return samples, shifts, weights, covariance
-
-    samples, shifts, weights, covariance = map(np.asarray, run(a, w, fresh))
-    naive, value = _naive(a, w, fresh, a, uses_basis)
-    assert_close(np.sum(weights), 1.0)
-    assert_close(samples[:h], naive)
-    assert_close(np.sum(weights * samples), value)
-
-    def sample(i, *left_out):
-        p, rank = _basis(y, i, *left_out)
-        g = w[:, i] - p @ w[:, i]
-        shift = shifts[i] * (np.vdot(g, g) - N + rank)
-        return np.trace(p @ a) + np.vdot(g, a @ g) - shift
-
-    expected = 0.0
-    users = [i for i in range(r) if uses_basis[i]]
-    for i in users:
-        for j in set(users) - {i}:
-            change = np.vdot(sample(j, i) - sample(j), sample(i, j) - sample(i))
-            expected += weights[i] * weights[j] * change.real
-    assert expected > 0
-    assert_close(covariance, expected, rtol=1e-6)
 
 
 def _one_choice_for_all(*args):
@@ -178,8 +105,7 @@ _choose = adaptive.choose_basis
     ("name", "k", "complex"),
     [
         ("step", 16, False),
-        ("step", 24, True),
-        ("nonsymmetric", 24, False),
+        ("nonsymmetric", 24, True),
         ("parallel", 12, False),
     ],
 )
@@ -223,7 +149,7 @@ def _edges(n):
     }
 
 
-@pytest.mark.parametrize(("n", "k"), [(2, 1), (9, 8), (20, 9), (20, 19), (40, 16)])
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (9, 8), (20, 19)])
 def test_edges(n, k):
     def run(a, key):
         estimate = ADAPTIVE.estimate(
@@ -246,7 +172,7 @@ def test_edges(n, k):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("check", ["budget", "exact", "failure"])
+@pytest.mark.parametrize("check", ["bar", "budget"])
 def test_conformance(check):
     assert not failures(Subject(ADAPTIVE, 0), check)
 
@@ -276,13 +202,10 @@ def test_a_diagonal_is_not_seen():
 
 
 def test_stats_say_how_products_were_split(key):
-    def basis(name):
-        estimate = tx.trace(key, as_operator(matrix(name, N)), 24, ADAPTIVE)
-        return int(estimate.stats["basis"])
-
-    assert basis("exp") == 11
-    few = tx.trace(key, as_operator(matrix("exp", N)), 7, ADAPTIVE)
-    same = tx.trace(key, as_operator(matrix("exp", N)), 7, tx.HutchinsonEstimator())
+    operator = as_operator(matrix("exp", N))
+    assert tx.trace(key, operator, 24, ADAPTIVE).stats["basis"] == 11
+    few = tx.trace(key, operator, 7, ADAPTIVE)
+    same = tx.trace(key, operator, 7, tx.HutchinsonEstimator())
     assert_close(few.value, same.value)
 
 

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, is_x64
+from helpers import assert_close
+from problems import Problem, as_array, is_x64
 from spectral_helpers import (
     OPERATOR_MONOTONE,
-    as_array,
     extension,
     function_of,
-    hermitian,
     normal,
     orthonormal,
     spans,
@@ -54,15 +53,20 @@ SPACES = [
     ("flat", 11, 2, 2, False, 0.9),
     ("rank 5", 4, 2, 4, True, 1.0),
     ("repeated", 3, 4, 4, False, 1.0),
-    ("twice the identity", 3, 3, 3, False, 0.5),
+    ("identity", 3, 3, 3, False, 0.5),
 ]
+
+
+def from_one(kind, n, complex):
+    """A matrix whose smallest eigenvalue is 1."""
+    shift = 1 - Problem(kind, n).eigenvalues.min()
+    return Problem(kind, n, complex, shift=shift).dense
 
 
 @pytest.mark.parametrize(("kind", "m", "steps", "room", "complex", "part"), SPACES)
 def test_the_bracket_against_dense_matrices(kind, m, steps, room, complex, part):
     n = 24
-    A = hermitian(kind, n, complex)
-    A = A + (1 - np.linalg.eigvalsh(A)[0]) * np.eye(n)
+    A = from_one(kind, n, complex)
     start = normal((n, m), complex, 3)
     A, start = wide(as_array(A)), wide(as_array(start))
     lower = part * np.linalg.eigvalsh(A)[0]
@@ -104,8 +108,7 @@ def test_the_bracket_against_dense_matrices(kind, m, steps, room, complex, part)
 def test_vectors_that_are_never_left_out(kind, q, m, steps, complex):
     # Of matrices side by side, against loops: f(T), f(E), and a projector.
     n = 24
-    A = hermitian(kind, n, complex)
-    A = A + (1 - np.linalg.eigvalsh(A)[0]) * np.eye(n)
+    A = from_one(kind, n, complex)
     start, F = normal((n, q + m), complex, 3), normal((n, 4), complex, 4)
     A, start, F = (wide(as_array(x)) for x in (A, start, np.linalg.qr(F)[0]))
     lower = 0.5

@@ -7,14 +7,13 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import PSD, assert_close, draw, float_dtype, haar, hidden, is_x64, matrix
+from helpers import assert_close, draw, hidden
+from problems import PSD, Problem, as_array, float_dtype, is_x64, matern, points
 from spectral_helpers import (
     OPERATOR_MONOTONE,
     SPECTRAL,
-    as_array,
     extension,
     function_of,
-    hermitian,
     orthonormal,
     spans,
     wide,
@@ -108,8 +107,7 @@ def _naive_samples(A, start, lower):
     ],
 )
 def test_the_estimator_against_a_naive_bracket(kind, complex, part, tolerance):
-    A = hermitian(kind, N, complex) + 1e-3 * np.eye(N)
-    A = wide(as_array(A))
+    A = wide(Problem(kind, N, complex, shift=1e-3).array)
     smallest = np.linalg.eigvalsh(A)[0]
     lower = None if part is None else part * smallest
     key = jr.key(2)
@@ -149,13 +147,6 @@ def test_the_estimator_against_a_naive_bracket(kind, complex, part, tolerance):
 #
 
 
-def _kernel(n, length):
-    """Matern 3/2 in the plane."""
-    x = np.random.default_rng(0).random((n, 2))
-    r = 3**0.5 * np.linalg.norm(x[:, None] - x[None], axis=-1) / length
-    return (1 + r) * np.exp(-r)
-
-
 @eqx.filter_jit
 def _many(keys, K, noise, k, entry):
     def one(key):
@@ -164,11 +155,11 @@ def _many(keys, K, noise, k, entry):
         interval = e.confidence_interval()
         return e.value, e.standard_error, interval, e.stats["bracket"], e.result
 
-    return jax.vmap(one)(keys)
+    return jax.lax.map(one, keys)
 
 
 def test_intervals_of_kernels_that_have_not_converged():
-    K, noise = _kernel(200, 0.3), 1e-4
+    K, noise = matern(points(200), 0.3), 1e-4
     truth = np.sum(np.log(np.linalg.eigvalsh(K) + noise))
     keys, noise = jr.split(jr.key(0), 40), as_array(noise)
     *found, result = _many(keys, as_array(K), noise, 24, tx.logdet)
@@ -188,7 +179,7 @@ def test_intervals_of_kernels_that_have_not_converged():
 
 def test_ends_that_rounding_exchanges():
     # All is found: noise is near rounding in 32 bits.
-    K, noise = 300 * _kernel(60, 3.0), 1e-3 if is_x64() else 2e-2
+    K, noise = 300 * matern(points(60), 3.0), 1e-3 if is_x64() else 2e-2
     truth = np.sum(np.log(np.linalg.eigvalsh(K) + noise))
     keys = jr.split(jr.key(0), 8)
     found = _many(keys, as_array(K), as_array(noise), 56, tx.logdet)
@@ -208,11 +199,13 @@ def _estimate(fn, operator, lower=None, k=12, estimator=None):
     return tx.trace_function(jr.key(0), fn, operator, k, estimator, **options)
 
 
+# Eigenvalues of 1 to 2.
+ONE_TO_TWO = Problem("flat", 25, scale=0.5, shift=0.5)
+
+
 @pytest.mark.parametrize("where", ["krylov-aware", "quadrature", "exact"])
 def test_a_wrong_lower_end_is_reported(where):
-    a = (haar(25) * np.linspace(1.0, 2.0, 25)) @ haar(25).T
-    operator = lx.MatrixLinearOperator(as_array(a))
-    estimator = SPECTRAL.get(where)
+    operator, estimator = ONE_TO_TWO.operator(), SPECTRAL.get(where)
     k = 25 if where == "exact" else 12
     for lower, expected in ((1.5, "below_lower"), (1.0, "successful")):
         found = _estimate(jnp.log, operator, as_array(lower), k, estimator)
@@ -220,18 +213,15 @@ def test_a_wrong_lower_end_is_reported(where):
 
 
 def test_a_wrong_semidefinite_tag_is_reported_through_the_shift():
-    values = np.linspace(-0.5, 2.0, 25)
-    a = (haar(25) * values) @ haar(25).T
-    operator = lx.MatrixLinearOperator(as_array(a), PSD)
-    found = tx.logdet(jr.key(0), operator, 12, shift=1.0, throw=False)
+    operator = Problem("signed", 25).operator(psd=True)
+    found = tx.logdet(jr.key(0), operator, 12, shift=1.5, throw=False)
     assert found.result == tx.RESULTS.below_lower
     with pytest.raises(Exception, match="below the number that none is said"):
-        tx.logdet(jr.key(0), operator, 12, shift=1.0).value.block_until_ready()
+        tx.logdet(jr.key(0), operator, 12, shift=1.5).value.block_until_ready()
 
 
 def test_ends_are_proven_from_what_is_known():
-    a = as_array((haar(25) * np.linspace(1.0, 2.0, 25)) @ haar(25).T)
-    operator, tagged = lx.MatrixLinearOperator(a), lx.MatrixLinearOperator(a, PSD)
+    operator, tagged = ONE_TO_TWO.operator(), ONE_TO_TWO.operator(psd=True)
     for fn, lower, expected in (
         (jnp.log, 1.0, True),
         (jnp.log, -1.0, False),
@@ -256,8 +246,7 @@ def _has_bracket(entry, operator, **options):
 
 @pytest.mark.wrong_types
 def test_functions_without_a_bracket():
-    a = as_array(matrix("flat", 25))
-    operator, untagged = lx.MatrixLinearOperator(a, PSD), lx.MatrixLinearOperator(a)
+    operator, untagged = ONE_TO_TWO.operator(psd=True), ONE_TO_TWO.operator()
     for entry in (tx.logdet, tx.trace_inverse, tx.schatten_norm):
         assert _has_bracket(entry, operator)
         assert not _has_bracket(entry, untagged)
@@ -275,18 +264,18 @@ def test_functions_without_a_bracket():
 
 def test_an_inverse_with_negative_eigenvalues_has_an_unknown_error():
     # A semidefinite operator less than its shift: 1 / x is not monotone across 0.
-    a = matrix("flat", 25)
-    operator = lx.MatrixLinearOperator(as_array(a), PSD)
-    found = tx.trace_inverse(jr.key(0), operator, 12, shift=-2.02, throw=False)
+    problem = Problem("flat", 25)
+    found, same = (
+        tx.trace_inverse(jr.key(0), operator, 12, shift=-2.02, throw=False)
+        for operator in (problem.operator(psd=True), problem.operator())
+    )
     assert found.result == tx.RESULTS.successful
     assert jnp.isnan(found.standard_error)
-    untagged = lx.MatrixLinearOperator(as_array(a))
-    same = tx.trace_inverse(jr.key(0), untagged, 12, shift=-2.02, throw=False)
     assert_close(found.value, same.value, rtol=1e-3)
 
 
 def test_a_norm_has_the_bracket_of_the_root():
-    operator = lx.MatrixLinearOperator(as_array(100 * matrix("poly", 60)), PSD)
+    operator = Problem("poly", 60, scale=100).operator(psd=True)
     norm = tx.schatten_norm(jr.key(0), operator, 12, p=0.5)
     total = _estimate(jnp.sqrt, operator)
     assert norm.stats["bracket_is_proven"] & total.stats["bracket_is_proven"]

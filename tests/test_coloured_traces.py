@@ -159,16 +159,12 @@ def lattice(shape, mass, periodic=True):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("rounds", [2, 4])
-def test_intervals_of_a_log_determinant_hold_the_truth(rounds):
+def test_intervals_of_a_log_determinant_hold_the_truth():
     operator, truth = lattice((16, 16), 1.0, periodic=False)
     colours = tx.lattice_colours((16, 16), 1, periodic=False)
-    sampler = tx.ColouredSampler(colours)
-    estimator = tx.LanczosQuadratureEstimator(4 * rounds, sampler)
+    estimator = tx.LanczosQuadratureEstimator(8, tx.ColouredSampler(colours))
     share = coverage(
-        lambda key: tx.logdet(key, operator, 40 * rounds, estimator, throw=False),
-        truth,
-        1000,
+        lambda key: tx.logdet(key, operator, 80, estimator, throw=False), truth, 1000
     )
     assert 0.93 < share <= 0.99, share
 
@@ -178,8 +174,6 @@ def test_intervals_of_a_log_determinant_hold_the_truth(rounds):
     ("shape", "mass", "distance", "steps", "most", "periodic"),
     [
         ((128, 128), 1.0, 3, 12, 0.40, True),
-        ((128, 128), 0.1, 3, 25, 3.76, True),
-        ((128, 128), 1.0, 7, 12, 0.0027, True),
         ((16, 16, 16), 0.5, 3, 14, 0.17, True),
         ((100, 70), 1.0, 3, 12, 0.30, False),
     ],

@@ -137,8 +137,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("complex", [False, True])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(("name", "complex"), [("signs", True), ("normals", False)])
 def test_unbiased_whatever_the_operator(name, complex):
     operator = dense(30, complex, decay=0.0)
     values, errors = many(tx.HutchinsonEstimator(SAMPLERS[name]), operator, 18, 4000)
@@ -165,7 +164,7 @@ def test_probes_are_those_of_rounds(name):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("rounds", [2, 3, 6])
+@pytest.mark.parametrize("rounds", [2, 6])
 def test_intervals_hold_the_truth(rounds):
     # The diagonal varies far more than what is off it within a colour.
     operator = dense(120, decay=0.5)

@@ -3,75 +3,52 @@
 import functools as ft
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import as_operator, assert_close, float_dtype
-from kernels import Matern
+from helpers import assert_close
+from problems import as_array, as_operator, observations, process
 
 import traceax as tx
 
 N = 96
-PARAMETERS = 0.4, 0.6, 1.5
 
 
-def points(n=N):
-    rng = np.random.default_rng(1)
-    return jnp.asarray(rng.random((n, 2)), float_dtype())
+# Each with a bracket: parameters, k and estimator to an estimate, and the truth.
 
 
-def observed(x):
-    return jnp.sin(5 * x[:, 0]) - x[:, 1]
-
-
-def covariance(p, x):
-    matern = Matern(p[:2])
-    return tx.KernelLinearOperator(lambda a, b: p[2] * matern(a, b), x)
-
-
-def dense(p, x):
-    return jax.vmap(lambda a: jax.vmap(lambda b: p[2] * Matern(p[:2])(a, b))(x))(x)
-
-
-# Each with a bracket: (parameters, noise, k, estimator) to an estimate, and the truth.
-
-
-def likelihood(p, noise, k, estimator):
-    x = points()
+def likelihood(p, k, estimator):
+    x, y = observations(N)
     return tx.gaussian_log_likelihood(
-        jr.key(3), covariance(p, x), observed(x), k, estimator, shift=noise
+        jr.key(3), p.kernel(x), y, k, estimator, shift=p.noise
     )
 
 
-def exact_likelihood(p, noise):
-    x = points()
-    A, y = dense(p, x) + noise * jnp.eye(N, dtype=x.dtype), observed(x)
-    total = y @ jnp.linalg.solve(A, y) + jnp.linalg.slogdet(A)[1]
-    return -(total + N * math.log(2 * math.pi)) / 2
+def exact_likelihood(p):
+    return p.exact_likelihood(*observations(N))
 
 
-def log_determinant(p, noise, k, estimator):
-    return tx.logdet(jr.key(3), covariance(p, points()), k, estimator, shift=noise)
+def log_determinant(p, k, estimator):
+    K = p.kernel(observations(N)[0])
+    return tx.logdet(jr.key(3), K, k, estimator, shift=p.noise)
 
 
-def exact_log_determinant(p, noise):
-    x = points()
-    return jnp.linalg.slogdet(dense(p, x) + noise * jnp.eye(N, dtype=x.dtype))[1]
+def exact_log_determinant(p):
+    return p.exact_terms(*observations(N))[0]
 
 
-def root(p, noise, k, estimator):
-    operator = covariance(p, points()) + as_operator(np.eye(N)) * noise
+def root(p, k, estimator):
+    operator = p.kernel(observations(N)[0]) + as_operator(np.eye(N)) * p.noise
     return tx.trace_function(
-        jr.key(3), jnp.sqrt, operator, k, estimator, lower=noise, monotone=True
+        jr.key(3), jnp.sqrt, operator, k, estimator, lower=p.noise, monotone=True
     )
 
 
-def exact_root(p, noise):
-    x = points()
-    A = dense(p, x) + noise * jnp.eye(N, dtype=x.dtype)
-    return jnp.sum(jnp.sqrt(jnp.linalg.eigvalsh(A)))
+def exact_root(p):
+    return jnp.sum(jnp.sqrt(jnp.linalg.eigvalsh(p.dense(observations(N)[0]))))
 
 
 DOORS = {
@@ -85,44 +62,44 @@ DOORS = {
 @pytest.mark.parametrize("name", DOORS)
 def test_steps_are_taken_until_what_is_left_does_not_matter(name):
     door, exact, negligible = DOORS[name]
-    p = jnp.asarray(PARAMETERS, float_dtype())
-    value_and_grad = jax.jit(jax.value_and_grad(lambda p: exact(p[:3], p[3])))
 
     @ft.partial(jax.jit, static_argnums=(2, 3))
     def run(p, direction, k=None, estimator=None):
         def ends(p):
-            estimate = door(p[:3], p[3], k, estimator)
+            estimate = door(p, k, estimator)
             return (estimate.value, *estimate.stats["bracket"]), estimate
 
         return jax.jvp(ends, (p,), (direction,), has_aux=True)
 
     taken = []
     for noise in (1e-3, 0.3):
-        parameters = jnp.append(p, noise)
-        truth, gradient = value_and_grad(parameters)
-        direction = gradient / jnp.linalg.norm(gradient)
-        (value, low, high), slopes, estimate = run(parameters, direction)
+        p = process(noise)
+        truth, gradient = jax.value_and_grad(exact)(p)
+        square = sum(jnp.sum(x**2) for x in jax.tree.leaves(gradient))
+        slope = jnp.sqrt(square)
+        direction = jax.tree.map(lambda x, slope=slope: x / slope, gradient)
+        (value, low, high), slopes, estimate = run(p, direction)
         error = estimate.standard_error
         taken.append(int(estimate.stats["num_matvecs"]))
         assert (high - low) / 2 < max(negligible, 0.1 * error)
         assert low < value < high
         assert abs(value - truth) < 4 * error
-        assert_close(slopes[0], gradient @ direction, 0.05)
+        assert_close(slopes[0], slope, 0.05)
         # The ends have the slope of the value.
         assert_close(slopes[1], slopes[0])
         assert_close(slopes[2], slopes[0])
     assert 10 <= taken[1] < taken[0] < N
     # That of as many products, given.
-    values, *others = run(parameters, direction, taken[1], tx.KrylovAwareEstimator(5))
+    values, *others = run(p, direction, taken[1], tx.KrylovAwareEstimator(5))
     assert_close(jnp.stack(values), jnp.stack([value, low, high]), 1e-8)
     assert_close(others[0][0], slopes[0], 1e-7)
     assert_close(others[1].standard_error, error, 1e-6)
 
 
 def test_terms_are_those_of_the_likelihood_and_without_a_bracket_k_is_asked_for():
-    p, x = jnp.asarray(PARAMETERS, float_dtype()), points()
-    y, noise = observed(x), 0.01
-    K, key = covariance(p, x), jr.key(3)
+    x, y = observations(N)
+    p, key = process(), jr.key(3)
+    K, noise = p.kernel(x), p.noise
     pivots = tx.choose_pivots(key, K, 40, shift=noise)
     given = {"shift": noise, "preconditioner": pivots}
     terms = tx.inv_quad_logdet(key, K, y, **given)
@@ -133,7 +110,7 @@ def test_terms_are_those_of_the_likelihood_and_without_a_bracket_k_is_asked_for(
     assert found.stats["num_matvecs"] == terms.logdet.stats["num_matvecs"]
     low, high = terms.inv_quad.stats["bracket"]
     assert (high - low) / 4 < max(0.1, 0.1 * found.standard_error)
-    assert abs(total - exact_likelihood(p, noise)) < 4 * found.standard_error
+    assert abs(total - p.exact_likelihood(x, y)) < 4 * found.standard_error
 
     plain = as_operator(np.eye(N) + 0.1)
     quadrature = tx.LanczosQuadratureEstimator()
@@ -149,15 +126,12 @@ def test_terms_are_those_of_the_likelihood_and_without_a_bracket_k_is_asked_for(
 
 @pytest.mark.parametrize("n", [1, 2, 5, 32])
 def test_few_observations_have_exact_answers(n):
-    p, x = jnp.asarray(PARAMETERS, float_dtype()), points(n)
-    A, y = dense(p, x) + 0.1 * jnp.eye(n, dtype=x.dtype), observed(x)
-    total = y @ jnp.linalg.solve(A, y) + jnp.linalg.slogdet(A)[1]
-    for columns in (None, min(n, 3)):
-        estimate = tx.gaussian_log_likelihood(
-            jr.key(0), covariance(p, x), y, shift=0.1, preconditioner=columns
-        )
-        truth = -(total + n * math.log(2 * math.pi)) / 2
-        assert_close(estimate.value, truth, 1e-4, 1e-4)
+    x, y = observations(n)
+    p = process(0.1)
+    run = eqx.filter_jit(tx.gaussian_log_likelihood)
+    for columns in (None, min(n, 3)) if n in (1, 5) else (None,):
+        estimate = run(jr.key(0), p.kernel(x), y, shift=p.noise, preconditioner=columns)
+        assert_close(estimate.value, p.exact_likelihood(x, y), 1e-4, 1e-4)
         assert estimate.standard_error < 1e-3
         assert estimate.stats["num_matvecs"] == n
 
@@ -169,18 +143,19 @@ def test_a_loose_bound_costs_nothing():
     grid = np.kron(edges, np.eye(16)) + np.kron(np.eye(16), edges) + 0.1 * np.eye(256)
     truth, operator = np.linalg.slogdet(grid)[1], as_operator(grid, psd=True)
 
-    def run_with(shift):
-        def run(key):
+    @jax.jit
+    def run(shift):
+        def one(key):
             estimate = tx.logdet(key, operator, 48, shift=shift, throw=False)
             return estimate.value, estimate.standard_error, estimate.stats
 
-        values, bars, stats = jax.jit(jax.vmap(run))(jr.split(jr.key(0), 8))
+        values, bars, stats = jax.lax.map(one, jr.split(jr.key(0), 8))
         low, high = stats["bracket"]
         return values, bars, stats["bottom"], high - low, stats["bracket_is_proven"]
 
-    without, _, _, length, proven = run_with(0.0)
+    without, _, _, length, proven = run(as_array(0.0))
     assert not proven.any()
-    values, bars, bottoms, longer, proven = run_with(1e-9)
+    values, bars, bottoms, longer, proven = run(as_array(1e-9))
     size = [np.sqrt(np.mean((x - truth) ** 2)) for x in (without, values)]
     assert size[1] < 1.2 * size[0]
     assert np.mean(np.abs(values - truth) < 2.8 * bars) > 0.8

@@ -18,7 +18,6 @@ SIGNS = tx.RademacherSampler()
 ESTIMATORS = {
     "default": None,
     "Hutchinson": tx.HutchinsonEstimator(chunk_size=4),
-    "orthogonal": tx.HutchinsonEstimator(tx.OrthogonalSampler()),
     "Hutch++": tx.HutchPlusPlusEstimator(),
     "XTrace": tx.XTraceEstimator(),
     "XTrace, signs": tx.XTraceEstimator(SIGNS, resphere=False),
@@ -58,9 +57,7 @@ def over_keys(function, number=NUM_KEYS):
     [
         ("default", "complex"),
         ("Hutchinson", "real"),
-        ("orthogonal", "real"),
         ("Hutch++", "complex"),
-        ("XTrace", "real"),
         ("XTrace, signs", "complex"),
         ("XNysTrace", "real"),
     ],
@@ -86,7 +83,7 @@ def test_unbiased_entry_by_entry_with_its_derivative(name, kind):
     truth = np.diag(A).real
     assert z_score(value, truth) < 4.5
     assert z_score(slope, np.diag(B).real) < 4.5
-    assert z_score(1.02 * value, truth) > 4.5 or name in ("Hutchinson", "orthogonal")
+    assert z_score(1.02 * value, truth) > 4.5 or name == "Hutchinson"
     off = np.sqrt(np.mean((value - truth) ** 2, axis=0))
     ratio = np.sqrt(np.mean(error**2, axis=0)) / off
     assert 0.8 < ratio.min() <= ratio.max() < 1.6
@@ -95,13 +92,12 @@ def test_unbiased_entry_by_entry_with_its_derivative(name, kind):
 
 def test_nonsymmetric():
     A = matrix(lambda i: i**-1.0, semidefinite=False)
-    for estimator in (None, ESTIMATORS["Hutch++"]):
 
-        def one(key, estimator=estimator):
-            operator = lx.MatrixLinearOperator(A)
-            return tx.diagonal(key, operator, K, estimator, throw=False).value
+    def one(key):
+        operator = lx.MatrixLinearOperator(A)
+        return tx.diagonal(key, operator, K, throw=False).value
 
-        assert z_score(over_keys(one, 2000), np.diag(A)) < 4.5
+    assert z_score(over_keys(one, 2000), np.diag(A)) < 4.5
 
 
 def test_sums_to_the_trace():
@@ -117,20 +113,23 @@ def test_sums_to_the_trace():
 
 
 def test_as_good_as_exact_where_the_range_is_found():
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(N, 3)))
-    for scale in (1.0, 1e-20, 1e15):
-        A = x @ x.T * scale
-        operator = lx.MatrixLinearOperator(A, PSD)
-        for name in ("XTrace", "XTrace, signs", "XNysTrace, signs"):
-            estimate = tx.diagonal(jr.key(0), operator, K, ESTIMATORS[name])
-            np.testing.assert_allclose(
-                estimate.value / scale, jnp.diag(A) / scale, atol=3e-4
-            )
-            assert (estimate.standard_error < 1e-3 * scale).all()
-    zero = lx.MatrixLinearOperator(jnp.zeros((N, N)), PSD)
-    for name in ("Hutchinson", "Hutch++", "XTrace, signs", "XNysTrace, signs"):
-        assert (tx.diagonal(jr.key(0), zero, K, ESTIMATORS[name]).value == 0).all()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)))
+    for name in ("XTrace", "XTrace, signs", "XNysTrace, signs"):
+        estimator = ESTIMATORS[name]
+
+        @jax.jit
+        def run(A, estimator=estimator):
+            operator = lx.MatrixLinearOperator(A, PSD)
+            estimate = tx.diagonal(jr.key(0), operator, K, estimator)
+            return estimate.value, estimate.standard_error
+
+        for scale in (1.0, 1e-20, 1e15):
+            A = x @ x.T * scale
+            value, error = run(A)
+            truth = jnp.diag(A) / scale
+            np.testing.assert_allclose(value / scale, truth, atol=3e-4)
+            assert (error < 1e-3 * scale).all()
+        assert (run(jnp.zeros((N, N)))[0] == 0).all()
 
 
 def test_exact_parts_and_structure():
@@ -288,21 +287,14 @@ def test_products_go_where_the_error_is():
 
 
 @pytest.mark.x64
-def test_a_block_alone_is_evaluated():
-    evaluated = []
-
-    def mv(leaves):
-        def seen(name, x):
-            jax.debug.callback(lambda _: evaluated.append(name), x)
-            return 2 * x
-
-        return {name: seen(name, x) for name, x in leaves.items()}
-
+def test_blocks_in_dictionaries():
     structure = {name: jax.ShapeDtypeStruct((9,), jnp.float32) for name in "ab"}
-    operator = lx.FunctionLinearOperator(mv, structure)
+    operator = lx.FunctionLinearOperator(
+        lambda x: {"a": 2 * x["a"] + x["b"], "b": 3 * x["b"]}, structure
+    )
     leaves, total = tx.leaf_traces(jr.key(0), operator, 12, probes="blocks")
-    assert leaves.value == {"a": 18, "b": 18}
-    assert total.value == 36
+    assert leaves.value == {"a": 18, "b": 27}
+    assert total.value == 45
 
 
 @pytest.mark.wrong_types

@@ -14,7 +14,6 @@ from helpers import (
     assert_close,
     float_dtype,
     haar,
-    is_rounding,
     is_x64,
     many,
     matrix,
@@ -26,47 +25,13 @@ import traceax as tx
 
 # Sphere and normal probes in place of signs take no other path.
 _PATHS = [*FAMILIES, "xtrace-plain", "xnystrace-plain"]
-PATHS = pytest.mark.parametrize("estimator", _PATHS)
-
-
-def _usage(estimator, operator, k):
-    estimate = tx.trace(jr.key(0), operator, k, ESTIMATORS[estimator])
-    return estimate, int(estimate.stats["num_matvecs"])
-
-
-@pytest.mark.x64
-@pytest.mark.parametrize(
-    ("estimator", "n", "k"),
-    [
-        *(("hutchinson", 7, 1), ("hutch++", 7, 1), ("hutch++", 7, 3)),
-        *(("xtrace", 7, 3), ("xtrace", 1, 1), ("xtrace", 2, 3)),
-        *(("xnystrace", 7, 1), ("xnystrace", 7, 6), ("xnystrace", 2, 1)),
-    ],
-)
-def test_small_sizes_and_budgets(estimator, n, k):
-    a = matrix("flat", n)
-    operator = as_operator(a, psd=True)
-    estimate, used = _usage(estimator, operator, k)
-    assert used <= k
-    assert used >= min(n, k - 2)
-    assert jnp.isfinite(estimate.value)
-    if k >= n:
-        assert_close(estimate.value, np.trace(a), rtol=1e-5)
-        assert is_rounding(estimate)
-        assert used == n
-    elif jnp.isnan(estimate.standard_error):
-        assert k == 1
-        low, high = estimate.confidence_interval()
-        assert (low, high) == (-jnp.inf, jnp.inf)
-    else:
-        assert estimate.standard_error > 0
 
 
 @pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "k"),
     [
-        *(("hutchinson", 2), ("hutch++", 4), ("xtrace", 3), ("xtrace-plain", 4)),
+        *(("hutchinson", 2), ("hutch++", 4), ("xtrace-plain", 4)),
         *(("xnystrace", 1), ("xnystrace-plain", 2)),
     ],
 )
@@ -80,50 +45,55 @@ def test_small_budgets_are_unbiased(estimator, k):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "complex", "k"),
-    [
-        *(("hutchinson", False, 1), ("hutch++", False, 12), ("xtrace", True, 5)),
-        *(("xnystrace", False, 12), ("xnystrace-plain", True, 5)),
-    ],
+    ("estimator", "complex"),
+    [("hutch++", False), ("xtrace", False), ("xnystrace", False), ("xtrace", True)],
 )
-def test_zero(estimator, complex, k):
-    a = np.zeros((20, 20)) * (1j if complex else 1)
-
-    def value(a):
-        operator = lx.MatrixLinearOperator(a, PSD)
-        return tx.trace(jr.key(0), operator, k, ESTIMATORS[estimator]).value
-
-    found, gradient = jax.value_and_grad(value)(as_operator(a).matrix)
-    assert abs(found) < 1e-6 * (1 if not is_x64() else 1e-8)
-    assert bool(jnp.all(jnp.isfinite(gradient)))
-
-
-@pytest.mark.x64
-@pytest.mark.parametrize("estimator", ["hutch++", "xtrace", "xnystrace"])
-def test_the_gradient_at_zero_is_unbiased(estimator):
+def test_zero_and_its_gradient(estimator, complex):
     def value(a, key):
         operator = lx.MatrixLinearOperator(a, PSD)
         return tx.trace(key, operator, 6, ESTIMATORS[estimator], throw=False).value
 
-    zero = jnp.zeros((10, 10), float_dtype())
-    gradients = jax.jit(jax.vmap(jax.grad(value), (None, 0)))(
+    zero = as_operator(np.zeros((10, 10)) * (1j if complex else 1)).matrix
+    values, gradients = jax.jit(jax.vmap(jax.value_and_grad(value), (None, 0)))(
         zero, jr.split(jr.key(0), 2000)
     )
+    assert np.max(np.abs(values)) < (1e-14 if is_x64() else 1e-6)
     assert z_score(gradients, np.eye(10), rounding()) < 5
+
+
+# Of one size, budget and number of keys: one program an estimator.
+SIZE, BUDGET, KEYS = 30, 12, 2000
 
 
 @pytest.mark.parametrize("estimator", _PATHS[1:])
 def test_low_rank_is_exact(estimator):
     for rank, scale in ((1, 1.0), (3, 1e-12), (3, 1e12)):
-        u = haar(40)[:, :rank]
+        u = haar(SIZE)[:, :rank]
         a = scale * (u * np.arange(1.0, rank + 1)) @ u.T
         truth = scale * rank * (rank + 1) / 2
         operator = as_operator((a + a.T) / 2, psd=True)
-        values, errors = many(ESTIMATORS[estimator], operator, 17, 50)
+        values, errors = many(ESTIMATORS[estimator], operator, BUDGET, KEYS)
         tolerance = truth * (1e-12 if is_x64() else 1e-4)
         assert np.max(np.abs(values - truth)) < tolerance
         assert np.max(errors) < tolerance
         assert np.min(errors) > 0
+
+
+@pytest.mark.parametrize("estimator", ["hutch++", "xtrace", "xnystrace-plain"])
+def test_repeated_eigenvalues(estimator):
+    u = haar(SIZE)
+    repeated = (u * np.repeat([1.0, 2.0, 5.0], 10)) @ u.T
+    for a, truth in ((repeated, 80.0), (3 * np.eye(SIZE), 90.0)):
+        operator = as_operator((a + a.T) / 2, psd=True)
+        values, _ = many(ESTIMATORS[estimator], operator, BUDGET, KEYS)
+        assert z_score(values, truth, rounding()) < 4
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson-sphere", "xtrace", "xnystrace"])
+def test_resphering_makes_multiples_of_the_identity_exact(estimator):
+    operator = as_operator(3 * np.eye(SIZE), psd=True)
+    values, _ = many(ESTIMATORS[estimator], operator, BUDGET, KEYS)
+    assert_close(values, 90 * np.ones(KEYS), rtol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["hutch++", "xtrace"])
@@ -135,41 +105,28 @@ def test_a_nonsymmetric_operator_of_rank_one(estimator):
     assert_close(values, np.trace(a) * np.ones(50), rtol=0, atol=atol)
 
 
-@PATHS
+@pytest.mark.parametrize("estimator", _PATHS)
 def test_scale_equivariance(estimator):
     rtol = 1e-9 if is_x64() else 5e-4
-    for name, factor in (
-        *(("poly", 1e-20), ("poly", 1e18), ("flat", 1e-20), ("flat", 1e18)),
-        *(("poly", 1e-12), ("flat", 1e12)),
-    ):
-        plain, scaled = (
-            tx.trace(jr.key(1), as_operator(a, psd=True), 12, ESTIMATORS[estimator])
-            for a in (matrix(name, 30), factor * matrix(name, 30))
-        )
-        assert_close(scaled.value / factor, plain.value, rtol=rtol)
-        error = scaled.standard_error / factor
-        assert_close(error, plain.standard_error, rtol=100 * rtol)
+    a = matrix("poly", SIZE)
+    keys = jr.split(jr.key(1), 3)
 
+    @jax.jit
+    def run(a, keys):
+        def one(key):
+            operator = lx.MatrixLinearOperator(a, PSD)
+            estimate = tx.trace(
+                key, operator, BUDGET, ESTIMATORS[estimator], throw=False
+            )
+            return estimate.value, estimate.standard_error
 
-@pytest.mark.parametrize("estimator", ["hutch++", "xtrace", "xnystrace-plain"])
-def test_repeated_eigenvalues(estimator):
-    n = 30
-    u = haar(n)
-    a = (u * np.repeat([1.0, 2.0, 5.0], 10)) @ u.T
-    values, _ = many(
-        ESTIMATORS[estimator], as_operator((a + a.T) / 2, psd=True), 12, 2000
-    )
-    assert z_score(values, 80.0, rounding()) < 4
-    identity = as_operator(np.eye(n), psd=True)
-    values, _ = many(ESTIMATORS[estimator], identity, 12, 2000)
-    assert z_score(values, 30.0, rounding()) < 4
+        return jax.vmap(one)(keys)
 
-
-@pytest.mark.x64
-@pytest.mark.parametrize("estimator", ["hutchinson-sphere", "xtrace", "xnystrace"])
-def test_resphering_makes_multiples_of_the_identity_exact(estimator):
-    values, _ = many(ESTIMATORS[estimator], as_operator(3 * np.eye(30), psd=True), 9, 9)
-    assert_close(values, 90 * np.ones(9), rtol=1e-5)
+    plain, error = run(as_operator(a).matrix, keys)
+    for factor in (1e-20, 1e-12, 1e18):
+        scaled, of_scaled = run(as_operator(factor * a).matrix, keys)
+        assert_close(scaled / factor, plain, rtol=rtol)
+        assert_close(of_scaled / factor, error, rtol=100 * rtol)
 
 
 @pytest.mark.x64

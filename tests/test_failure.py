@@ -23,27 +23,20 @@ N = 12
 LARGEST = {"float32": 3e38, "float64": 1e308}
 
 
-def _nan_parameters():
+def _with_an_entry(value):
     a = matrix("flat", N)
-    a[2, 5] = np.nan
+    a[2, 5] = value
     return as_operator(a, psd=True)
 
 
-def _infinite_parameters():
-    a = matrix("flat", N)
-    a[1, 1] = np.inf
-    return as_operator(a, psd=True)
+def _function(product):
+    structure = jax.ShapeDtypeStruct((N,), float_dtype())
+    return lx.FunctionLinearOperator(product, structure, PSD)
 
 
 def _nan_products():
     a = as_operator(matrix("flat", N)).matrix
-    struct = jax.ShapeDtypeStruct((N,), a.dtype)
-    return lx.FunctionLinearOperator(lambda v: a @ v * jnp.log(-1.0), struct, PSD)
-
-
-def _division_by_zero():
-    struct = jax.ShapeDtypeStruct((N,), float_dtype())
-    return lx.FunctionLinearOperator(lambda v: v / jnp.zeros_like(v), struct, PSD)
+    return _function(lambda v: a @ v * jnp.log(-1.0))
 
 
 def _infinite_products():
@@ -58,26 +51,17 @@ def _overflow_inside():
     return lx.TaggedLinearOperator(a @ a, PSD)
 
 
-def _solve(a, **options):
-    operator = as_operator(a, psd=True)
-    struct = operator.in_structure()
-    # A solver that fails returns NaN, infinite or unconverged numbers.
-    return lx.FunctionLinearOperator(
-        lambda v: lx.linear_solve(operator, v, throw=False, **options).value,
-        struct,
-        PSD,
-    )
-
-
 def _singular_solve():
-    return _solve(np.diag([0.0] + [1.0] * (N - 1)), solver=lx.LU())
+    # A solver that fails returns NaN, infinite or unconverged numbers.
+    operator = as_operator(np.diag([0.0] + [1.0] * (N - 1)), psd=True)
+    return _function(lambda v: lx.linear_solve(operator, v, lx.LU(), throw=False).value)
 
 
 FAULTS = {
-    "NaN parameters": _nan_parameters,
-    "infinite parameters": _infinite_parameters,
+    "NaN parameters": lambda: _with_an_entry(np.nan),
+    "infinite parameters": lambda: _with_an_entry(np.inf),
     "NaN products": _nan_products,
-    "division by zero": _division_by_zero,
+    "division by zero": lambda: _function(lambda v: v / jnp.zeros_like(v)),
     "infinite products": _infinite_products,
     "overflow inside": _overflow_inside,
     "singular solve": _singular_solve,
@@ -105,23 +89,20 @@ def test_what_is_not_finite_is_reported(estimator, fault):
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("fault", ["NaN parameters", "division by zero"])
-def test_a_part_that_is_not_finite(fault):
+def test_a_part_that_is_not_finite():
     diagonal = lx.DiagonalLinearOperator(jnp.ones(N, float_dtype()))
-    operator = 2.0 * FAULTS[fault]() + diagonal
+    operator = 2.0 * FAULTS["division by zero"]() + diagonal
     estimate = tx.trace(jr.key(0), operator, 6, throw=False)
     assert estimate.result == tx.RESULTS.nonfinite
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_an_exact_part_that_is_not_finite(bad):
-    diagonal = jnp.asarray([1.0, bad, 2.0], float_dtype())
-    operator = lx.DiagonalLinearOperator(diagonal) + as_operator(np.ones((3, 3)))
-    estimate = tx.trace(jr.key(0), operator, 2, throw=False)
-    assert estimate.result == tx.RESULTS.nonfinite
+def test_an_exact_part_that_is_not_finite():
     huge = jnp.full(3, LARGEST[float_dtype().__name__], float_dtype())
-    estimate = tx.trace(jr.key(0), lx.DiagonalLinearOperator(huge), 2, throw=False)
-    assert estimate.result == tx.RESULTS.nonfinite
+    for diagonal in (huge.at[1].set(jnp.nan), huge.at[1].set(jnp.inf), huge):
+        exact = lx.DiagonalLinearOperator(diagonal)
+        for operator in (exact, exact + as_operator(np.ones((3, 3)))):
+            estimate = tx.trace(jr.key(0), operator, 2, throw=False)
+            assert estimate.result == tx.RESULTS.nonfinite
 
 
 @pytest.mark.x64
@@ -130,7 +111,7 @@ def test_derivatives_raise_the_same_message():
         operator = lx.MatrixLinearOperator(a, PSD)
         return tx.trace(jr.key(0), operator, 5, tx.XTraceEstimator()).value
 
-    a = _nan_parameters().matrix
+    a = _with_an_entry(np.nan).matrix
     for run in (
         lambda: jax.grad(value)(a),
         lambda: jax.jit(jax.vmap(jax.grad(value)))(jnp.stack([a, a])),
@@ -177,49 +158,33 @@ def test_a_solver_that_raises_keeps_its_own_message():
         tx.trace(jr.key(0), inverse, 4).value.block_until_ready()
 
 
-def _matrices(n=9):
-    yield as_operator(matrix("flat", n)).matrix
-    yield as_operator(np.zeros((n, n))).matrix
-    yield as_operator(np.ones((n, n))).matrix
-    yield as_operator(matrix("exp", n) * 1e-30).matrix
-    yield as_operator(matrix("flat", n, complex=True)).matrix
-
-
 @pytest.mark.x64
 @pytest.mark.parametrize(
-    ("estimator", "k"),
-    [("hutchinson", 1), ("hutch++", 6), ("xtrace", 3), ("xnystrace", 6)],
+    ("estimator", "complex"),
+    [("hutch++", False), ("xtrace", True), ("xnystrace", False)],
 )
-def test_no_false_alarms(estimator, k):
+def test_no_false_alarms(estimator, complex):
     def run(a):
         operator = lx.MatrixLinearOperator(a, PSD)
-        e = tx.trace(jr.key(0), operator, k, ESTIMATORS[estimator], throw=False)
+        e = tx.trace(jr.key(0), operator, 6, ESTIMATORS[estimator], throw=False)
         return e.value.real, jnp.isnan(e.standard_error)
 
     jitted = jax.jit(jax.value_and_grad(run, has_aux=True))
     checked = jax.jit(checkify.checkify(run, errors=checkify.all_checks))
-    for a in _matrices():
+    flat, ones = matrix("flat", 9, complex), np.ones((9, 9))
+    several = flat, 0 * flat, ones + 0 * flat, 1e-30 * flat
+    for a in [as_operator(a).matrix for a in several]:
         with jax.debug_nans(True):
             (_, unknown), _ = jax.block_until_ready(jitted(a))
-            assert unknown == (k == 1)
+            assert not unknown
         error, _ = checked(a)
         assert error.get() is None
 
 
-@pytest.mark.x64
-def test_an_interval_under_debug_nans():
+def test_an_interval_of_a_level_next_to_one():
     operator = as_operator(matrix("flat", 9), psd=True)
     with jax.debug_nans(True):
-        low, high = tx.trace(jr.key(0), operator, 1).confidence_interval()
-        assert low == -np.inf
-        assert high == np.inf
-        low, high = tx.trace(jr.key(0), operator, 3).confidence_interval()
-        assert low < high
-
-
-def test_an_interval_of_a_level_next_to_one():
-    estimate = tx.trace(jr.key(0), as_operator(matrix("flat", 9), psd=True), 5)
-    low, high = estimate.confidence_interval(1 - 1e-9)
+        low, high = tx.trace(jr.key(0), operator, 5).confidence_interval(1 - 1e-9)
     assert low < high
     assert np.isfinite([low, high]).all()
 
@@ -234,7 +199,6 @@ def test_unknown_errors_are_nan_to_readers_alone():
             tx.diagonal(key, operator, 1),
             tx.frobenius_norm_squared(key, operator, 3),
             tx.schatten_norm(key, operator, 1),
-            tx.logdet(key, operator, 1),
             tx.gaussian_log_likelihood(key, operator, jnp.ones(9), 2, shift=1.0),
         ):
             assert jnp.isnan(estimate.standard_error).all()

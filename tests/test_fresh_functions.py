@@ -4,12 +4,10 @@ A program that is kept for later calls must not keep what a Python function read
 """
 
 import functools
-import math
 import random
 import sys
 import types
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -91,10 +89,6 @@ class Scale:
         return hash(self.name)
 
 
-class Callable(Scale):
-    __call__ = Scale.product
-
-
 MODULE = types.ModuleType("settings_of_a_test")
 
 
@@ -110,7 +104,7 @@ def _of_default(v, held=[1.0]):  # noqa: B006
 
 def _reads(file=""):
     """How a number is set, and a function, the same one each time, that reads it."""
-    table, numbers, array, scale = {}, [1.0], np.ones(N, float_dtype()), Callable()
+    table, numbers, array, scale = {}, [1.0], np.ones(N, float_dtype()), Scale()
     (default,) = _of_default.__defaults__  # pyright: ignore
     rule = jax.custom_jvp(lambda x: x)
     rule.defjvp(lambda x, t: (x[0], numbers[-1] * t[0]))
@@ -123,7 +117,6 @@ def _reads(file=""):
 
     return {
         "dictionary": (lambda c: table.update(a=c), lambda v: table["a"] * v),
-        "list": (numbers.append, lambda v: numbers[-1] * v),
         "number": (
             lambda c: table.update(a=jnp.asarray(c)),
             lambda v: float(table["a"]) * v,
@@ -131,19 +124,16 @@ def _reads(file=""):
         "rule": (numbers.append, lambda v: jax.jvp(rule, (v,), (v,))[1]),
         "NumPy array": (array.fill, lambda v: array * v),
         "file": (save, lambda v: np.load(file) * v),
-        "math": (setter(math, "tau"), lambda v: math.tau * v),
         "module": (setter(MODULE), _of_module),
         "default": (functools.partial(default.__setitem__, 0), _of_default),
         "bound method": (setter(scale), scale.product),
-        "callable object": (setter(scale), scale),
         "partial": (setter(scale), functools.partial(Scale.product, scale)),
-        "class": (setter(Scale), Callable()),
+        "class": (setter(Scale), Scale().product),
     }
 
 
 @pytest.fixture
 def reads(tmp_path, monkeypatch):
-    monkeypatch.setattr(math, "tau", math.tau)
     monkeypatch.setattr(Scale, "scale", 1.0)
     monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
     return _reads(tmp_path / "array.npy")
@@ -152,12 +142,10 @@ def reads(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "maker"),
     [
-        *((name, "unconverted") for name in ("dictionary", "number", "module")),
-        *((name, "unconverted") for name in ("bound method", "class")),
-        *((name, "converted") for name in ("list", "rule", "default")),
+        *((name, "unconverted") for name in ("dictionary", "number", "bound method")),
+        *((name, "converted") for name in ("rule", "default", "class")),
         *((name, "custom") for name in ("file", "module")),
-        *((name, "jacobian") for name in ("math", "partial")),
-        *((name, "mean") for name in ("NumPy array", "callable object")),
+        *(("partial", "jacobian"), ("NumPy array", "mean")),
     ],
 )
 def test_what_a_function_reads_is_read_anew(name, maker, reads):
@@ -172,8 +160,7 @@ def test_kept_operators_are_read_anew(reads):
     operator = _function(fn)
     for c in (2.0, 3.0):
         assign(c)
-        # A multiple of the identity: exact for any probes.
-        assert_close(_trace(operator, tx.XTraceEstimator()), N * c, rtol=1e-5)
+        assert_close(_trace(operator), N * c)
 
 
 def test_objects_that_are_not_callable_are_read_anew():
@@ -188,7 +175,7 @@ def test_objects_that_are_not_callable_are_read_anew():
 # What changes by itself
 #
 
-COUNT, GENERATOR = [0], np.random.default_rng(0)
+COUNT = [0]
 
 
 def _count(v):
@@ -196,32 +183,23 @@ def _count(v):
     return COUNT[0] * v
 
 
-DRAWS = {
-    "counter": lambda: lambda v: 1.0 * _count(v),
-    "the same counter": lambda: _count,
-    "random": lambda: lambda v: random.random() * v,
-    "NumPy": lambda: lambda v: GENERATOR.random() * v,
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "maker"),
+    ("maker", "draw"),
     [
-        *(("counter", "converted"), ("counter", "custom")),
-        *(("the same counter", "unconverted"), ("random", "mean")),
-        ("NumPy", "jacobian"),
+        ("converted", lambda v: 1.0 * _count(v)),
+        *(("custom", _count), ("unconverted", _count)),
+        *((name, lambda v: random.random() * v) for name in ("mean", "jacobian")),
     ],
 )
-def test_what_changes_by_itself_is_not_kept(name, maker):
-    first, second = (_trace(MAKERS[maker](DRAWS[name]())) for _ in range(2))
+def test_what_changes_by_itself_is_not_kept(maker, draw):
+    first, second = (_trace(MAKERS[maker](draw)) for _ in range(2))
     assert first != second
 
 
 @pytest.mark.parametrize(
     ("maker", "as_array", "simplified"),
     [
-        *(("converted", np.asarray, False), ("converted", jnp.asarray, True)),
-        *(("unconverted", np.asarray, True), ("mean", jnp.asarray, False)),
+        *(("converted", np.asarray, False), ("unconverted", jnp.asarray, True)),
     ],
 )
 def test_one_entry_of_many(maker, as_array, simplified):
@@ -256,9 +234,8 @@ HOLDERS = {
 @pytest.mark.parametrize(
     ("holder", "maker"),
     [
-        *(("object", maker) for maker in ("converted", "unconverted", "mean")),
-        *(("closure", "jacobian"), ("partial", "custom")),
-        *(("jitted", "unconverted"), ("jitted", "custom"), ("jitted", "mean")),
+        *(("object", "converted"), ("object", "mean"), ("closure", "jacobian")),
+        *(("partial", "custom"), ("jitted", "unconverted"), ("jitted", "mean")),
     ],
 )
 def test_traced_values(holder, maker):
@@ -287,46 +264,3 @@ def test_inverses_of_functions_that_close_over_traced_values():
 
     for transformed in (jax.value_and_grad(value), jax.jit(jax.value_and_grad(value))):
         assert_close(transformed(jnp.asarray(2.0)), (N / 2, -N / 4))
-
-
-#
-# What is compiled
-#
-
-
-class Counting(tx.TraceEstimator):
-    """Hutchinson's estimator, counting how often it is traced."""
-
-    def init(self, key, operator):
-        return tx.init_state(key, operator)
-
-    def compute(self, state, k):
-        RUNS.append(k)
-        return SIGNS.compute(state, k)
-
-
-class Linear(eqx.Module):
-    a: jax.Array
-
-    def product(self, v):
-        return self.a @ v
-
-
-RUNS = []
-LEAVES = {
-    "matrix": lx.MatrixLinearOperator,
-    "sum": lambda a: lx.DiagonalLinearOperator(a[0]) + lx.MatrixLinearOperator(a) / 2,
-    "tagged": lambda a: lx.TaggedLinearOperator(lx.MatrixLinearOperator(a), PSD),
-    "custom": lambda a: Holding(Linear(a)),
-}
-
-
-@pytest.mark.parametrize("name", LEAVES)
-def test_operators_of_arrays_compile_once(name):
-    before = len(RUNS)
-    identity = jnp.eye(N, dtype=float_dtype())
-    for c in (1.0, 2.0, 3.0):
-        operator = LEAVES[name](c * identity)
-        expected = jnp.trace(jax.vmap(operator.mv)(identity))
-        assert_close(_trace(operator, Counting()), expected)
-    assert len(RUNS) == before + 1

@@ -1,6 +1,4 @@
-"""The inverse of an operator as an operator, against dense matrices."""
-
-import functools
+"""What is special to inverses: solvers, what they leave, and what is said of it."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,7 @@ import lineax as lx
 import numpy as np
 import pytest
 from helpers import NSD, PSD, as_operator, assert_close, is_x64, matrix, z_score
+from operator_catalogue import CHECKS
 from spectral_helpers import (
     as_array,
     eps,
@@ -23,83 +22,50 @@ import traceax as tx
 pytestmark = pytest.mark.x64
 
 N = 12
-COMPLEX = pytest.mark.parametrize("complex", [False, True])
-SOLVERS = {
-    "lu": lx.LU(),
-    "cg": lx.CG(rtol=1e-12, atol=1e-12),
-    "auto": lx.AutoLinearSolver(well_posed=True),
-}
-
-
-@pytest.mark.parametrize("solver", list(SOLVERS))
-@COMPLEX
-def test_inverses(solver, complex):
-    a = hermitian("flat", N, complex)
-    solve = SOLVERS[solver]
-    if solver == "cg" and not is_x64():
-        solve = lx.CG(rtol=1e-6, atol=1e-6)
-    operator = as_operator(a, psd=True)
-    inverse = tx.InverseLinearOperator(operator, solve)
-    exact = np.linalg.inv(a)
-    atol = 1e-10 if is_x64() else 1e-5
-    assert_close(inverse.as_matrix(), exact, rtol=0, atol=atol)
-    assert_close(inverse.T.as_matrix(), exact.T, rtol=0, atol=atol)
-    assert_close(lx.conj(inverse).as_matrix(), exact.conj(), rtol=0, atol=atol)
-    truth = np.trace(exact).real
-    got = tx.trace(jr.key(0), inverse, N)
-    assert_close(got.value, truth, rtol=10 * atol)
-    estimate = tx.trace(jr.key(0), inverse, 9, tx.XNysTraceEstimator())
-    assert abs(estimate.value - truth) < 6 * estimate.standard_error
-
-
-def test_inverses_of_other_operators():
-    a = matrix("nonsymmetric", N) + 2 * np.eye(N)
-    inverse = tx.InverseLinearOperator(as_operator(a), lx.LU())
-    exact = np.linalg.inv(a)
-    assert_close(inverse.as_matrix(), exact, rtol=0, atol=1e3 * eps())
-    assert_close(inverse.T.as_matrix(), exact.T, rtol=0, atol=1e3 * eps())
-    assert_close(lx.diagonal(inverse), np.diag(exact), rtol=0, atol=1e3 * eps())
 
 
 def test_tags_are_inherited():
-    a = hermitian("flat", N)
-    checks = {
-        PSD: lx.is_positive_semidefinite,
-        NSD: lx.is_negative_semidefinite,
-        lx.symmetric_tag: lx.is_symmetric,
-        lx.lower_triangular_tag: lx.is_lower_triangular,
-    }
-    for tag, check in checks.items():
-        operator = lx.MatrixLinearOperator(as_array(a), tag)
+    a = as_array(hermitian("flat", N))
+    checks = [CHECKS[name] for name in ("psd", "nsd", "symmetric", "lower")]
+    tags = (PSD, NSD, lx.symmetric_tag, lx.lower_triangular_tag, lx.tridiagonal_tag)
+    for tag in tags:
+        operator = lx.MatrixLinearOperator(a, tag)
         inverse = tx.InverseLinearOperator(operator, lx.LU())
-        for other in checks.values():
-            assert other(inverse) == other(operator)
-        assert check(inverse)
+        for check in checks:
+            assert check(inverse) == check(operator)
         assert not lx.is_tridiagonal(inverse)
 
 
-def test_derivatives_of_the_trace_of_an_inverse():
-    a, b = hermitian("flat", N), hermitian("signed", N, seed=4)
-    a, b = as_array(a), as_array(b)
+def test_values_and_derivatives_of_traces():
+    a, b = as_array(hermitian("flat", N)), as_array(hermitian("signed", N, seed=4))
     rtol = 1e-12 if is_x64() else 1e-6
 
-    def value(t, key, k):
+    def value(t, key, k, solver):
         operator = lx.MatrixLinearOperator(a + t * b, PSD)
-        inverse = tx.InverseLinearOperator(operator, lx.CG(rtol=rtol, atol=rtol))
+        inverse = tx.InverseLinearOperator(operator, solver)
         return tx.trace(key, inverse, k, tx.XTraceEstimator(), throw=False).value
 
     def exact(t):
         return jnp.trace(jnp.linalg.inv(a + t * b))
 
-    t = as_array(0.2)
-    of_n = functools.partial(value, key=jr.key(0), k=N)
-    first, second = jax.grad(exact)(t), jax.grad(jax.grad(exact))(t)
+    t, key = as_array(0.2), jr.key(0)
+    solvers = lx.CG(rtol=rtol, atol=rtol), lx.AutoLinearSolver(well_posed=True)
+
+    @jax.jit
+    def found(t):
+        return [jax.value_and_grad(value)(t, key, N, solver) for solver in solvers]
+
     loose = 1e-9 if is_x64() else 1e-3
-    assert_close(jax.grad(of_n)(t), first, rtol=loose)
-    assert_close(jax.jit(jax.hessian(of_n))(t), second, rtol=10 * loose)
-    run = jax.jit(jax.vmap(jax.grad(lambda t, key: value(t, key, 6)), (None, 0)))
-    samples = run(t, jr.split(jr.key(0), 1000))
-    assert z_score(samples, first, loose) < 4
+    truth, slope = jax.value_and_grad(exact)(t)
+    for pair in found(t):
+        assert_close(pair[0], truth, rtol=loose)
+        assert_close(pair[1], slope, rtol=loose)
+
+    @jax.jit
+    def run(keys):
+        return jax.vmap(lambda key: jax.grad(value)(t, key, 6, solvers[0]))(keys)
+
+    assert z_score(run(jr.split(key, 1000)), slope, loose) < 4
 
 
 @pytest.mark.parametrize("k", [6, N])
@@ -133,30 +99,39 @@ def test_functions_of_an_inverse():
     assert_close(estimate.value, -np.linalg.slogdet(a)[1], rtol=1e4 * eps())
 
 
-@pytest.mark.parametrize("condition", [10, 1e4])
-@pytest.mark.parametrize("tolerance", [1e-2, 1e-6, 1e-10])
-def test_bars_of_exact_answers_hold_what_the_solver_leaves(condition, tolerance):
-    n = 40
-    if not is_x64():
-        condition, tolerance = condition**0.5, tolerance**0.5
+def test_bars_of_exact_answers_hold_what_the_solver_leaves():
+    n, key = 40, jr.key(0)
     u = np.linalg.qr(normal((n, n)))[0]
-    a = np.asarray(as_array((u * np.geomspace(1 / condition, 1, n)) @ u.T), float)
-    a = (a + a.T) / 2
-    solver = lx.CG(tolerance, tolerance, max_steps=10_000)
-    inverse = tx.InverseLinearOperator(as_operator(a, psd=True), solver)
-    exact = np.linalg.inv(a)
-    key = jr.key(0)
-    for estimate, truth in (
-        (tx.trace(key, inverse, n), np.trace(exact)),
-        (tx.trace(key, 2.0 * inverse + as_operator(a), n), np.trace(2 * exact + a)),
-        (tx.diagonal(key, inverse, n), np.diag(exact)),
-    ):
-        error, bar = np.abs(estimate.value - truth), estimate.standard_error
-        assert np.all(error <= 2 * bar)
-        assert np.all(bar <= 1e3 * np.max(error) + 1e3 * eps() * np.abs(truth))
-    # By the errors of whole columns, which are of first order in the residual.
-    estimate = tx.frobenius_norm_squared(key, inverse, n)
-    assert abs(estimate.value - np.sum(exact**2)) <= estimate.standard_error
+
+    @jax.jit
+    def estimates(a, tolerance):
+        operator = lx.MatrixLinearOperator(a, PSD)
+        solver = lx.CG(tolerance, tolerance, max_steps=10_000)
+        inverse = tx.InverseLinearOperator(operator, solver)
+        found = [
+            tx.trace(key, inverse, n),
+            tx.trace(key, 2.0 * inverse + operator, n),
+            tx.diagonal(key, inverse, n),
+            tx.frobenius_norm_squared(key, inverse, n),
+        ]
+        return [(estimate.value, estimate.standard_error) for estimate in found]
+
+    for condition in (10, 1e4):
+        for tolerance in (1e-2, 1e-6, 1e-10):
+            power = 1 if is_x64() else 0.5
+            values = np.geomspace(condition**-power, 1, n)
+            a = np.asarray(as_array((u * values) @ u.T), float)
+            a = (a + a.T) / 2
+            exact = np.linalg.inv(a)
+            *found, norm = estimates(as_array(a), as_array(tolerance**power))
+            truths = np.trace(exact), np.trace(2 * exact + a), np.diag(exact)
+            for (value, bar), truth in zip(found, truths, strict=True):
+                error = np.abs(value - truth)
+                assert np.all(error <= 2 * bar)
+                floor = 1e3 * eps() * np.abs(truth)
+                assert np.all(bar <= 1e3 * np.max(error) + floor)
+            # By the errors of whole columns, of first order in the residual.
+            assert abs(norm[0] - np.sum(exact**2)) <= norm[1]
 
 
 def test_norms_of_thin_products_and_sums_with_an_inverse():

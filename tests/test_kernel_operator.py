@@ -1,4 +1,4 @@
-"""Kernel matrices in tiles against dense ones."""
+"""What is special to kernel matrices: tiles, rows, programs, digits and columns."""
 
 import os
 import pathlib
@@ -8,16 +8,15 @@ import sys
 
 import equinox as eqx
 import jax
-import jax.experimental.sparse as jsparse
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import OPERATORS, PSD, assert_close, float_dtype, is_x64, parameters
-from kernels import Matern, RationalQuadratic
+from helpers import OPERATORS, assert_close, float_dtype, is_x64, parameters
+from kernels import Matern
 
 import traceax as tx
-from traceax._operators.block import apply_block, has_one_pass
+from traceax._operators.block import apply_block
 from traceax._operators.entries import columns_of, diagonal_of, has_known_entries
 
 HERE = pathlib.Path(__file__).parent
@@ -46,155 +45,84 @@ def dense(kernel, x):
 
 
 # One tile, equal tiles, and tiles of which the last one is padded.
-each_tile = pytest.mark.parametrize("tile", [None, 1, 5, 23, 40])
 
 
-@each_tile
-def test_products_columns_and_diagonals(tile):
+def test_every_number_of_tiles():
     x, block = inputs(), jnp.asarray(rng.normal(size=(N, 4)), float_dtype())
-    operator = tx.KernelLinearOperator(Matern(lengths()), x, tile=tile)
-    K = dense(Matern(lengths()), x)
     indices = jnp.asarray([3, 3, 22, 0, 7, 11])
 
     @jax.jit
-    def run(operator):
-        return (
-            operator.mv(block[:, 0]),
-            apply_block(operator, block),
-            jax.vmap(jax.vmap(operator.mv))(block.T.reshape(2, 2, N)),
-            operator.columns(indices),
-            operator.columns(indices[:0]),
-            operator.diagonal(),
-            operator.as_matrix(),
-        )
+    def run(length, x):
+        def of(tile):
+            A = tx.KernelLinearOperator(Matern(length), x, tile=tile)
+            nested = jax.vmap(jax.vmap(A.mv))(block.T.reshape(2, 2, N))
+            assert A.columns(indices[:0]).shape == (N, 0)
+            return apply_block(A, block), nested.reshape(4, N).T, A.columns(indices)
 
-    one, many, nested, columns, none, diagonal, matrix = run(operator)
-    assert_close(one, K @ block[:, 0])
-    assert_close(many, K @ block)
-    assert_close(nested.reshape(4, N).T, K @ block)
-    assert_close(columns, K[:, indices])
-    assert none.shape == (N, 0)
-    assert_close(diagonal, jnp.diagonal(K))
-    assert_close(lx.diagonal(operator), jnp.diagonal(K))
-    assert_close(matrix, K)
+        # Two tiles, one a row, equal ones, and ones of which the last one is padded.
+        return [of(tile) for tile in (None, 1, 12, 5)]
+
+    K = dense(Matern(lengths()), x)
+    for products, nested, columns in run(lengths(), x):
+        assert_close(products, K @ block)
+        assert_close(nested, K @ block)
+        assert_close(columns, K[:, indices])
 
 
 @pytest.mark.x64
-@pytest.mark.parametrize("tile", [None, 5])
-def test_derivatives(tile):
+def test_sums_over_products_have_derivatives():
     x, V, W = inputs(), *(jnp.asarray(rng.normal(size=(2, N, 4))))
 
-    def value(make):
-        def of(length, x):
-            return jnp.sum(W * make(length, x)) + jnp.sum(jnp.sin(make(length, x)))
-
-        return of
-
     def tiled(length, x):
-        return apply_block(tx.KernelLinearOperator(Matern(length), x, tile=tile), V)
+        A = tx.KernelLinearOperator(Matern(length), x)
+        return jnp.sum(W * apply_block(A, V))
 
     def naive(length, x):
         kernel = jax.vmap(jax.vmap(Matern(length), (None, 0)), (0, None))
-        return kernel(x, x) @ V
+        return jnp.sum(W * (kernel(x, x) @ V))
 
-    def derivatives(make, length, x):
-        f = value(make)
-        return (
-            jax.grad(f, (0, 1))(length, x),
-            jax.jvp(f, (length, x), (length**2, jnp.cos(x)))[1],
-            jax.hessian(f)(length, x),
-            jax.jacrev(jax.jacrev(lambda s: f(s * length, s * x)))(1.0),
-        )
-
-    found = jax.jit(derivatives, static_argnums=0)(tiled, lengths(), x)
     # Not under `jit`: XLA on CPUs (jaxlib 0.10.2, its fusion emitters) gets the gradient
     # of the dense matrix wrong by a tenth.
-    expected = derivatives(naive, lengths(), x)
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert_close(a, b, 1e-9, 1e-9)
-
-    def along(t):
-        return value(tiled)(lengths() * (1 + t), x * (1 - t))
-
-    h = 1e-5
-    slope = (along(h) - along(-h)) / (2 * h)
-    assert_close(jax.jit(jax.grad(along))(0.0), slope, 1e-7)
+    expected = jax.grad(naive, (0, 1))(lengths(), x)
+    found = jax.jit(jax.grad(tiled, (0, 1)))(lengths(), x)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-9, 1e-9), found, expected)
 
 
-def test_pytrees_functions_and_closures():
-    dtype = float_dtype()
+def test_rows_that_are_pytrees():
     x = {"site": inputs(N, 2), "kind": jnp.asarray(rng.integers(0, 3, N))}
-    V = jnp.asarray(rng.normal(size=(N, 3)), dtype)
 
-    def kernel_of(scale):
-        def kernel(a, b):
-            near = jnp.exp(-jnp.sum((a["site"] - b["site"]) ** 2) * scale)
-            return jnp.where(a["kind"] == b["kind"], near, near / 2)
+    def kernel(a, b):
+        near = jnp.exp(-jnp.sum((a["site"] - b["site"]) ** 2))
+        return jnp.where(a["kind"] == b["kind"], near, near / 2)
 
-        return kernel
-
-    def value(scale, tile):
-        # What the kernel closes over is traced.
-        operator = tx.KernelLinearOperator(kernel_of(scale), x, tile=tile)
-        assert operator.in_structure().shape == (N,)
-        return jnp.sum(apply_block(operator, V) ** 2)
-
-    def naive(scale):
-        both = jax.vmap(jax.vmap(kernel_of(scale), (None, 0)), (0, None))
-        return jnp.sum((both(x, x) @ V) ** 2)
-
-    scale = jnp.asarray(0.7, dtype)
-    expected = jax.jit(jax.value_and_grad(naive))(scale)
-    found = jax.jit(jax.value_and_grad(lambda s: value(s, 6)))(scale)
-    for a, b in zip(found, expected, strict=True):
-        assert_close(a, b)
+    operator = tx.KernelLinearOperator(kernel, x, tile=6)
+    assert operator.in_structure().shape == (N,)
+    naive = jax.jit(jax.vmap(jax.vmap(kernel, (None, 0)), (0, None)))(x, x)
+    assert_close(eqx.filter_jit(lambda A: A.as_matrix())(operator), naive)
 
 
 def test_lanes_and_doors():
     dtype, x = float_dtype(), inputs()
 
-    def value(length, x):
+    def logdet(length, x):
         operator = tx.KernelLinearOperator(Matern(length), x, tile=7)
-        return tx.trace(jax.random.key(0), operator, N, tx.XTraceEstimator()).value
+        return tx.logdet(jax.random.key(0), operator, N, shift=0.1).value
 
-    scales = jnp.asarray([0.5, 1.0, 2.0], dtype)[:, None] * lengths()[None, :]
-    lanes = jax.jit(jax.vmap(jax.value_and_grad(value), (0, None)))(scales, x)
-    assert_close(lanes[0], jnp.full(3, N, dtype))
-    assert_close(lanes[1], jnp.zeros((3, 3)), atol=1e-4)
-
-    def logdet(length, k):
-        operator = tx.KernelLinearOperator(Matern(length), x, tile=7)
-        return tx.logdet(jax.random.key(0), operator, k, shift=0.1).value
-
-    def naive(length):
+    def naive(length, x):
         K = jax.vmap(jax.vmap(Matern(length), (None, 0)), (0, None))(x, x)
         factor = jnp.linalg.cholesky(K + 0.1 * jnp.eye(N, dtype=dtype))
         return 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
 
-    found = jax.jit(jax.value_and_grad(logdet), static_argnums=1)(lengths(), N)
-    expected = jax.value_and_grad(naive)(lengths())
-    assert_close(found[0], expected[0])
-    assert_close(found[1], expected[1], 1e-8 if is_x64() else 1e-3)
+    scales = jnp.asarray([0.5, 1.0], dtype)[:, None] * lengths()[None, :]
+    lanes = jax.jit(jax.vmap(jax.value_and_grad(logdet), (0, None)))(scales, x)
+    expected = jax.vmap(jax.value_and_grad(naive), (0, None))(scales, x)
+    assert_close(lanes[0], expected[0])
+    assert_close(lanes[1], expected[1], 1e-8 if is_x64() else 1e-3)
     # What was given stays, with its own gradient.
     operator = tx.KernelLinearOperator(Matern(lengths()), x)
-    gradient = eqx.filter_grad(lambda op: jnp.sum(op.mv(x[:, 0])))(operator)
-    assert gradient.kernel.length.shape == (3,)
-    assert gradient.x.shape == x.shape
-
-
-def test_what_lineax_knows():
-    operator = tx.KernelLinearOperator(Matern(lengths()), inputs())
-    assert lx.is_symmetric(operator)
-    assert lx.is_positive_semidefinite(operator)
-    assert not lx.is_diagonal(operator)
-    assert not lx.is_negative_semidefinite(operator)
-    assert operator.transpose() is operator
-    assert operator.T is operator
-    assert lx.conj(operator) is operator
-    assert lx.linearise(operator) is operator
-    assert_close(lx.materialise(operator).as_matrix(), operator.as_matrix())
-    assert has_one_pass(2.0 * operator + operator)
-    assert not has_one_pass(lx.MatrixLinearOperator(jnp.eye(3)))
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda A: jnp.sum(A.mv(x[:, 0]))))
+    assert gradient(operator).kernel.length.shape == (3,)
+    assert gradient(operator).x.shape == x.shape
 
 
 def test_a_block_is_one_matrix_product_a_tile():
@@ -256,42 +184,32 @@ def test_memory_is_that_of_a_tile():
     assert program.memory_analysis().temp_size_in_bytes < 80e6
 
 
-BAD = {
-    "kernel": (TypeError, "kernel must be a function of two rows, got 3"),
-    "scalar": (TypeError, r"shape \(\), got an array of shape \(3,\)"),
-    "integer": (TypeError, "real floating-point array of shape"),
-    "complex": (TypeError, "real floating-point array of shape"),
-    "leading": (ValueError, r"one length, at least 1, got lengths \[4, 5\]"),
-    "no rows": (ValueError, r"at least 1, got lengths \[0\]"),
-    "no leaves": (ValueError, r"at least 1, got lengths \[\]"),
-    "a leaf": (ValueError, "leading axis of rows, got 1.0 of type float"),
-    "tile": (ValueError, "tile must be at least 1, got 0"),
-    "type of tile": (TypeError, "tile must be an int or None, got 2.0"),
-}
-
-
 @pytest.mark.wrong_types
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(case):
+def test_bad_input():
     x = inputs(4)
 
     def product(a, b):
         return jnp.sum(a * b)
 
-    arguments = {
-        "kernel": (3, x),
-        "scalar": (lambda a, b: a * b, x),
-        "integer": (lambda a, b: jnp.sum(a * b).astype(int), x),
-        "complex": (lambda a, b: jax.lax.complex(product(a, b), product(a, b)), x),
-        "leading": (product, [x, inputs(5)]),
-        "no rows": (product, x[:0]),
-        "no leaves": (product, ()),
-        "a leaf": (product, [x, 1.0]),
-    }.get(case, (product, x))
-    tile = {"tile": 0, "type of tile": 2.0}.get(case)
-    error, message = BAD[case]
-    with pytest.raises(error, match=message):
-        tx.KernelLinearOperator(*arguments, tile=tile)  # pyright: ignore
+    def complex(a, b):
+        return jax.lax.complex(product(a, b), product(a, b))
+
+    for arguments, error, message in [
+        ((3, x), TypeError, "kernel must be a function of two rows, got 3"),
+        ((lambda a, b: a * b, x), TypeError, r"shape \(\), got an array of shape \(3,"),
+        ((lambda a, b: 1, x), TypeError, "real floating-point array of shape"),
+        ((complex, x), TypeError, "real floating-point array of shape"),
+        ((product, [x, inputs(5)]), ValueError, r"at least 1, got lengths \[4, 5\]"),
+        ((product, x[:0]), ValueError, r"at least 1, got lengths \[0\]"),
+        ((product, ()), ValueError, r"at least 1, got lengths \[\]"),
+        ((product, [x, 1.0]), ValueError, "axis of rows, got 1.0 of type float"),
+    ]:
+        with pytest.raises(error, match=message):
+            tx.KernelLinearOperator(*arguments)  # pyright: ignore
+    with pytest.raises(ValueError, match="tile must be at least 1, got 0"):
+        tx.KernelLinearOperator(product, x, tile=0)
+    with pytest.raises(TypeError, match="tile must be an int or None, got"):
+        tx.KernelLinearOperator(product, x, tile=2.0)  # pyright: ignore
 
 
 def test_what_is_not_finite_is_said():
@@ -301,24 +219,16 @@ def test_what_is_not_finite_is_said():
     assert estimate.result == tx.RESULTS.nonfinite
 
 
-#
-# Columns and diagonals of any operator
-#
-
-
-def test_entries_that_are_read():
+def test_entries_of_lineax_operators():
     operators = {name: make(parameters()) for name, make in OPERATORS.items()}
     known = {name for name, x in operators.items() if has_known_entries(x)}
     assert known == {"matrix", "pytree"}
     n, values = 10, jnp.arange(30, dtype=float_dtype())
-    # Entries at one place add up, and those outside count as 0.
-    places = jnp.asarray(np.random.default_rng(0).integers(0, n + 1, (30, 2)))
-    sparse = jsparse.BCOO((values, places), shape=(n, n))
     operators = [
         *(operators[name] for name in known),
-        tx.as_operator(sparse),
         lx.TridiagonalLinearOperator(values[:n], values[1:n], values[n + 1 : 2 * n]),
         lx.DiagonalLinearOperator((values[:4], values[4:n].reshape(2, 3))),
+        lx.IdentityLinearOperator(jax.eval_shape(lambda: values[:n])),
     ]
     indices = jnp.asarray([7, 0, 7, 2])
 
@@ -338,36 +248,9 @@ def _exponential(a, b):
 
 
 def test_pivots_of_functions_that_close_over_nothing():
-    x = inputs()
-    operator = tx.KernelLinearOperator(_exponential, x)
+    operator = tx.KernelLinearOperator(_exponential, inputs())
     pivots = tx.choose_pivots(jax.random.key(0), 2.0 * operator, 9, shift=0.1)
     assert len(set(np.asarray(pivots))) == 9
-    assert_close(operator.as_matrix(), dense(_exponential, x))
-
-
-def test_sums_and_multiples_keep_columns():
-    x = inputs()
-    first = tx.KernelLinearOperator(Matern(lengths()), x, tile=6)
-    second = tx.KernelLinearOperator(RationalQuadratic(), x)
-    d = jnp.linspace(1.0, 2.0, N, dtype=float_dtype())
-    structure = first.in_structure()
-    operator = lx.TaggedLinearOperator(
-        2.0 * first
-        + (-second) / 3.0
-        + lx.DiagonalLinearOperator(d)
-        + lx.IdentityLinearOperator(structure)
-        + lx.MatrixLinearOperator(d[:, None] * d[None, :]),
-        PSD,
-    )
-    assert has_known_entries(operator)
-    K, other = dense(Matern(lengths()), x), dense(RationalQuadratic(), x)
-    matrix = 2 * K - other / 3 + jnp.diag(d + 1) + d[:, None] * d[None, :]
-    indices = jnp.asarray([5, 22, 0])
-    columns = eqx.filter_jit(columns_of)(operator, indices)
-    assert_close(columns, matrix[:, indices], atol=1e-12 if is_x64() else 1e-5)
-    assert_close(eqx.filter_jit(diagonal_of)(operator), jnp.diagonal(matrix))
-    function = lx.FunctionLinearOperator(lambda v: v, structure)
-    assert not has_known_entries(first + function)
 
 
 def test_four_devices_agree_with_one():

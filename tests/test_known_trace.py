@@ -7,86 +7,58 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import PSD, assert_close, haar, is_x64, z_score
-from spectral_helpers import as_array, relaxed  # noqa: F401
+from helpers import assert_close, hidden, z_score
+from problems import PSD, Problem, as_array, is_x64
+from spectral_helpers import relaxed  # noqa: F401
 
 import traceax as tx
-
-
-def _hermitian(values, complex=False):
-    u = haar(len(values), 0, complex)
-    a = (u * values) @ u.conj().T
-    return (a + a.conj().T) / 2
-
-
-def _hidden(a):
-    structure = jax.ShapeDtypeStruct((len(a),), a.dtype)
-    return lx.FunctionLinearOperator(lambda v: a @ v, structure, PSD)
 
 
 def _logs_and_roots(x):
     return {"log": jnp.log(x), "root": jnp.sqrt(x)}
 
 
-@pytest.mark.x64
-@pytest.mark.parametrize("complex", [False, True])
-def test_controlled_samples_have_no_bias(complex):
-    # Nine steps of three probes leave next to nothing to the bracket.
-    for values in (np.linspace(2, 6, 40), 1 + 20 / np.arange(1, 41)):
-        a = as_array(_hermitian(values, complex))
-
-        @jax.jit
-        def run(keys, a=a):
-            def one(key):
-                return tx.trace_function(
-                    key,
-                    _logs_and_roots,
-                    lx.MatrixLinearOperator(a, PSD),
-                    27,
-                    tx.KrylovAwareEstimator(3),
-                    lower=0.9,
-                    monotone=True,
-                ).value
-
-            return jax.lax.map(one, keys, batch_size=100)
-
-        found = run(jr.split(jr.key(0), 4000))
-        for name, fn in (("log", np.log), ("root", np.sqrt)):
-            truth = np.sum(fn(values))
-            assert z_score(found[name], truth) < 5
-            assert z_score(1.02 * found[name], truth) > 5
-
-
 @eqx.filter_jit
-def _errors(keys, operator, lower, trace=None):
+def _run(keys, operator, k, lower, estimator=None, trace=None):
+    options = {"lower": lower, "monotone": True, "trace": trace, "throw": False}
+
     def one(key):
         found = tx.trace_function(
-            key,
-            _logs_and_roots,
-            operator,
-            40,
-            lower=lower,
-            monotone=True,
-            trace=trace,
-            throw=False,
+            key, _logs_and_roots, operator, k, estimator, **options
         )
         return found.value, found.standard_error, found.stats["known_trace"]
 
     return jax.lax.map(one, keys)
 
 
+@pytest.mark.x64
+def test_controlled_samples_have_no_bias():
+    # Nine steps of three probes leave next to nothing to the bracket.
+    keys, three = jr.split(jr.key(0), 4000), tx.KrylovAwareEstimator(3)
+    for problem in (
+        Problem("flat", 40, True, scale=2),
+        Problem("tail", 40, True, scale=0.5, shift=0.5),
+    ):
+        found, *_ = _run(keys, problem.operator(psd=True), 27, 0.9, three)
+        for name, fn in (("log", np.log), ("root", np.sqrt)):
+            truth = problem.total(fn)
+            assert z_score(found[name], truth) < 5
+            assert z_score(1.02 * found[name], truth) > 5
+
+
 def test_a_known_trace_halves_the_error():
-    values = 1 + 40 / np.arange(1, 121)
-    a, keys = as_array(_hermitian(values)), jr.split(jr.key(1), 16)
-    *of_matrix, known = _errors(keys, lx.MatrixLinearOperator(a, PSD), 1.0)
-    *of_hidden, unknown = _errors(keys, _hidden(a), 1.0)
-    *given, told = _errors(keys, _hidden(a), 1.0, jnp.trace(a))
+    problem, keys = Problem("tail", 120), jr.split(jr.key(1), 16)
+    operator = problem.operator(psd=True)
+    *of_matrix, known = _run(keys, operator, 40, 1.0)
+    *of_hidden, unknown = _run(keys, hidden(operator), 40, 1.0)
+    trace = as_array(problem.trace)
+    *given, told = _run(keys, hidden(operator), 40, 1.0, trace=trace)
     assert jnp.all(known & told & ~unknown)
     for name, fn in (("log", np.log), ("root", np.sqrt)):
-        truth = np.sum(fn(values))
 
-        def error(found, truth=truth, name=name):
-            return np.sqrt(np.mean((np.asarray(found[0][name]) - truth) ** 2))
+        def error(found, fn=fn, name=name):
+            off = np.asarray(found[0][name]) - problem.total(fn)
+            return np.sqrt(np.mean(off**2))
 
         assert error(of_matrix) < 0.5 * error(of_hidden)
         # Error bars follow.
@@ -96,24 +68,29 @@ def test_a_known_trace_halves_the_error():
 
 
 @pytest.mark.x64
-def test_shifts_and_derivatives():
-    a = as_array(_hermitian(1 + 40 / np.arange(1, 61)))
+def test_shifts_and_derivatives(key):
+    problem = Problem("tail", 60)
 
-    def value(t, trace):
-        return tx.logdet(jr.key(0), _hidden(t * a), 20, shift=0.5, trace=trace).value
+    def logdet(t, trace):
+        operator = hidden(lx.MatrixLinearOperator(t * problem.array, PSD))
+        return tx.logdet(key, operator, 20, shift=0.5, trace=trace, throw=False)
 
-    both = jax.jit(jax.value_and_grad(value, (0, 1)))
-    found, (slope, of_trace) = both(1.0, jnp.trace(a))
-    read = tx.logdet(jr.key(0), lx.MatrixLinearOperator(a, PSD), 20, shift=0.5)
+    @jax.jit
+    def both(t, trace):
+        def value(t, trace):
+            e = logdet(t, trace)
+            return e.value, e.result
+
+        return jax.value_and_grad(value, (0, 1), has_aux=True)(t, trace)
+
+    (found, _), (slope, of_trace) = both(1.0, problem.trace)
+    read = tx.logdet(key, problem.operator(psd=True), 20, shift=0.5)
     assert_close(found, read.value)
     # The trace has no part in derivatives.
     assert of_trace == 0
-    plain = jax.grad(
-        lambda t: tx.logdet(jr.key(0), _hidden(t * a), 20, shift=0.5).value
-    )(1.0)
-    assert_close(slope, plain)
-    failed = tx.logdet(jr.key(0), _hidden(a), 20, trace=jnp.nan, throw=False)
-    assert failed.result == tx.RESULTS.nonfinite
-    assert jnp.isnan(failed.value)
+    assert_close(slope, jax.jit(jax.grad(lambda t: logdet(t, None).value))(1.0))
+    (value, result), _ = both(1.0, jnp.nan)
+    assert result == tx.RESULTS.nonfinite
+    assert jnp.isnan(value)
     with pytest.raises(TypeError, match="trace must be a real scalar"):
-        tx.logdet(jr.key(0), _hidden(a), 20, trace="known")
+        logdet(1.0, "known")

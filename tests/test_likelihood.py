@@ -10,16 +10,19 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import (
+from helpers import assert_close, counting, z_score
+from problems import (
     PSD,
+    Process,
+    as_array,
     as_operator,
-    assert_close,
-    counting,
     float_dtype,
+    gaussian,
     is_x64,
-    z_score,
+    observations,
+    points,
+    process,
 )
-from kernels import Matern
 
 import traceax as tx
 
@@ -27,63 +30,15 @@ N = 120
 NOISE = 1e-2
 
 
-class Problem(eqx.Module):
-    """Parameters of a Gaussian process in the plane."""
-
-    length: jax.Array
-    scale: jax.Array
-    noise: jax.Array
-
-    def kernel(self, x):
-        matern = Matern(self.length)
-        return tx.KernelLinearOperator(lambda a, b: self.scale * matern(a, b), x)
-
-    def dense(self, x):
-        # Outside of `jit`: see the tests of kernel operators for what XLA makes of it.
-        x = x @ jnp.diag(1 / self.length)
-        squared = jnp.sum((x[:, None] - x[None]) ** 2, -1)
-        r = jnp.sqrt(3 * jnp.where(squared == 0, 1, squared))
-        K = self.scale * jnp.where(squared == 0, 1, (1 + r) * jnp.exp(-r))
-        return K + jnp.diag(jnp.broadcast_to(self.noise, (len(x),)))
-
-
-def problem(noise=NOISE):
-    array = [jnp.asarray(v, float_dtype()) for v in ([0.4, 0.6], 1.5, noise)]
-    return Problem(*array)
-
-
-def data(n=N, columns=()):
-    rng = np.random.default_rng(1)
-    x = rng.random((n, 2))
-    y = np.sin(5 * x[:, 0]) + 0.1 * rng.normal(size=(*columns, n))
-    return jnp.asarray(x, float_dtype()), jnp.asarray(y.T, float_dtype())
-
-
-def terms_by_cholesky(problem, x, y):
-    A = problem.dense(x)
-    lower = jnp.linalg.cholesky(A)
-    solution = jax.scipy.linalg.cho_solve((lower, True), y)
-    return 2 * jnp.sum(jnp.log(jnp.diag(lower))), jnp.sum(y * solution, 0), solution
-
-
-def by_cholesky(problem, x, y):
-    logdet, inv_quad, _ = terms_by_cholesky(problem, x, y)
-    number = inv_quad.size
-    constant = number * (logdet + len(x) * math.log(2 * math.pi))
-    return -(constant + jnp.sum(inv_quad)) / 2
-
-
-def likelihood(problem, x, y, k, key=None, **options):
+def likelihood(p, x, y, k, key=None, **options):
     key = jr.key(3) if key is None else key
-    return tx.gaussian_log_likelihood(
-        key, problem.kernel(x), y, k, shift=problem.noise, **options
-    )
+    return tx.gaussian_log_likelihood(key, p.kernel(x), y, k, shift=p.noise, **options)
 
 
 def test_likelihood_with_derivatives():
     # Where the Krylov space has converged all is as by Cholesky, but for the probes.
-    x, y = data(columns=(2,))
-    p = problem()
+    x, y = observations(columns=(2,))
+    p = process()
 
     @jax.jit
     def run(p, x, y):
@@ -98,16 +53,16 @@ def test_likelihood_with_derivatives():
         return terms, jax.value_and_grad(value, (0, 1, 2))(p, x, y)
 
     terms, (value, slopes) = run(p, x, y)
-    logdet, inv_quad, solution = terms_by_cholesky(p, x, y)
+    logdet, inv_quad, solution = p.exact_terms(x, y)
     tolerance = 1e-8 if is_x64() else 2e-3
     assert_close(terms.inv_quad.value, inv_quad, tolerance)
     assert_close(
         terms.solution, solution, tolerance, tolerance * jnp.abs(solution).max()
     )
     assert abs(terms.logdet.value - logdet) < 4 * terms.logdet.standard_error
-    assert abs(value - by_cholesky(p, x, y)) < 4 * terms.logdet.standard_error
+    assert abs(value - p.exact_likelihood(x, y)) < 4 * terms.logdet.standard_error
     assert terms.logdet.standard_error < 1e-2 * abs(logdet)
-    expected = jax.grad(by_cholesky, (0, 1, 2))(p, x, y)
+    expected = jax.grad(Process.exact_likelihood, (0, 1, 2))(p, x, y)
     for a, b in zip(*map(jax.tree.leaves, (slopes, expected)), strict=True):
         assert jnp.linalg.norm(a - b) < 0.05 * jnp.linalg.norm(b)
     assert_close(slopes[2], expected[2], tolerance, tolerance * jnp.abs(solution).max())
@@ -115,8 +70,8 @@ def test_likelihood_with_derivatives():
 
 @pytest.mark.x64
 def test_exact_answers_and_second_derivatives():
-    x, y = data(30)
-    p = problem()
+    x, y = observations(30)
+    p = process()
 
     def value(p, y, k, columns):
         return likelihood(p, x, y, k, preconditioner=columns).value
@@ -127,9 +82,9 @@ def test_exact_answers_and_second_derivatives():
             value, (0, 1)
         )(p, y, k, columns)
 
-    f = by_cholesky(p, x, y)
-    gradient = jax.grad(by_cholesky, (0, 2))(p, x, y)
-    hessian = jax.hessian(by_cholesky, (0, 2))(p, x, y)
+    f = p.exact_likelihood(x, y)
+    gradient = jax.grad(Process.exact_likelihood, (0, 2))(p, x, y)
+    hessian = jax.hessian(Process.exact_likelihood, (0, 2))(p, x, y)
     for columns in (None, 10):
         (found, slopes), curvature = run(p, y, 30, columns)
         assert_close(found, f)
@@ -142,8 +97,8 @@ def test_exact_answers_and_second_derivatives():
 @pytest.mark.x64
 def test_second_derivatives_of_the_quadratic_term():
     # Nothing about it is random, once the space has converged.
-    x, y = data(60)
-    p = problem(0.1)
+    x, y = observations(60)
+    p = process(0.1)
 
     def quadratic(p, y):
         terms = tx.inv_quad_logdet(
@@ -152,7 +107,7 @@ def test_second_derivatives_of_the_quadratic_term():
         return terms.inv_quad.value
 
     def exact(p, y):
-        return terms_by_cholesky(p, x, y)[1]
+        return p.exact_terms(x, y)[1]
 
     found = jax.jit(jax.hessian(quadratic, (0, 1)))(p, y)
     expected = jax.hessian(exact, (0, 1))(p, y)
@@ -164,79 +119,74 @@ def test_second_derivatives_of_the_quadratic_term():
 @pytest.mark.parametrize("columns", [None, 25])
 def test_intervals_and_derivatives_over_keys(columns):
     # Far from converged: brackets must hold what the space doesn't know.
-    x, y = data(200)
-    p = problem(1e-3)
+    x, y = observations(200)
+    p = process(1e-3)
     pivots = None
     if columns is not None:
         pivots = tx.choose_pivots(jr.key(9), p.kernel(x), columns, shift=p.noise)
 
-    @jax.jit
-    @jax.vmap
     def run(key):
         terms = tx.inv_quad_logdet(
             key, p.kernel(x), y, 24, shift=p.noise, preconditioner=pivots
         )
+        inside = [e.confidence_interval() for e in (terms.logdet, terms.inv_quad)]
+        return inside, terms.inv_quad.stats["bracket"]
 
-        def logdet(p):
-            return likelihood(p, x, 0 * y, 72, key, preconditioner=pivots).value
-
-        estimate, form = terms.logdet, terms.inv_quad
-        inside = [e.confidence_interval() for e in (estimate, form)]
-        low, high = form.stats["bracket"]
-        return estimate.value, inside, (low, high), jax.grad(logdet)(p)
-
-    values, inside, (low, high), slopes = run(jr.split(jr.key(0), 100))
-    logdet, inv_quad, _ = terms_by_cholesky(p, x, y)
+    keys = jr.split(jr.key(0), 100)
+    inside, (low, high) = jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
+    logdet, inv_quad, _ = p.exact_terms(x, y)
     for (lower, upper), truth in zip(inside, (logdet, inv_quad), strict=True):
         assert np.mean((lower <= truth) & (truth <= upper)) >= 0.9
     assert jnp.all(low <= inv_quad * (1 + 1e-9))
     assert jnp.all(high >= inv_quad * (1 - 1e-9))
-    assert np.std(values) > 0
-    if columns is not None:
-        # The space of 72 products has converged: what is left is unbiased.
-        expected = jax.grad(by_cholesky)(p, x, 0 * y)
-        for a, b in zip(*map(jax.tree.leaves, (slopes, expected)), strict=True):
-            z = (a.mean(0) - b) / (a.std(0) / 10)
-            assert jnp.max(jnp.abs(z)) < 4.5
+    assert np.std(inside[0][0]) > 0
+    if columns is None:
+        return
+
+    def slope(key):
+        def value(p):
+            return likelihood(p, x, 0 * y, 72, key, preconditioner=pivots).value
+
+        return jax.grad(value)(p)
+
+    # The space of 72 products has converged: what is left is unbiased.
+    slopes = jax.jit(lambda keys: jax.lax.map(slope, keys))(keys)
+    expected = jax.grad(Process.exact_likelihood)(p, x, 0 * y)
+    for a, b in zip(*map(jax.tree.leaves, (slopes, expected)), strict=True):
+        assert z_score(a, b) < 4.5
+        assert z_score(a + np.std(a, axis=0), b) > 5
 
 
 def test_noise_of_every_observation():
-    x, y = data()
+    x, y = observations()
     noise = jnp.asarray(np.linspace(0.01, 0.1, N), float_dtype())
-    p = eqx.tree_at(lambda p: p.noise, problem(), noise)
+    p = eqx.tree_at(lambda p: p.noise, process(), noise)
 
     @eqx.filter_jit
     def run(p, y, columns):
-        kernel = p.kernel(x)
-        logdet = tx.logdet(
-            jr.key(1), kernel, 100, shift=p.noise, preconditioner=columns
-        )
-        terms = tx.inv_quad_logdet(
-            jr.key(1), kernel, y, 100, shift=p.noise, preconditioner=columns
-        )
-        return logdet, terms
+        options = {"shift": p.noise, "preconditioner": columns}
+        return tx.inv_quad_logdet(jr.key(1), p.kernel(x), y, 100, **options)
 
-    exact, inv_quad, solution = terms_by_cholesky(p, x, y)
+    exact, inv_quad, solution = p.exact_terms(x, y)
     for columns in (None, 40):
-        logdet, terms = run(p, y, columns)
-        for e in (logdet, terms.logdet):
-            assert abs(e.value - exact) < 4 * e.standard_error
-            low, high = e.stats["bracket"]
-            assert low <= high
-            assert e.stats["bracket_is_proven"]
+        terms = run(p, y, columns)
+        e = terms.logdet
+        assert abs(e.value - exact) < 4 * e.standard_error
+        low, high = e.stats["bracket"]
+        assert low <= high
+        assert e.stats["bracket_is_proven"]
         assert_close(terms.inv_quad.value, inv_quad, 1e-8 if is_x64() else 1e-3)
-        assert jnp.linalg.norm(terms.solution - solution) < 1e-3 * jnp.linalg.norm(
-            solution
-        )
+        off = jnp.linalg.norm(terms.solution - solution)
+        assert off < 1e-3 * jnp.linalg.norm(solution)
 
 
 def test_one_program_for_keys_and_parameters():
-    x, y = data(60)
+    x, y = observations(60)
     keys = jr.split(jr.key(0), 3)
     lengths = jnp.asarray([[0.3, 0.5], [0.4, 0.4], [0.8, 0.6]], float_dtype())
 
     def value(key, length):
-        p = eqx.tree_at(lambda p: p.length, problem(), length)
+        p = eqx.tree_at(lambda p: p.length, process(), length)
         return likelihood(p, x, y, 24, key, preconditioner=20).value
 
     together = jax.jit(jax.vmap(jax.value_and_grad(value, 1)))(keys, lengths)
@@ -247,14 +197,14 @@ def test_one_program_for_keys_and_parameters():
 
 
 def test_a_tolerance_is_of_the_likelihood():
-    x, y = data(400)
-    p = problem()
+    x, y = observations(400)
+    p = process()
 
     @jax.jit
     def run(rtol):
         return likelihood(p, x, y, 200, preconditioner=60, rtol=rtol, throw=False)
 
-    exact = by_cholesky(p, x, y)
+    exact = p.exact_likelihood(x, y)
     used = []
     for rtol in (0.3, 0.01):
         estimate = run(rtol)
@@ -267,25 +217,16 @@ def test_a_tolerance_is_of_the_likelihood():
 
 
 def test_columns_that_buy_nothing_are_not_used():
-    n = 200
-    identity = lx.MatrixLinearOperator(
-        jnp.eye(n, dtype=float_dtype()), lx.positive_semidefinite_tag
-    )
+    identity = as_operator(np.eye(200), psd=True)
     estimate = tx.logdet(jr.key(0), identity, 12, shift=0.5, preconditioner=50)
     assert estimate.stats["num_columns"] == 0
-    assert_close(estimate.value, n * math.log(1.5), 1e-5)
-    x, _ = data()
-    estimate = tx.logdet(
-        jr.key(0), problem().kernel(x), 24, shift=NOISE, preconditioner=50
-    )
-    assert 0 < estimate.stats["num_columns"] <= 50
-    assert estimate.stats["residual"] > 0
+    assert_close(estimate.value, 200 * math.log(1.5), 1e-5)
 
 
 def test_no_product_is_taken_for_columns():
     # Of an operator known by its products a column would take one, and a diagonal n.
-    x, y = data()
-    operator, number = counting(problem().kernel(x).as_matrix())
+    x, y = observations()
+    operator, number = counting(process().kernel(x).as_matrix())
     key, pivots = jr.key(0), jnp.arange(8)
     for columns in (8, pivots):
         options = {"shift": NOISE, "preconditioner": columns}
@@ -304,9 +245,9 @@ def test_no_product_is_taken_for_columns():
 
 
 def test_pivots_that_leave_nothing_take_no_part():
-    x, y = data()
+    x, y = observations()
     x = x.at[60:].set(x[:60])
-    key, p = jr.key(0), problem()
+    key, p = jr.key(0), process()
     start, smooth, rough = (
         eqx.tree_at(lambda p: p.length, p, p.length * factor) for factor in (8, 40, 0.2)
     )
@@ -323,7 +264,7 @@ def test_pivots_that_leave_nothing_take_no_part():
         numbers = []
         for at in (smooth, rough):
             value, error, number, residual = run(at, pivots)
-            exact = by_cholesky(at, x, y)
+            exact = at.exact_likelihood(x, y)
             rounding = (1e-8 if is_x64() else 1e-4) * abs(exact)
             assert abs(value - exact) < 4 * error + rounding
             assert residual < 0.01
@@ -331,40 +272,57 @@ def test_pivots_that_leave_nothing_take_no_part():
         assert 5 < numbers[0] < 45 < numbers[1] <= 60
 
 
+MUST = r"(preconditioner|pivots) must be"
+# What replaces y, the noise or the columns, the error and words of its message.
 BAD = {
-    "length of y": (lambda x, y: (x, y[:-1], NOISE, None), ValueError, "shape"),
-    "axes of y": (lambda x, y: (x, y[:, None, None], NOISE, None), ValueError, "shape"),
-    "list": (lambda x, y: (x, [1.0], NOISE, None), TypeError, "array"),
-    "no noise": (lambda x, y: (x, y, 0.0, None), ValueError, "positive"),
-    "negative noise": (lambda x, y: (x, y, -NOISE, 20), ValueError, "positive"),
-    "noise of wrong length": (
-        lambda x, y: (x, y, jnp.ones(3), None),
+    "length of y": ({"y": np.ones(N - 1)}, ValueError, "shape"),
+    "axes of y": ({"y": np.ones((N, 1, 1))}, ValueError, "shape"),
+    "list": ({"y": [1.0]}, TypeError, "array"),
+    "no noise": ({"shift": 0.0}, ValueError, "positive"),
+    "negative noise": ({"shift": -NOISE, "preconditioner": 20}, ValueError, "positive"),
+    "length of noise": ({"shift": np.ones(3)}, ValueError, "shape"),
+    "no columns": (
+        {"preconditioner": 0},
         ValueError,
-        "shape",
+        MUST,
     ),
-    "too many columns": (lambda x, y: (x, y, NOISE, N + 1), ValueError, "from 1 to n"),
-    "pivots beyond n": (
-        lambda x, y: (x, y, NOISE, jnp.array([0, N])),
+    "columns": ({"preconditioner": N + 1}, ValueError, "from 1 to n"),
+    "truth": ({"preconditioner": True}, TypeError, MUST),
+    "words": ({"preconditioner": "many"}, TypeError, "int"),
+    "floats": (
+        {"preconditioner": np.ones(3)},
+        TypeError,
+        MUST,
+    ),
+    "axes": (
+        {"preconditioner": np.ones((3, 2), int)},
         ValueError,
-        "below n",
+        MUST,
     ),
-    "columns in words": (lambda x, y: (x, y, NOISE, "many"), TypeError, "int"),
+    "pivots": ({"preconditioner": np.array([0, N])}, ValueError, "below n"),
+    "negative": (
+        {"preconditioner": np.array([-2, 3])},
+        ValueError,
+        MUST,
+    ),
 }
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments(name):
-    arguments, error, words = BAD[name]
-    x, y, shift, preconditioner = arguments(*data())
-    kernel = problem().kernel(x)
+    other, error, words = BAD[name]
+    x, y = observations()
+    options = {"y": y, "shift": NOISE, "preconditioner": None} | other
+    y = options.pop("y")
     for fn in (tx.gaussian_log_likelihood, tx.inv_quad_logdet):
         with pytest.raises(error, match=words):
-            fn(jr.key(0), kernel, y, 20, shift=shift, preconditioner=preconditioner)
+            fn(jr.key(0), process().kernel(x), y, 20, **options)
 
 
 def test_other_bad_arguments():
-    x, y = data()
-    kernel = problem().kernel(x)
+    x, y = observations()
+    kernel = process().kernel(x)
     with pytest.raises(TypeError, match="KrylovAwareEstimator"):
         tx.gaussian_log_likelihood(
             jr.key(0), kernel, y, 20, tx.LanczosQuadratureEstimator(), shift=1.0
@@ -374,8 +332,8 @@ def test_other_bad_arguments():
 
 
 def test_failures_are_reported():
-    x, y = data()
-    p = problem()
+    x, y = observations()
+    p = process()
 
     def indefinite(a, b):
         return jnp.cos(3 * jnp.sum(a * b)) - 0.5
@@ -400,39 +358,40 @@ def test_failures_are_reported():
         assert found in (tx.RESULTS.not_semidefinite, tx.RESULTS.below_lower)
 
 
-@pytest.mark.parametrize(("k", "columns"), [(20, 30), (N, None)])
-def test_missing_observations_are_named(k, columns):
-    x, y = data(columns=(2,))
-    kernel = problem().kernel(x)
+@pytest.mark.parametrize(
+    ("door", "bad", "k", "columns"),
+    [
+        (tx.gaussian_log_likelihood, np.nan, 20, 30),
+        (tx.inv_quad_logdet, np.inf, N, None),
+    ],
+)
+def test_missing_observations_are_named(door, bad, k, columns):
+    x, y = observations(columns=(2,))
+    call = jr.key(0), process().kernel(x), y.at[3, 1].set(bad), k
     options = {"shift": NOISE, "preconditioner": columns}
-    for fn, bad in (
-        (tx.gaussian_log_likelihood, jnp.nan),
-        (tx.inv_quad_logdet, jnp.inf),
-    ):
-        missing = y.at[3, 1].set(bad)
-        found = fn(jr.key(0), kernel, missing, k, **options, throw=False)
-        single = isinstance(found, tx.Estimate)
-        for e in [found] if single else [found.logdet, found.inv_quad]:
-            assert e.result == tx.RESULTS.y_not_finite
-            assert {"bracket", "bracket_is_proven"} <= set(e.stats)
-            assert jnp.isnan(e.value).all()
-            assert jnp.isnan(e.standard_error).all()
-        with pytest.raises(Exception, match=r"y, the observations.*Leave these rows"):
-            jax.block_until_ready(fn(jr.key(0), kernel, missing, k, **options))
+    found = door(*call, **options, throw=False)
+    single = isinstance(found, tx.Estimate)
+    for e in [found] if single else [found.logdet, found.inv_quad]:
+        assert e.result == tx.RESULTS.y_not_finite
+        assert {"bracket", "bracket_is_proven"} <= set(e.stats)
+        assert jnp.isnan(e.value).all()
+        assert jnp.isnan(e.standard_error).all()
+    with pytest.raises(Exception, match=r"y, the observations.*Leave these rows"):
+        jax.block_until_ready(door(*call, **options))
 
 
 def test_missing_observations_of_a_large_noise():
-    x, y = data()
+    x, y = observations()
     missing = np.arange(N) % 7 == 0
     noise = jnp.where(missing, 1e10, NOISE).astype(float_dtype())
 
     def value(length, x, y, noise):
-        p = eqx.tree_at(lambda p: p.length, problem(), length)
+        p = eqx.tree_at(lambda p: p.length, process(), length)
         e = tx.gaussian_log_likelihood(jr.key(0), p.kernel(x), y, N, shift=noise)
         return e.value
 
     of = jax.jit(jax.value_and_grad(value))
-    length = problem().length
+    length = process().length
     found, slope = of(length, x, jnp.where(missing, 0, y), noise)
     rest, slope_of_rest = of(length, x[~missing], y[~missing], noise[~missing])
     constant = -missing.sum() / 2 * math.log(2 * math.pi * 1e10)
@@ -441,9 +400,9 @@ def test_missing_observations_of_a_large_noise():
 
 
 def test_nothing_to_see_and_equal_points():
-    x, y = data()
+    x, y = observations()
     x = x.at[7].set(x[8])
-    p = problem(1e-3)
+    p = process(1e-3)
 
     @jax.jit
     def run(y):
@@ -453,7 +412,7 @@ def test_nothing_to_see_and_equal_points():
     for factor in (1, 0, 1e3):
         value, error, result = run(factor * y)
         assert result == tx.RESULTS.successful
-        exact = by_cholesky(p, x, factor * y)
+        exact = p.exact_likelihood(x, factor * y)
         assert abs(value - exact) < 4 * error + (1e-9 if is_x64() else 1e-3) * abs(
             exact
         )
@@ -462,8 +421,8 @@ def test_nothing_to_see_and_equal_points():
 @pytest.mark.x64
 def test_the_control_of_columns_has_no_bias():
     # 40 points, 20 columns, 2 probes. Converged, so that probes are all of the error.
-    x, _ = data(40)
-    p = problem(1e-3)
+    x, _ = observations(40)
+    p = process(1e-3)
     pivots = tx.choose_pivots(jr.key(5), p.kernel(x), 20, shift=p.noise)
     A = p.dense(x)
 
@@ -473,7 +432,7 @@ def test_the_control_of_columns_has_no_bias():
         return tx.logdet(key, K, 30, two, shift=noise, preconditioner=pivots).value
 
     both = ft.partial(jax.value_and_grad(value), p.noise)
-    run = jax.jit(lambda keys: jax.lax.map(both, keys, batch_size=50))
+    run = jax.jit(lambda keys: jax.lax.map(both, keys))
     found = run(jr.split(jr.key(1), 4000))
     truths = jnp.linalg.slogdet(A)[1], jnp.trace(jnp.linalg.inv(A))
     # The biases are such as were there; chance has these keys' slopes 0.05 too small.
@@ -486,22 +445,22 @@ def test_the_control_of_columns_has_no_bias():
 def test_columns_control_the_derivative():
     # Columns leave more than the noise of each point. Without the control the errors are
     # three times as large.
-    x = jnp.asarray(np.random.default_rng(0).uniform(size=(300, 8)))
+    x = as_array(points(300, 8))
+    p = Process(jnp.ones(8), jnp.ones(()), as_array(0.01))
 
-    def matrix(length):
-        squared = jnp.sum((x[:, None] - x[None]) ** 2, axis=2) / length**2
-        r = jnp.sqrt(3 * squared + jnp.eye(300)) * (1 - jnp.eye(300))
-        return (1 + r) * jnp.exp(-r)
+    def of_length(length):
+        return eqx.tree_at(lambda p: p.length, p, jnp.full(8, length))
 
     def value(length, key):
-        K = lx.MatrixLinearOperator(matrix(length), PSD)
+        K = of_length(length).dense(x) - 0.01 * jnp.eye(300)
         options = {"shift": 0.01, "preconditioner": 100}
-        return tx.logdet(key, K, 120, **options).value
+        return tx.logdet(key, lx.MatrixLinearOperator(K, PSD), 120, **options).value
 
     def exact(length):
-        return jnp.linalg.slogdet(matrix(length) + 0.01 * jnp.eye(300))[1]
+        return of_length(length).exact_terms(x, jnp.zeros(300))[0]
 
-    slopes = jax.jit(jax.vmap(jax.grad(value), (None, 0)))(1.0, jr.split(jr.key(0), 16))
+    slope = ft.partial(jax.grad(value), 1.0)
+    slopes = jax.jit(lambda keys: jax.lax.map(slope, keys))(jr.split(jr.key(0), 16))
     truth = jax.grad(exact)(1.0)
     assert jnp.sqrt(jnp.mean((slopes - truth) ** 2)) < 0.006 * jnp.abs(truth)
 
@@ -510,27 +469,29 @@ def test_columns_control_the_derivative():
 def test_the_control_vanishes_where_the_space_has_found_all():
     # Points on a line have a spectrum that decays: 60 products find it.
     rng = np.random.default_rng(0)
-    x = np.sort(rng.uniform(0, 2, 200))
-    K = jnp.asarray(0.8 * np.exp(-((x[:, None] - x[None]) ** 2) / 0.125))
-    operator = lx.MatrixLinearOperator(K, PSD)
+    K = 0.8 * gaussian(np.sort(rng.uniform(0, 2, (200, 1)), axis=0), 0.25)
+    operator = as_operator(K, psd=True)
+
+    @jax.jit
+    def found(noise, keys):
+        def value(key):
+            return tx.logdet(key, operator, 60, shift=noise, preconditioner=60).value
+
+        return jax.lax.map(value, keys)
+
     several = np.exp(rng.uniform(np.log(1e-3), 0, 200)) ** 2
     for noise in (several, np.full(200, 1e-4)):
         truth = np.linalg.slogdet(K + np.diag(noise))[1]
-
-        def estimate(key, noise=noise):
-            return tx.logdet(key, operator, 60, shift=noise, preconditioner=60)
-
-        found = jax.jit(jax.vmap(lambda key: estimate(key).value))
-        assert_close(found(jr.split(jr.key(2), 4)), truth, 0, 1e-5)
+        assert_close(found(noise, jr.split(jr.key(2), 4)), truth, 0, 1e-5)
 
 
 @jax.jit
 def _at_extremes(logs):
-    x, y = data(n=24)
+    x, y = observations(n=24)
 
     def value(logs):
         length, scale, noise = jnp.exp(logs)
-        p = Problem(jnp.full(2, length), scale, noise)
+        p = Process(jnp.full(2, length), scale, noise)
         found = tx.gaussian_log_likelihood(
             jr.key(0), p.kernel(x), y, 16, shift=noise, preconditioner=6, throw=False
         )
@@ -555,8 +516,8 @@ def test_extreme_hyper_parameters_are_no_fault_of_the_kernel(which, far):
 
 @pytest.mark.parametrize("shift", [0.0, -1.0, np.nan])
 def test_a_noise_that_is_not_positive_is_a_result(shift):
-    x, y = data(n=12)
-    K, options = problem().kernel(x), {"shift": shift, "throw": False}
+    x, y = observations(n=12)
+    K, options = process().kernel(x), {"shift": shift, "throw": False}
     for found in (
         tx.gaussian_log_likelihood(jr.key(0), K, y, 6, **options),
         tx.inv_quad_logdet(jr.key(0), K, y, 6, **options).inv_quad,
@@ -571,14 +532,14 @@ def test_a_noise_that_is_not_positive_is_a_result(shift):
 
 @pytest.mark.parametrize("door", [tx.gaussian_log_likelihood, tx.inv_quad_logdet])
 def test_complex_observations_of_a_real_kernel_are_refused(door):
-    x, y = data(n=12)
+    x, y = observations(n=12)
     with pytest.raises(TypeError, match=r"y must be real.*got an array.*two columns"):
-        door(jr.key(0), problem().kernel(x), jax.lax.complex(y, y), 12, shift=NOISE)
+        door(jr.key(0), process().kernel(x), jax.lax.complex(y, y), 12, shift=NOISE)
 
 
 def test_real_observations_of_a_complex_kernel():
-    x, y = data(n=12)
-    K = np.asarray(problem(0.0).dense(x))
+    x, y = observations(n=12)
+    K = np.asarray(process(0.0).dense(x))
     K = K * np.exp(1j * np.subtract.outer(x[:, 0], x[:, 0]))
     operator = as_operator(K, psd=True)
     found = tx.inv_quad_logdet(jr.key(0), operator, y, 12, shift=NOISE).inv_quad.value
@@ -590,21 +551,15 @@ def test_real_observations_of_a_complex_kernel():
 def test_what_rounding_carries_into_spaces_is_in_the_bar():
     # White noise left inside of the kernel: columns make 100 equal eigenvalues, far from
     # the others, that the space finds again and again.
-    rng = np.random.default_rng(3)
-    x = rng.random((400, 2))
-    squared = np.sum((x[:, None] - x[None]) ** 2, axis=-1)
-    K = jnp.asarray(np.exp(-squared / 0.1) + 0.1 * np.eye(400))
+    K = gaussian(points(400, seed=3), 0.05**0.5) + 0.1 * np.eye(400)
     truth = np.linalg.slogdet(K + 1e-6 * np.eye(400))[1]
-    found = jax.jit(
-        jax.vmap(
-            lambda key: tx.logdet(
-                key,
-                lx.MatrixLinearOperator(K, PSD),
-                128,
-                shift=1e-6,
-                preconditioner=80,
-                throw=False,
-            )
-        )
-    )(jr.split(jr.key(0), 3))
-    assert jnp.all(jnp.abs(found.value - truth) < 4 * found.standard_error)
+    operator = as_operator(K, psd=True)
+
+    def run(key):
+        options = {"shift": 1e-6, "preconditioner": 80, "throw": False}
+        e = tx.logdet(key, operator, 128, **options)
+        return e.value, e.standard_error
+
+    keys = jr.split(jr.key(0), 3)
+    value, error = jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
+    assert jnp.all(jnp.abs(value - truth) < 4 * error)

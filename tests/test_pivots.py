@@ -8,28 +8,11 @@ import lineax as lx
 import numpy as np
 import pytest
 import scipy.sparse
-from helpers import PSD, as_operator, float_dtype, z_score
-from kernels import Matern
+from helpers import z_score
+from problems import PSD, as_array, as_operator, float_dtype, gaussian, points, process
 
 import traceax as tx
 from traceax._preconditioner import _choose, choose_pivots
-
-
-def points(n, d=2, seed=0):
-    return np.random.default_rng(seed).random((n, d))
-
-
-def gaussian(x, length=0.3):
-    return np.exp(-np.sum((x[:, None] - x[None]) ** 2, axis=2) / (2 * length**2))
-
-
-def array(x):
-    return jnp.asarray(x, float_dtype())
-
-
-def kernel_operator(x, length=0.3):
-    lengths = jnp.full(x.shape[1], length, float_dtype())
-    return tx.KernelLinearOperator(Matern(lengths), jnp.asarray(x, float_dtype()))
 
 
 def residual(K, pivots):
@@ -166,7 +149,7 @@ def test_rows_that_repeat_others_are_no_pivots():
     x = np.repeat(points(N // 4), 4, axis=0)
     for K in (gaussian(x), gaussian(x, 3.0), np.ones((N, N)), np.zeros((N, N))):
         # Noise of every row, by which they differ.
-        noise = array(np.linspace(0.1, 1, N))
+        noise = as_array(np.linspace(0.1, 1, N))
         pivots = choose_pivots(jr.key(0), as_operator(K, psd=True), 100, shift=noise)
         number = len(np.unique(K.round(6), axis=0)) if K.any() else 0
         indices = np.asarray(pivots)
@@ -193,7 +176,7 @@ def test_other_operators():
     assert len(set(np.asarray(pivots))) == 20
     matrix = as_operator(U.real @ U.real.T, psd=True)
     sparse = tx.as_operator(scipy.sparse.coo_array(U.real @ U.real.T), tags=PSD)
-    kernel = kernel_operator(points(n))
+    kernel = process().kernel(as_array(points(n)))
 
     def sums(scale):
         found = [

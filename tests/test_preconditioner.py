@@ -6,31 +6,15 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import PSD, as_operator, assert_close, float_dtype, is_x64
-from kernels import Matern
+from helpers import assert_close
+from problems import PSD, as_array, as_operator, float_dtype, is_x64, matern, points
 
-import traceax as tx
 from traceax._linalg.whitening import whiten
 from traceax._operators.block import apply_block
 from traceax._preconditioner import (
     PreconditionedLinearOperator,
     choose_pivots,
-    make_preconditioner,
-    noise_of,
 )
-
-
-def array(x):
-    return jnp.asarray(x, float_dtype())
-
-
-def distances(x):
-    return np.sqrt(np.sum((x[:, None] - x[None]) ** 2, axis=2))
-
-
-def matern(x, length):
-    r = np.sqrt(3) * distances(x) / length
-    return (1 + r) * np.exp(-r)
 
 
 class Truth:
@@ -125,8 +109,14 @@ def central(f, h):
 @pytest.mark.parametrize("r", [10, 200, 256])
 def test_factors_and_derivatives(r):
     K, slope, noise, V, pivots = problem(500, r)
-    data = array(K), array(slope), array(noise), as_indices(pivots), array(V)
-    value, forward, reverse = along(array(0.0), *data)
+    data = (
+        as_array(K),
+        as_array(slope),
+        as_array(noise),
+        as_indices(pivots),
+        as_array(V),
+    )
+    value, forward, reverse = along(as_array(0.0), *data)
 
     def truth(t):
         return truth_along(t, K, slope, noise, pivots, V)
@@ -145,10 +135,10 @@ def test_determinants(jitter):
     pivots = np.asarray(
         choose_pivots(jr.key(0), as_operator(K, psd=True), r, shift=1e-3)
     )
-    K = matern(np.random.default_rng(0).random((n, 2)), 0.6)
+    K = matern(points(n), 0.6)
     truth = Truth(K, pivots, noise, jitter)
     made, products = compute(
-        array(K), array(noise), as_indices(pivots), array(V), jitter
+        as_array(K), as_array(noise), as_indices(pivots), as_array(V), jitter
     )
     dense = truth.M @ V, truth.M.T @ V, truth.B @ V
     for product, expected in zip(products, dense, strict=True):
@@ -177,30 +167,30 @@ def test_determinants(jitter):
 def test_inactive_pivots_drop_out():
     n = 80
     K, slope, noise, V, pivots = problem(n, 12)
-    data = array(K), array(slope), array(noise)
+    data = as_array(K), as_array(slope), as_array(noise)
     padded = np.insert(pivots, [0, 3, 3, 12], -1)
 
     def truth(t):
         return truth_along(t, K, slope, noise, pivots, V)
 
-    values, *derivatives = along(array(0.0), *data, as_indices(padded), array(V))
+    values, *derivatives = along(as_array(0.0), *data, as_indices(padded), as_array(V))
     assert_close(values, truth(0.0), 1e-9 if is_x64() else 3e-3)
     for derivative in derivatives:
         expected = central(truth, 1e-4)
         assert_close(derivative, expected, 1e-6 if is_x64() else 1e-2)
-    made, (_, _, product) = compute(*data[::2], as_indices(padded), array(V))
+    made, (_, _, product) = compute(*data[::2], as_indices(padded), as_array(V))
     assert made.num_columns == 12
     assert_close(made.trace_inside, np.sum(Truth(K, pivots, noise).Q ** 2))
     columns = np.asarray(made.basis)[:, padded < 0]
     np.testing.assert_array_equal(columns, 0)
     # None at all: P is the noise.
     nothing = as_indices(np.full(16, -1))
-    values, *derivatives = along(array(0.0), *data, nothing, array(V))
+    values, *derivatives = along(as_array(0.0), *data, nothing, as_array(V))
     assert_close(values[0], np.log(noise).sum())
     for derivative in derivatives:
         assert_close(derivative[0], n)
         assert np.all(np.isfinite(derivative))
-    made, (_, _, product) = compute(*data[::2], nothing, array(V))
+    made, (_, _, product) = compute(*data[::2], nothing, as_array(V))
     close(product, V + (K @ (V / noise[:, None] ** 0.5)) / noise[:, None] ** 0.5, 1e-5)
     assert made.trace_inside == 0
     assert_close(made.residual_trace, made.trace)
@@ -209,11 +199,11 @@ def test_inactive_pivots_drop_out():
 def test_repeated_pivots_and_points():
     K, _, noise, V, pivots = problem(80, 16)
     twice = np.r_[pivots[:8], pivots[:8]]
-    data = array(noise), as_indices(twice), array(V)
-    made, (_, _, product) = compute(array(K), *data)
+    data = as_array(noise), as_indices(twice), as_array(V)
+    made, (_, _, product) = compute(as_array(K), *data)
     close(product, Truth(K, pivots[:8], noise).B @ V, 1e-3 if is_x64() else 3e-2)
     assert made.semidefinite
-    wrong = array(K - 0.5 * np.eye(80))
+    wrong = as_array(K - 0.5 * np.eye(80))
     assert not compute(wrong, *data)[0].semidefinite
 
 
@@ -224,72 +214,9 @@ def test_complex():
     U = rng.normal(size=(n, 20)) + 1j * rng.normal(size=(n, 20))
     K, V = U @ U.conj().T, V + 1j * V[::-1]
     dtype = as_operator(K).matrix.dtype
-    data = array(noise), as_indices(pivots), jnp.asarray(V, dtype)
+    data = as_array(noise), as_indices(pivots), jnp.asarray(V, dtype)
     made, products = compute(jnp.asarray(K, dtype), *data)
     truth = Truth(K, pivots, noise)
     for product, M in zip(products, (truth.M, truth.M.conj().T, truth.B), strict=True):
         close(product, M @ V, 1e-7 if is_x64() else 3e-2)
     assert_close(made.logdet, truth.logdet, 1e-9 if is_x64() else 1e-4)
-
-
-def kernel_at(t, x, noise):
-    lengths = 0.3 * jnp.stack([1 + t, 1 - t])
-    points = x + t * jnp.sin(3 * x)
-    return tx.KernelLinearOperator(Matern(lengths), points), noise * jnp.exp(-t)
-
-
-def kernel_values(t, x, noise, pivots, V):
-    K, noise = kernel_at(t, x, noise)
-    made = make_preconditioner(jr.key(0), K, pivots, noise, "test")
-    product = apply_block(PreconditionedLinearOperator(K, made), V)
-    return jnp.stack([made.logdet, jnp.sum(product * jnp.cos(V))])
-
-
-def test_kernels_to_second_order():
-    _, _, noise, V, pivots = problem(60, 16)
-    x = np.random.default_rng(0).random((60, 2))
-    data = array(x), array(noise), as_indices(pivots), array(V)
-
-    @jax.jit
-    def derivatives(t):
-        def values(t):
-            return kernel_values(t, *data)
-
-        return values(t), jax.jacrev(values)(t), jax.jacfwd(jax.jacrev(values))(t)
-
-    def truth(t):
-        lengths, points = 0.3 * np.array([1 + t, 1 - t]), x + t * np.sin(3 * x)
-        truth = Truth(matern(points / lengths, 1.0), pivots, noise * np.exp(-t))
-        return np.array([truth.logdet, np.sum(np.cos(V) * (truth.B @ V))])
-
-    values, first, second = derivatives(array(0.0))
-    tolerance = 1e-6 if is_x64() else 3e-2
-    assert_close(values, truth(0.0), tolerance)
-    assert_close(first, central(truth, 1e-4), tolerance)
-    expected = central(lambda s: central(lambda t: truth(s + t), 1e-3), 1e-3)
-    assert_close(second, expected, tolerance)
-
-
-@pytest.mark.wrong_types
-def test_doors_of_preconditioners():
-    n, key = 60, jr.key(0)
-    x = np.random.default_rng(0).random((n, 2))
-    operator = tx.KernelLinearOperator(Matern(array([0.3, 0.3])), array(x))
-    noise = noise_of(operator, 1e-3, "test", throw=True)
-    assert noise.shape == (n,)
-    made = make_preconditioner(key, operator, 16, noise, "test")
-    assert made.num_columns == 16
-    assert made.residual_trace < made.trace / 2
-    assert lx.is_positive_semidefinite(PreconditionedLinearOperator(operator, made))
-    for wrong, error in (
-        (0, ValueError),
-        (61, ValueError),
-        (True, TypeError),
-        ("many", TypeError),
-        (jnp.ones(3), TypeError),
-        (jnp.ones((3, 2), int), ValueError),
-        (jnp.array([3, 60]), ValueError),
-        (np.array([-2, 3]), ValueError),
-    ):
-        with pytest.raises(error, match=r"test: (preconditioner|pivots) must be"):
-            make_preconditioner(key, operator, wrong, noise, "test")

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
-import pytest
 from helpers import ESTIMATORS, NSD, PSD, is_x64
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -39,7 +38,7 @@ def _pool(size):
         yield name, structure, DTYPES[(i // 2) % len(DTYPES)], n, k
 
 
-POOL = list(_pool(18))
+POOL = list(_pool(9))
 
 
 @functools.cache
@@ -195,37 +194,3 @@ def _check(static, shape, rank, exponent, seed):
 @example(case={"static": 2, "shape": "ones", "rank": 1, "exponent": -28, "seed": 0})
 def test_random_operators(case):
     _check(**case)
-
-
-@pytest.mark.x64
-@settings(max_examples=CASES // 10, derandomize=True, deadline=None, database=None)
-@given(case=cases, exponent=st.integers(-60, 60))
-def test_powers_of_two_scale_exactly(case, exponent):
-    name, structure, dtype, n, k = POOL[case["static"]]
-    shape = SEMIDEFINITE[case["seed"] % len(SEMIDEFINITE)]
-    a, _, nuclear = _values(n, shape, case["rank"], 0, case["seed"], np.dtype(dtype))
-    run, _ = _compiled(name, structure, n, k, True)
-    key = jr.key(case["seed"])
-    one = run(jnp.asarray(a), key)
-    scaled = run(jnp.asarray((a * 2.0**exponent).astype(dtype)), key)
-    tolerance = 100 * n * float(np.finfo(dtype).eps) * nuclear
-    np.testing.assert_allclose(
-        np.asarray(scaled.value) / 2.0**exponent, one.value, rtol=0, atol=tolerance
-    )
-    np.testing.assert_allclose(
-        np.asarray(scaled.standard_error) / 2.0**exponent,
-        one.standard_error,
-        rtol=1e-2,
-        atol=tolerance,
-    )
-
-
-@pytest.mark.x64
-@pytest.mark.parametrize("static", range(0, len(POOL), 5))
-def test_jit_is_the_eager_call(static):
-    name, structure, dtype, n, k = POOL[static]
-    a, *_ = _values(n, "flat", n, 0, static, np.dtype(dtype))
-    a, key = jnp.asarray(a), jr.key(static)
-    eager = tx.trace(key, _operator(a, structure, True), k, ESTIMATORS.get(name))
-    jitted = _compiled(name, structure, n, k, True)[0](a, key)
-    np.testing.assert_allclose(eager.value, jitted.value, rtol=1e-5)

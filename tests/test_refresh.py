@@ -10,7 +10,6 @@ import pytest
 from helpers import (
     as_operator,
     assert_close,
-    float_dtype,
     haar,
     is_rounding,
     matrix,
@@ -126,68 +125,68 @@ def test_an_operator_that_jumps_is_not_estimated_from_its_past():
     anew, _, _ = map(np.asarray, many(jnp.asarray(np.stack([b] * STEPS)), estimator))
     assert values[:, -1].std() < 1.2 * anew[:, 0].std()
     assert np.abs(values[:, -1] - np.trace(b)).max() < 10 * np.mean(errors[:, -1])
-
-
-def test_an_operator_that_is_not_finite_is_forgotten(key):
-    estimator = ESTIMATORS["delta-shift"]
-    a = jnp.asarray(path()[0], float_dtype())
-    for bad in (jnp.nan, jnp.inf):
-        *_, estimate = along(key, jnp.stack([a, bad * a, a]), estimator)
-        assert estimate.result == tx.RESULTS.successful
-        assert abs(estimate.value - jnp.trace(a)) < 6 * estimate.standard_error
-
-
-def test_a_path_of_large_jumps_stays_within_its_errors():
-    # The past is worth little, and must not be worth more than that.
+    # In all steps, the past is worth little, and must not be worth more than that.
     spikes = [100 * np.diag(np.eye(N)[i]) + 0.1 * np.eye(N) for i in range(STEPS)]
-    results = many(jnp.asarray(np.stack(spikes)), ESTIMATORS["delta-shift"])
-    values, errors, _ = map(np.asarray, results)
+    values, errors, _ = map(np.asarray, many(jnp.asarray(np.stack(spikes)), estimator))
     assert np.abs(values).max() < 5000
     truth = float(np.trace(spikes[0]))
     ratio = np.sqrt(np.mean(errors**2) / np.mean((values - truth) ** 2))
     assert 0.5 < ratio < 2
 
 
+def test_scales_and_an_operator_that_is_not_finite(key):
+    estimator, matrices = ESTIMATORS["delta-shift"], jnp.asarray(path()[:3])
+    *_, last = along(key, matrices, estimator)
+    for scale in (1e-20, 0.0):
+        *_, scaled = along(key, scale * matrices, estimator)
+        assert_close(scaled.value, scale * last.value, rtol=1e-3)
+        assert_close(scaled.standard_error, scale * last.standard_error, rtol=1e-2)
+        assert scaled.result == tx.RESULTS.successful
+    for bad in (jnp.nan, jnp.inf):  # is forgotten
+        *_, estimate = along(key, matrices.at[1].multiply(bad), estimator)
+        assert estimate.result == tx.RESULTS.successful
+        off = abs(estimate.value - jnp.trace(matrices[2]))
+        assert off < 6 * estimate.standard_error
+
+
 def test_a_state_that_was_taken_over_goes_on_and_is_saved(key):
-    estimator = tx.DeltaShiftEstimator()
-    first, second = (as_operator(a) for a in path()[:2])
+    estimator, (first, second) = ESTIMATORS["delta-shift"], map(as_operator, path()[:2])
     state = estimator.estimate(estimator.init(key, first), K, throw=False).state
     state = estimator.refresh(state, jr.key(1), second)
-    other = saved_and_loaded(state)
     estimate = estimator.estimate(state, K, throw=False)
-    assert_one_run(estimate, estimator.estimate(other, K, throw=False))
+    loaded = estimator.estimate(saved_and_loaded(state), K, throw=False)
+    assert_one_run(estimate, loaded)
     assert estimate.stats["num_matvecs"] == K
+
     # The operator as it is, with further probes.
-    more = estimator.estimate(estimate.state, 8)
-    assert more.stats["num_matvecs"] == 8
-
-    def weight(key):
+    def further(key):
         past = estimator.estimate(estimator.init(key, second), K).state
-        return estimator.estimate(past, 8).stats["weight_of_past"]
+        more = estimator.estimate(past, 8)
+        off = abs(more.value - np.trace(path()[1])) / more.standard_error
+        return off, more.stats["num_matvecs"], more.stats["weight_of_past"]
 
-    assert np.median(jax.jit(jax.vmap(weight))(jr.split(key, 20))) > 0.2
-    assert abs(more.value - np.trace(path()[1])) < 6 * more.standard_error
+    off, products, weight = jax.jit(jax.vmap(further))(jr.split(key, 20))
+    assert np.median(off) < 2
+    assert np.all(products == 8)
+    assert np.median(weight) > 0.2
 
 
-@pytest.mark.parametrize(("name", "k"), [("delta-shift", K), ("delta-shift-plain", 4)])
-def test_a_path_begins_in_a_scan(key, name, k):
-    estimator, matrices = ESTIMATORS[name], jnp.asarray(path()[:4])
-    estimates = along(key, matrices, estimator, k)
-    keys = jr.split(key, len(matrices))
+def test_a_path_begins_in_a_scan(key):
+    estimator, matrices = ESTIMATORS["delta-shift"], jnp.asarray(path()[:3])
+    estimates = along(key, matrices, estimator)
 
     @jax.jit
     def scanned(keys, matrices):
         def step(state, given):
             key, a = given
-            operator = lx.MatrixLinearOperator(a)
-            state = estimator.refresh(state, key, operator)
-            estimate = estimator.estimate(state, k, throw=False)
+            state = estimator.refresh(state, key, lx.MatrixLinearOperator(a))
+            estimate = estimator.estimate(state, K, throw=False)
             return estimate.state, estimate.value
 
-        state = estimator.init(keys[0], lx.MatrixLinearOperator(matrices[0]), k)
+        state = estimator.init(keys[0], lx.MatrixLinearOperator(matrices[0]), K)
         return jax.lax.scan(step, state, (keys, matrices))[1]
 
-    values = scanned(keys, matrices)
+    values = scanned(jr.split(key, len(matrices)), matrices)
     assert_close(values, jnp.stack([x.value for x in estimates]), rtol=rounding())
 
 
@@ -212,17 +211,7 @@ def test_derivatives_are_those_of_the_operator_as_it_is():
     assert z_score(forward, jnp.trace(direction)) < 4
 
 
-def test_scales(key):
-    matrices, name = path()[:3], "delta-shift"
-    *_, last = along(key, jnp.asarray(matrices), ESTIMATORS[name])
-    for scale in (1e-20, 0.0):
-        *_, scaled = along(key, jnp.asarray(scale * matrices), ESTIMATORS[name])
-        assert_close(scaled.value, scale * last.value, rtol=1e-3)
-        assert_close(scaled.standard_error, scale * last.standard_error, rtol=1e-2)
-        assert scaled.result == tx.RESULTS.successful
-
-
-@pytest.mark.parametrize("ks", [(1, 1), (30, 6), (7, 30), (K, N)])
+@pytest.mark.parametrize("ks", [(1, 1), (30, 6), (K, N)])
 def test_budgets(key, ks):
     estimator = tx.DeltaShiftEstimator()
     first, second = (as_operator(a) for a in path()[:2])
@@ -290,11 +279,11 @@ def test_messages(key):
         tx.XTraceEstimator().estimate(state_of_other, 8)
     with pytest.raises(TypeError, match="takes no tolerance"):
         estimator.estimate(state, 4, rtol=0.1)
-    with pytest.raises(TypeError, match="basis_size must be an int"):
-        tx.DeltaShiftEstimator(basis_size=1.5)  # pyright: ignore
-    with pytest.raises(ValueError, match="basis_size must be at least 0, got -1"):
-        tx.DeltaShiftEstimator(basis_size=-1)
-    with pytest.raises(ValueError, match="rotation-invariant"):
-        tx.DeltaShiftEstimator(tx.RademacherSampler())
-    with pytest.raises(ValueError, match="independent"):
-        tx.DeltaShiftEstimator(tx.OrthogonalSampler())
+    for kind, match, given in (
+        (TypeError, "basis_size must be an int", {"basis_size": 1.5}),
+        (ValueError, "basis_size must be at least 0, got -1", {"basis_size": -1}),
+        (ValueError, "rotation-invariant", {"sampler": tx.RademacherSampler()}),
+        (ValueError, "independent", {"sampler": tx.OrthogonalSampler()}),
+    ):
+        with pytest.raises(kind, match=match):
+            tx.DeltaShiftEstimator(**given)

@@ -50,9 +50,7 @@ def assert_one_run(on, whole):
     assert on.stats["num_matvecs"] == whole.stats["num_matvecs"]
 
 
-@pytest.mark.parametrize(
-    "name", ["hutchinson-chunks", "hutch++", "xtrace", "xnystrace-plain"]
-)
+@pytest.mark.parametrize("name", ["hutchinson-chunks", "hutch++", "xnystrace-plain"])
 def test_going_on_is_one_run(key, name):
     estimator = ESTIMATORS[name]
     state = estimator.init(key, as_operator(matrix("poly", N), psd=True))
@@ -82,25 +80,25 @@ def test_only_new_products_are_taken():
     assert spent >= 3 + 9 + 1 - 2
 
 
-def test_derivatives_are_those_of_one_run(key):
+@pytest.mark.parametrize("rtol", [None, 1e-9])
+def test_derivatives_are_those_of_one_run(key, rtol):
     estimator = ESTIMATORS["xtrace"]
     a = jnp.asarray(matrix("poly", N))
 
     def value(scale, *budgets):
         operator = lx.MatrixLinearOperator(jnp.diag(scale) @ a @ jnp.diag(scale), PSD)
         state = estimator.init(key, operator)
-        for k in budgets:
-            estimate = estimator.estimate(state, k)
+        for i, k in enumerate(budgets):
+            to = rtol if i else None
+            estimate = estimator.estimate(state, k, rtol=to, throw=False)
             state = estimate.state
-        return estimate.value
+        return estimate.value, estimate.stats["num_matvecs"]
 
     scale = jnp.linspace(0.5, 1.5, N)
-
-    @jax.jit
-    def gradients(scale):
-        return jax.grad(value)(scale, 12), jax.grad(value)(scale, 5, 7)
-
-    assert_close(*gradients(scale), rtol=1e-8)
+    gradient = jax.jit(jax.grad(value, has_aux=True), static_argnums=(1, 2))
+    on, spent = gradient(scale, 6, 20)
+    assert 6 < spent <= 26
+    assert_close(on, gradient(scale, int(spent))[0], rtol=1e-8)
 
 
 def test_all_products_make_an_answer_exact(key):
@@ -172,7 +170,7 @@ def _half_width(estimate):
     return jnp.real(high - low) / 2
 
 
-@pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace", "xnystrace-plain"])
+@pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace"])
 def test_going_on_after_a_tolerance(key, name):
     estimator, state, begun, taken = _begun(name, _operator(name), key)
     on = estimator.estimate(begun.state, 12)
@@ -208,10 +206,9 @@ def test_a_tolerance_after_a_number_of_products(key, name, first, complex):
     assert met or spent >= MOST - 6
 
 
-@pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace"])
-def test_no_product_is_taken_twice(name):
+def test_no_product_is_taken_twice():
     operator, taken = counting(matrix("poly", N))
-    estimator = ESTIMATORS[name]
+    estimator = ESTIMATORS["xtrace"]
     state, spent = estimator.init(jr.key(0), operator), 0
     for arguments in (
         {"k": 60, "rtol": 0.5},
@@ -228,8 +225,7 @@ def test_no_product_is_taken_twice(name):
     assert spent >= 18
 
 
-@pytest.mark.parametrize("rank", [0, 6])
-@pytest.mark.parametrize("name", ["xtrace", "xnystrace-plain"])
+@pytest.mark.parametrize(("name", "rank"), [("xtrace", 6), ("xnystrace-plain", 0)])
 def test_low_rank_stays_exact(key, name, rank):
     u = np.linalg.qr(np.random.default_rng(0).standard_normal((N, N)))[0][:, :rank]
     a = (u * np.arange(1.0, rank + 1)) @ u.T
@@ -244,54 +240,29 @@ def test_low_rank_stays_exact(key, name, rank):
         assert on.standard_error < 1e-9
 
 
-def test_derivatives_after_a_tolerance_are_those_of_one_run(key):
-    name = "xtrace"
-    operator = _operator(name)
-    estimator, state, begun, taken = _begun(name, operator, key)
-
-    def gradient(state, k, **arguments):
-        def value(a):
-            changed = eqx.tree_at(lambda s: s.operator.matrix, state, a)
-            return estimator.estimate(changed, k, **arguments).value
-
-        return jax.jit(jax.grad(value))(operator.matrix)
-
-    more = {"k": MOST - taken, "rtol": _loose_and_tight(name)[1]}
-    spent = int(estimator.estimate(begun.state, **more).stats["num_matvecs"])
-    on = gradient(begun.state, **more)
-    assert_close(on, gradient(state, spent), rtol=1e-8, atol=1e-9)
-
-
 def test_programs_go_on_from_a_number_that_only_they_know(key):
     name = "xtrace"
     operator = _operator(name)
     estimator, state, _, taken = _begun(name, operator, key)
-
     loose, tight = _loose_and_tight(name)
 
-    def to_tolerance(key, rtol=loose):
-        state = estimator.init(key, operator)
-        return estimator.estimate(state, MOST, rtol=rtol, throw=False)
-
-    def at_once(key, **arguments):
-        return estimator.estimate(to_tolerance(key).state, 8, **arguments)
+    def further(key, rtol=loose, to=None):
+        begun = estimator.init(key, operator)
+        begun = estimator.estimate(begun, MOST, rtol=rtol, throw=False)
+        on = estimator.estimate(begun.state, 8, rtol=to, throw=False)
+        return begun.stats["num_matvecs"], on
 
     whole = estimator.estimate(state, taken + 8)
-    assert_one_run(jax.jit(at_once)(key), whole)
+    assert_one_run(jax.jit(further)(key)[1], whole)
     # To a tolerance: the same as outside of the program.
-    missed = jax.jit(lambda key: at_once(key, rtol=1e-9, throw=False))(key)
+    _, missed = jax.jit(lambda key: further(key, to=1e-9))(key)
     assert_close(missed.value, whole.value, rtol=RTOL)
     assert missed.stats["num_matvecs"] == taken + 8
     # Lanes have numbers of their own.
     keys, rtols = jr.split(jr.key(8), 3), jnp.asarray([1.0, loose, tight])
-    lanes = jax.jit(jax.vmap(to_tolerance))(keys, rtols)
-    numbers = lanes.stats["num_matvecs"]
+    numbers, on = jax.jit(jax.vmap(further))(keys, rtols)
     assert len(set(numbers.tolist())) > 1
-    on = jax.jit(jax.vmap(lambda state: estimator.estimate(state, 8)))(lanes.state)
     assert np.array_equal(on.stats["num_matvecs"], numbers + 8)
     alone = estimator.init(keys[2], operator)
     alone = estimator.estimate(alone, int(numbers[2]) + 8)
     assert_close(on.value[2], alone.value, rtol=RTOL)
-    # One lane has one number.
-    first = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, lanes.state)
-    assert_close(estimator.estimate(first, 8).value, on.value[0], rtol=RTOL)
