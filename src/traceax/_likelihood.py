@@ -13,7 +13,14 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 from ._accuracy.tolerance import Stop
 from ._arguments import check_key, require
 from ._drive import limits, run_estimator
-from ._estimate import RESULTS, Estimate, finite_or_failed, raise_failure, with_slopes
+from ._estimate import (
+    RESULTS,
+    Estimate,
+    finite_or_failed,
+    joint_error,
+    raise_failure,
+    with_slopes,
+)
 from ._linalg.whitening import Whitening
 from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
@@ -356,7 +363,7 @@ def _with_rounding(error, *parts) -> Float[Array, ""]:
     """The standard error of a sum, which is rounded."""
     size = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
     rounding = 4 * jnp.finfo(error.dtype).eps * size
-    return jnp.hypot(error, rounding)
+    return joint_error(error, rounding)
 
 
 def _check_right(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Inexact, Int
 
 from ._accuracy.error_bar import ErrorBar, leave_one_out_bar
@@ -116,7 +118,8 @@ def _check_tangents(primals: tuple, tangents: tuple, where: str) -> None:
             f"{jtu.tree_structure(primals)}, got {jtu.tree_structure(tangents)}; {hint}."
         )
     for x, t in zip(jtu.tree_leaves(primals), jtu.tree_leaves(tangents), strict=True):
-        if not eqx.is_inexact_array_like(x):
+        numbers = isinstance(x, float | complex | np.ndarray | np.generic | jax.Array)
+        if not numbers or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise TypeError(
                 f"{where}: primals must be floating-point numbers and arrays, got "
                 f"{kind_of(x)}; close over what is not differentiated."
@@ -154,9 +157,10 @@ class TestedBlocks(StandIn):
 
 def with_bar(blocks: Any, bar: Callable[..., ErrorBar], *arguments: Any) -> Any:
     """Blocks V and Z; where slopes are wanted with `bar(*arguments, V, W)`."""
-    return (
-        TestedBlocks(*blocks, jtu.Partial(bar, *arguments)) if SLOPES.value else blocks
-    )
+    if not SLOPES.value:
+        return blocks
+    V, Z = blocks
+    return TestedBlocks(V, Z, jtu.Partial(bar, *arguments))
 
 
 def leave_one_out_blocks(

@@ -165,6 +165,25 @@ def test_weights(left_out: LeftOut, vectors: Inexact[Array, "k c"]) -> SampleWei
     return SampleWeights(own[:m], own[m:], following[m:])
 
 
+def sample_forms(
+    left_out: LeftOut, B: Inexact[Array, "k k"]
+) -> tuple[SampleWeights, SampleWeights]:
+    """`tr(C_i B)` for every lane's matrix `C_i`, and the part of it that is estimated."""
+    m = left_out.spaces.shape[0] // 2
+
+    def forms(rows):
+        return jnp.sum(rows.conj() * matmul(rows, B.T), axis=-1)
+
+    def of(g):
+        return left_out.dimensions.astype(g.dtype) * forms(g)
+
+    known = jax.lax.map(lambda Y: jnp.sum(forms(Y)), left_out.spaces)
+    own, following = of(left_out.own), of(left_out.following)
+    tested = SampleWeights(own[:m], own[m:], following[m:])
+    known = SampleWeights(known[:m], known[m:], known[m:])
+    return jtu.tree_map(op.add, known, tested), tested
+
+
 def paired_samples(
     samples: Samples, first: Samples, second: Samples, magnitude: Float[Array, ""]
 ) -> PairedSamples:

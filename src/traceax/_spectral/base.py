@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 from .._accuracy.error_bar import ErrorBar
 from .._arguments import StoredKey, check_real_scalar
 from .._drive import Estimator
-from .._estimate import RESULTS, finite_or_failed
+from .._estimate import RESULTS, finite_or_failed, joint_error
 from .._linalg.krylov import RitzPairs
 from .._linalg.small import divisor, eigh, frobenius, squares
 from .._linalg.tall import combine, inner, power_of_two_scale
@@ -369,7 +369,7 @@ def likelihood_bar(value: Terms, error: Terms, freedom: Float[Array, ""]) -> Err
     number = value.inv_quad.shape[0]
     mean = -(number * value.logdet + jnp.sum(value.inv_quad)) / 2
     errors = number * error.logdet / 2, jnp.sum(error.inv_quad) / 2
-    return ErrorBar(mean, jnp.hypot(*errors), freedom)
+    return ErrorBar(mean, joint_error(*errors), freedom)
 
 
 def probes_and_steps(

@@ -23,6 +23,7 @@ from .._linalg.tall import column_dots, combine
 from .._primitive import StandIn
 from .frechet import product_tangents, second_order, solution_of, sum_of
 from .function import divided_differences, final
+from .slope import Tests, slope_errors
 
 
 class SpectralBlocks(StandIn):
@@ -36,6 +37,7 @@ class SpectralBlocks(StandIn):
         to.
     - `solutions`: coordinates in the Ritz vectors of `U = A^-1 B`, B the right-hand sides
         of the state; `None` without such.
+    - `tests`: for the error bars of derivatives, where they are asked for.
     """
 
     pairs: RitzPairs
@@ -43,6 +45,7 @@ class SpectralBlocks(StandIn):
     count: Int[Array, ""] | None = None
     sizes: tuple[int, ...] = eqx.field(static=True, default=())
     solutions: Inexact[Array, "p q"] | None = None
+    tests: Tests | None = None
 
     def derivative(self, state, tangent):
         """The derivative of `tr f(A)`, in the structure of the function's results; and of
@@ -67,6 +70,29 @@ class SpectralBlocks(StandIn):
             leaves, forms = jax.lax.switch(which, branches)
         tree = primal[1].tree(leaves, self.pairs.values.dtype)
         return tree if self.solutions is None else Terms(tree, forms)
+
+    def slope(self, state, tangent):
+        pairs, tests = self.pairs, self.tests
+        n, p = pairs.basis.shape
+        if tests is None and p < n:
+            return super().slope(state, tangent)
+        value = self.derivative(state, tangent)
+        if value is None:
+            return None
+        tree, dtype = state.function.tree, pairs.values.dtype
+        if tests is None:
+            # Exact but for rounding, in every entry of a matrix of order n.
+            eps = n * jnp.finfo(dtype).eps
+            error = jtu.tree_map(lambda x: eps * jnp.abs(x), value)
+            number = len(state.function(pairs.values))
+            return value, error, tree([jnp.asarray(jnp.inf, dtype)] * number, dtype)
+        errors, freedoms, of_forms = slope_errors(
+            tests, pairs, self.solutions, state, tangent, self.count
+        )
+        error = tree(errors, dtype)
+        if self.solutions is not None:
+            error = Terms(error, of_forms)
+        return value, error, tree(freedoms, dtype)
 
     def _of_first(self, size, primal, tangent, products):
         pairs, C = self.pairs.first(size), self.coupling[:size, :size]

@@ -8,6 +8,8 @@ spaces without both. M is the operator, of which the projected matrix is in hand
 a preconditioner of columns, the projector Pi to their range, where `log(B)` is about 0.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -28,13 +30,31 @@ from .function import SpectralFunction, derivative, weighted_sums
 _CHANCE = 10
 
 
+class ColumnControl(NamedTuple):
+    """What is known of every sample's weight on the range of columns.
+
+    - `excess`: of `tr(C_i Pi)`, over `tr Pi`.
+    - `outside`: the dimensions outside of Pi that a space without two probes leaves.
+    """
+
+    excess: SampleWeights
+    outside: Float[Array, " m"]
+
+    def of(self, tested: SampleWeights) -> SampleWeights:
+        """What is to be added to samples whose estimated parts these are."""
+        outside = self.outside.astype(tested.samples.dtype)
+        first, second = tested.pairs_first / outside, tested.pairs_second / outside
+        slopes = _of_neighbours(first, second)
+        return _times(self.excess, slopes, jnp.mean(first + second) / 2)
+
+
 def of_columns(
     preconditioner: Whitening,
     left_out: LeftOut,
     basis: Inexact[Array, "n k"],
     S: Inexact[Array, "k p"],
     leaves: list[Inexact[Array, " p"]],
-) -> tuple[list[SampleWeights], Inexact[Array, "p p"]]:
+) -> tuple[list[SampleWeights], Inexact[Array, "p p"], ColumnControl]:
     r"""What is to be added to the samples of every leaf, by the range of columns; and to
     the coupling, so that derivatives are of what is estimated.
 
@@ -54,13 +74,10 @@ def of_columns(
     m = len(tested.samples)
     d = left_out.dimensions[m:]
     outside = jnp.maximum(d - (tested.pairs_first - excess.pairs_first), 1)
-    unfound = test_weights(left_out, S)
+    unfound, control = test_weights(left_out, S), ColumnControl(excess, outside)
 
     def of_leaf(f):
-        first = weighted_sums(unfound.pairs_first, f) / outside
-        second = weighted_sums(unfound.pairs_second, f) / outside
-        slopes = _of_neighbours(first, second)
-        return _times(excess, slopes, jnp.mean(first + second) / 2)
+        return control.of(jtu.tree_map(lambda x: weighted_sums(x, f), unfound))
 
     def coupling(g, excess):
         g = matmul(g[m:], S.conj())
@@ -71,7 +88,7 @@ def of_columns(
     of_pairs = coupling(left_out.own, jnp.roll(excess.samples, -1)) + coupling(
         left_out.following, excess.samples
     )
-    return [of_leaf(f) for f in leaves], of_pairs
+    return [of_leaf(f) for f in leaves], of_pairs, control
 
 
 def of_trace(

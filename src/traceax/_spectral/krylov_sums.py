@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Inexact, Int
 
 from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._accuracy.tolerance import Depth
+from .._estimate import SLOPES
 from .._linalg.krylov import (
     RitzPairs,
     block_lanczos,
@@ -40,6 +41,7 @@ from .blocks import SpectralBlocks, Terms
 from .bracket import lower_ends, middles_of, of_both, quadrature_errors
 from .function import rounding_errors, weighted_sums
 from .ritz import ritz_values
+from .slope import Tests
 
 
 class KrylovSums(NamedTuple):
@@ -58,6 +60,7 @@ class KrylovSums(NamedTuple):
     coupling: Inexact[Array, "k k"]
     stats: dict[str, Any]
     forms: Forms | None
+    tests: Tests | None
 
     @property
     def errors(self) -> list[Float[Array, ""]]:
@@ -69,7 +72,11 @@ class KrylovSums(NamedTuple):
         if forms is not None:
             coordinates = jnp.pad(forms.coordinates, ((0, missing), (0, 0)))
             forms = forms._replace(coordinates=coordinates)
+        tests = self.tests
+        if tests is not None:
+            tests = tests.padded(missing)
         return self._replace(
+            tests=tests,
             values=jnp.pad(self.values, (0, missing), mode="edge"),
             vectors=jnp.pad(self.vectors, (0, missing)),
             coupling=jnp.pad(self.coupling, (0, missing)),
@@ -110,7 +117,7 @@ class KrylovSums(NamedTuple):
         scales = length / jnp.linalg.norm(probes, axis=0)
         probes = inner(self.vectors, probes * scales[None, :].astype(omega.dtype))
         pairs = RitzPairs(basis, self.values, self.vectors, probes, width)
-        return SpectralBlocks(pairs, self.coupling, count, sizes, solutions)
+        return SpectralBlocks(pairs, self.coupling, count, sizes, solutions, self.tests)
 
 
 def num_right(state: SpectralState) -> int:
@@ -166,10 +173,12 @@ def krylov_sums(
         trace = known_trace(state.operator)
     if m == 1:
         P = trace = None  # no neighbours to take slopes from
-    controls = None
+    controls = columns = None
     if P is not None:
         inside = basis.T[:first].T
-        controls, of_tests = control.of_columns(P, left_out, inside, S_first, leaves)
+        controls, of_tests, columns = control.of_columns(
+            P, left_out, inside, S_first, leaves
+        )
         coupling = coupling + of_tests
     elif trace is not None:
         controls, cancelled = control.of_trace(
@@ -235,6 +244,7 @@ def krylov_sums(
         coupling,
         stats,
         forms,
+        Tests(left_out, projected, steps, shallow, columns) if SLOPES.value else None,
     )
 
 

@@ -1,0 +1,155 @@
+r"""Error bars of derivatives of spectral functions.
+
+Of `tr f(A)` the derivative along dA is `tr(C M)`, with the matrix
+
+    M = F o (V^* dA V) + diag(df(theta))
+
+in Ritz vectors V, F of divided differences, and that of sample i is `tr(C_i M)`: the samples
+that leave a probe out are those of any matrix on the Krylov space. What the space leaves of
+the derivative is not bounded; the last step's change stands for it.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float, Inexact, Int
+
+from .._accuracy.error_bar import leave_one_out_bar
+from .._linalg.krylov import Projected, RitzPairs, ritz_pairs
+from .._linalg.left_out_krylov import (
+    LeftOut,
+    paired_samples,
+    sample_forms,
+    shortened,
+)
+from .._linalg.small import matmul
+from .._linalg.tall import column_dots, inner
+from .control import ColumnControl
+from .frechet import product_tangents
+from .function import SpectralFunction, divided_differences
+
+
+class Tests(NamedTuple):
+    """What the error bar of a derivative takes of a Krylov space.
+
+    - `left_out`: the spaces without probes, of `shallow` steps.
+    - `steps`: of the whole space.
+    - `columns`: what controls samples; `None` for nothing.
+    """
+
+    left_out: LeftOut
+    projected: Projected
+    steps: int | Int[Array, ""]
+    shallow: int | Int[Array, ""]
+    columns: ColumnControl | None
+
+    def padded(self, missing: int) -> "Tests":
+        """In a space of so many dimensions more, of which nothing is taken."""
+        width = self.projected.omega.shape[1]
+        fewer = missing // width * (width - 1)
+        left_out, (T, omega, asymmetry) = self.left_out, self.projected
+        own, following = (
+            jnp.pad(x, ((0, 0), (0, missing)))
+            for x in (left_out.own, left_out.following)
+        )
+        spaces = jnp.pad(left_out.spaces, ((0, 0), (0, fewer), (0, missing)))
+        omega = jnp.pad(omega, ((0, missing), (0, 0)))
+        return self._replace(
+            left_out=LeftOut(spaces, own, following, left_out.dimensions),
+            projected=Projected(jnp.pad(T, (0, missing)), omega, asymmetry),
+        )
+
+
+def slope_errors(
+    tests: Tests,
+    pairs: RitzPairs,
+    solutions: Inexact[Array, "p q"] | None,
+    state: Any,
+    tangent: Any,
+    count: Int[Array, ""] | None,
+) -> tuple[list[Float[Array, ""]], list[Float[Array, ""]], Float[Array, " q"] | None]:
+    """Standard errors and degrees of freedom of every leaf's derivative, and the errors of
+    those of quadratic forms."""
+    T, omega, _ = tests.projected
+    n, width, first = len(pairs.basis), omega.shape[1], tests.left_out.own.shape[1]
+    products = product_tangents(state.operator, tangent.operator, pairs.basis, count)
+    D = jnp.zeros_like(T) if products is None else inner(pairs.basis, products)
+    D = (D + D.conj().T) / 2
+    fewer, shallow = tests.steps - 1, tests.shallow - 1
+    theta, S = ritz_pairs(T, width * jnp.maximum(fewer, 1))
+    # Rounding must not take a node out of the function's domain.
+    theta = jnp.clip(theta, jnp.min(pairs.values), jnp.max(pairs.values))
+    ends = (pairs.values, pairs.vectors), (theta, S)
+    shorter = shortened(tests.left_out, omega[:first], n, shallow)
+    shorter = LeftOut(*map(_with_pairs, shorter, tests.left_out))
+
+    def samples_of(theta, S, left_out):
+        found = []
+        for M in _matrices(theta, S, D, state.function, tangent.function):
+            B = matmul(S, matmul(M, S.conj().T))[:first, :first]
+            samples, tested = sample_forms(left_out, B)
+            if tests.columns is not None:
+                control = tests.columns.of(tested)
+                samples = jtu.tree_map(jnp.add, samples, control)
+            found.append((samples, jnp.sum(jnp.abs(jnp.diagonal(B)))))
+        return found
+
+    is_known = jnp.asarray(fewer > 0) & jnp.asarray(shallow > 0)
+    errors, freedoms = [], []
+    for (samples, size), (before, _) in zip(
+        samples_of(*ends[0], tests.left_out), samples_of(*ends[1], shorter), strict=True
+    ):
+        bar = leave_one_out_bar(paired_samples(*samples, size))
+        change = jnp.abs(jnp.mean(samples.samples) - jnp.mean(before.samples))
+        change = jnp.where(is_known, change, jnp.inf)
+        errors.append(jnp.hypot(bar.standard_error, change))
+        freedoms.append(bar.degrees_of_freedom)
+    if solutions is None:
+        return errors, freedoms, None
+    inside = solutions * pairs.values[:, None].astype(S.dtype)
+    right, t_right = matmul(pairs.vectors, inside), tangent.right
+    if t_right is not None:
+        t_right = inner(pairs.basis, t_right)
+    whole, before = (_forms(*end, D, right, t_right) for end in ends)
+    change = jnp.where(jnp.asarray(fewer > 0), jnp.abs(whole - before), jnp.inf)
+    return errors, freedoms, change
+
+
+def _with_pairs(without_one: Array, lanes: Array) -> Array:
+    return jnp.concatenate([without_one, lanes[len(without_one) :]])
+
+
+def _matrices(
+    theta: Float[Array, " k"],
+    S: Inexact[Array, "k k"],
+    D: Inexact[Array, "k k"],
+    function: SpectralFunction,
+    t_function: SpectralFunction,
+) -> list[Inexact[Array, "k k"]]:
+    """The matrix M of every leaf."""
+    function = function.in_range(theta)
+    inside = inner(S, matmul(D, S))
+    changes = [None for _ in function(theta)]
+    if jtu.tree_leaves(t_function):
+        _, changes = eqx.filter_jvp(lambda fn: fn(theta), (function,), (t_function,))
+    found = []
+    for F, change in zip(
+        divided_differences(function, theta, theta), changes, strict=True
+    ):
+        dtype = np.result_type(F.dtype, S.dtype)
+        M = F.astype(dtype) * inside.astype(dtype)
+        if change is not None:
+            M = M + jnp.diag(change.astype(dtype))
+        found.append(M)
+    return found
+
+
+def _forms(theta, S, D, right, t_right) -> Float[Array, " q"]:
+    """`2 u^* db - u^* dA u` of `u = A^-1 b` of the Krylov space."""
+    positive = jnp.where(theta > 0, theta, jnp.inf)[:, None]
+    u = matmul(S, inner(S, right) / positive.astype(right.dtype))
+    form = -jnp.real(column_dots(u, matmul(D, u)))
+    return form if t_right is None else form + 2 * jnp.real(column_dots(u, t_right))
