@@ -29,6 +29,7 @@ from ._growing import GrowingEstimator as GrowingEstimator
 from ._likelihood import InvQuadLogdet as InvQuadLogdet
 from ._likelihood import gaussian_log_likelihood as gaussian_log_likelihood
 from ._likelihood import inv_quad_logdet as inv_quad_logdet
+from ._linalg.whitening import Preconditioner as Preconditioner
 from ._operators.convert import as_operator as as_operator
 from ._operators.curvature import (
     GaussNewtonLinearOperator as GaussNewtonLinearOperator,

@@ -21,7 +21,7 @@ from ._estimate import (
     raise_failure,
     with_slopes,
 )
-from ._linalg.whitening import Whitening
+from ._linalg.whitening import Preconditioner, Whitening
 from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
 from ._operators.entries import diagonal_of, has_known_entries
@@ -33,7 +33,7 @@ from ._spectral.estimate import Options
 from ._spectral.function import LOG
 from ._spectral.krylov_aware import KrylovAwareEstimator
 
-Preconditioner = int | Int[Array, " r"] | None
+Given = int | Int[Array, " r"] | Preconditioner | None
 _OF_B = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
 
 
@@ -61,7 +61,7 @@ def inv_quad_logdet(
     estimator: KrylovAwareEstimator | None = None,
     *,
     shift: ArrayLike,
-    preconditioner: Preconditioner = None,
+    preconditioner: Given = None,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
@@ -97,7 +97,8 @@ def inv_quad_logdet(
     - `shift`: N, the noise: a positive number, or an array of one for each of the n
         observations.
     - `preconditioner`: how many columns of K a preconditioner is made of, at most; or
-        which, from [`traceax.choose_pivots`][], as along a fit; none by default.
+        which, from [`traceax.choose_pivots`][], as along a fit; or one of your own, a
+        [`traceax.Preconditioner`][], beside which the noise may be 0; none by default.
     - `rtol`, `atol`: of the Gaussian log likelihood that both terms make.
 
     **Returns:** a [`traceax.InvQuadLogdet`][]. `stats["num_columns"]` says how many columns
@@ -132,7 +133,7 @@ def gaussian_log_likelihood(
     estimator: KrylovAwareEstimator | None = None,
     *,
     shift: ArrayLike,
-    preconditioner: Preconditioner = None,
+    preconditioner: Given = None,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,
     level: float = 0.95,
@@ -179,7 +180,7 @@ def preconditioned_logdet(
     k: int | None,
     estimator: Any,
     shift: ArrayLike,
-    preconditioner: Preconditioner,
+    preconditioner: Given,
     options: Options,
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
@@ -194,27 +195,30 @@ def _pose(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
     shift: ArrayLike,
-    preconditioner: Preconditioner,
+    preconditioner: Given,
     y: Any,
     throw: bool,
 ) -> "_Problem":
     """The problem of these arguments, once checked."""
     key, operator = check_key(key, where), checked_operator(operator, where)
     space = space_of(operator)
-    noise = noise_of(operator, shift, where, throw=throw)
+    own = isinstance(preconditioner, Preconditioner)
+    noise = noise_of(operator, shift, where, throw=throw, positive=not own)
     P = make_preconditioner(key, operator, preconditioner, noise, where)
     shape, right, finite = (space.size, 0), None, jnp.asarray(True)
     if y is not None:
         y = _check_right(y, space, where).astype(space.compute_dtype)
         shape, right = y.shape, P.apply(y.reshape(space.size, -1))
         finite = jnp.isfinite(y).all()
-    one = jnp.ones((), space.real_dtype)
-    B = PreconditionedLinearOperator(as_data(operator), P)
+    lower = P.lower
+    if lower is not None:
+        lower = jax.lax.stop_gradient(jnp.asarray(lower, space.real_dtype))
+    B = PreconditionedLinearOperator(as_data(operator), noise, P)
     trace = None
     if preconditioner is None and has_known_entries(operator):
         # That of B; with columns it takes a product for each.
         trace = space.size + jnp.sum(jnp.real(diagonal_of(operator)) / noise)
-    state = SpectralState(key, B, LOG, one, right, P, trace)
+    state = SpectralState(key, B, LOG, lower, right, P, trace)
     return _Problem(where, state, P, noise, shape, finite)
 
 
@@ -231,7 +235,7 @@ class _Problem(NamedTuple):
 
     where: str
     state: SpectralState
-    preconditioner: Whitening
+    preconditioner: Preconditioner
     noise: Float[Array, " n"]
     shape: tuple[int, ...]
     finite: Bool[Array, ""]
@@ -337,15 +341,18 @@ class _Problem(NamedTuple):
         # Of exact answers the ends are equal.
         exact = jnp.asarray(True)
         kept["bracket_is_proven"] = estimate.stats.get("bracket_is_proven", exact)
-        residual = jax.lax.stop_gradient(P.residual_trace) / self.state.space.size
-        stats = {**kept, "num_columns": P.num_columns, "residual": residual}
-        result = estimate.result
-        for bad, reason in (
-            (~P.semidefinite, RESULTS.not_semidefinite),
-            (~jnp.isfinite(P.residual_trace), RESULTS.nonfinite),
-            (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
-            (~self.finite, RESULTS.y_not_finite),
-        ):
+        stats, result = kept, estimate.result
+        failures = [(~self.finite, RESULTS.y_not_finite)]
+        if isinstance(P, Whitening):
+            residual = jax.lax.stop_gradient(P.residual_trace) / self.state.space.size
+            stats = {**kept, "num_columns": P.num_columns, "residual": residual}
+            failures = [
+                (~P.semidefinite, RESULTS.not_semidefinite),
+                (~jnp.isfinite(P.residual_trace), RESULTS.nonfinite),
+                (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
+                *failures,
+            ]
+        for bad, reason in failures:
             result = RESULTS.where(bad, reason, result)
         result = finite_or_failed(value, result)
         stats["bracket"] = tuple(with_slopes(x, value) for x in stats["bracket"])

@@ -1,5 +1,6 @@
 """Preconditioners made of columns of an operator, and their pivots."""
 
+import functools as ft
 from typing import Any
 
 import equinox as eqx
@@ -10,9 +11,9 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 
-from ._arguments import check_key, require, without_numpy
+from ._arguments import check_key, check_real_scalar, require, without_numpy
 from ._linalg.pivoted_cholesky import Pivots, choose, spread
-from ._linalg.whitening import Whitening, scale_only, whiten
+from ._linalg.whitening import Preconditioner, Whitening, scale_only, whiten
 from ._operators.block import ByProducts, apply_block, as_data, jitted, space_of
 from ._operators.check import checked_operator
 from ._operators.entries import columns_of, diagonal_of, has_known_entries
@@ -84,14 +85,18 @@ def choose_pivots(
 def make_preconditioner(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    preconditioner: int | Int[Array, " r"] | None,
+    preconditioner: int | Int[Array, " r"] | Preconditioner | None,
     noise: Float[Array, " n"],
     where: str,
-) -> Whitening:
-    """That of `operator + noise`, of so many columns at most, or of pivots chosen before."""
-    n, _, dtype, *_ = space_of(operator)
+) -> Preconditioner:
+    """That of `operator + noise`, of so many columns at most, of pivots chosen before, or
+    the given one."""
+    space = space_of(operator)
+    n, dtype = space.size, space.compute_dtype
     if preconditioner is None:
         return scale_only(noise, dtype)
+    if isinstance(preconditioner, Preconditioner):
+        return _check_own(preconditioner, n, dtype, where)
     operator = _with_entries(operator, where)
     preconditioner = without_numpy(preconditioner)
     if isinstance(preconditioner, int):
@@ -105,20 +110,20 @@ def make_preconditioner(
 
 
 class PreconditionedLinearOperator(ByProducts):
-    """`B = M (K + N) M^*` on flat vectors, at least 1: a product with it is one with K.
+    """`B = M (K + N) M^*` on flat vectors: a product with it is one with K.
 
     Of K and N themselves: `log det (K + N) = log det P + log det B` to rounding for any P.
     """
 
     operator: lx.AbstractLinearOperator  # K
-    preconditioner: Whitening
+    noise: Float[Array, " n"]
+    preconditioner: Preconditioner
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         # Of a `vmap` over vectors all of this makes products of blocks.
-        P = self.preconditioner
-        block = P.rotate_back(vector[:, None])
-        product = P.divide(apply_block(self.operator, P.divide(block)))
-        return P.rotate(product + block)[:, 0]
+        product = ft.partial(apply_block, self.operator)
+        block = vector[:, None]
+        return self.preconditioner.sandwich(product, self.noise, block)[:, 0]
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         space = space_of(self.operator)
@@ -178,9 +183,30 @@ def _check_number(given: Any, n: int, name: str, where: str) -> int:
     return given
 
 
+def _check_own(given: Preconditioner, n: int, dtype: Any, where: str) -> Preconditioner:
+    block = jax.ShapeDtypeStruct((n, 2), dtype)
+    hint = f"the operator acts on n = {n} unknowns of {dtype}"
+    for name in ("apply", "apply_adjoint"):
+        what = f"preconditioner.{name} must keep the shape and dtype of a block (n, k)"
+        try:
+            out = eqx.filter_eval_shape(getattr(given, name), block)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"{where}: {what}; {hint}.")
+            raise
+        same = eqx.tree_equal(out, block) is True
+        require(same, where, what, f"{out} of {block}", hint)
+    for name in ("logdet", "lower"):
+        number = getattr(given, name)
+        if name == "logdet" or number is not None:
+            check_real_scalar(number, f"preconditioner.{name}", where, hint)
+    return given
+
+
 def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
     hint = "pass an int, or what traceax.choose_pivots returned for this operator"
-    what = "preconditioner must be an int or an array of indices"
+    what = (
+        "preconditioner must be an int, an array of indices or a traceax.Preconditioner"
+    )
     is_array = isinstance(given, jax.Array | np.ndarray)
     integers = is_array and jnp.issubdtype(given.dtype, jnp.integer)
     require(integers, where, what, given, hint, TypeError)
@@ -196,7 +222,12 @@ def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
 
 
 def noise_of(
-    operator: lx.AbstractLinearOperator, shift: ArrayLike, where: str, *, throw: bool
+    operator: lx.AbstractLinearOperator,
+    shift: ArrayLike,
+    where: str,
+    *,
+    throw: bool,
+    positive: bool = True,
 ) -> Float[Array, " n"]:
     """The noise of every unknown, positive unless it is traced, or not to throw."""
     space = space_of(operator)
@@ -210,7 +241,7 @@ def noise_of(
     real = any(jnp.issubdtype(given.dtype, x) for x in (jnp.floating, jnp.integer))
     what = f"shift must be real and of shape () or ({space.size},)"
     require(real and given.shape in ((), (space.size,)), where, what, shift, hint)
-    if throw and not traced:
+    if throw and positive and not traced:
         least = float(np.min(given))
         require(least > 0, where, "shift must be positive", f"{least:.3g}", hint)
     shift = jnp.asarray(given)

@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 from ._accuracy.tolerance import check_tolerance
 from ._arguments import check_real_scalar, known_number
 from ._estimate import Estimate, finite_or_failed, raise_failure
-from ._likelihood import Preconditioner, preconditioned_logdet
+from ._likelihood import Given, preconditioned_logdet
 from ._operators.block import is_positive_semidefinite, space_of
 from ._operators.check import ShiftedLinearOperator, checked_operator
 from ._progress import NO_PROGRESS_METER, ProgressMeter
@@ -115,7 +115,7 @@ def logdet(
     estimator: SpectralEstimator | None = None,
     *,
     shift: ArrayLike = 0.0,
-    preconditioner: Preconditioner = None,
+    preconditioner: Given = None,
     trace: ArrayLike | None = None,
     rtol: ArrayLike | None = None,
     atol: ArrayLike | None = None,

@@ -23,7 +23,6 @@ from .._linalg.left_out_krylov import (
 )
 from .._linalg.small import divisor, matmul, squares
 from .._linalg.tall import power_of_two_scale
-from .._linalg.whitening import Whitening
 from .function import SpectralFunction, derivative, weighted_sums
 
 # Standard errors that the mean of a control is away from 0 by chance: of three samples in 1 %.
@@ -49,9 +48,9 @@ class ColumnControl(NamedTuple):
 
 
 def of_columns(
-    preconditioner: Whitening,
+    inside: Inexact[Array, "r k"],
+    trace_inside: Float[Array, ""],
     left_out: LeftOut,
-    basis: Inexact[Array, "n k"],
     S: Inexact[Array, "k p"],
     leaves: list[Inexact[Array, " p"]],
 ) -> tuple[list[SampleWeights], Inexact[Array, "p p"], ColumnControl]:
@@ -64,12 +63,12 @@ def of_columns(
 
         d g^* f g / (d - r_i) (d g^* Pi g - r_i) .
     """
-    inside = preconditioner.inside(basis).conj().T
+    inside = inside.conj().T
     tested, excess = (
         jtu.tree_map(lambda x: jnp.sum(x, axis=1), of(left_out, inside))
         for of in (test_weights, sample_weights)
     )
-    excess = jtu.tree_map(lambda x: x - preconditioner.trace_inside, excess)
+    excess = jtu.tree_map(lambda x: x - trace_inside, excess)
     # `d - r_i` of the spaces without two probes.
     m = len(tested.samples)
     d = left_out.dimensions[m:]

@@ -166,18 +166,17 @@ def krylov_sums(
     diagonal = jnp.real(jnp.diagonal(coupling))
     rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
-    P, trace = state.preconditioner, state.trace
-    if P is not None and P.basis.shape[1] == 0:
-        P = None
+    P, trace, inside = state.preconditioner, state.trace, None
+    if P is not None:
+        inside = P.inside(basis.T[:first].T)
     if trace is None:
         trace = known_trace(state.operator)
     if m == 1:
-        P = trace = None  # no neighbours to take slopes from
+        inside = trace = None  # no neighbours to take slopes from
     controls = columns = None
-    if P is not None:
-        inside = basis.T[:first].T
+    if inside is not None:
         controls, of_tests, columns = control.of_columns(
-            P, left_out, inside, S_first, leaves
+            *inside, left_out, S_first, leaves
         )
         coupling = coupling + of_tests
     elif trace is not None:
@@ -192,7 +191,7 @@ def krylov_sums(
     # What the space leaves of every sample.
     stats = {
         "result": outside_if(decided, result),
-        "known_trace": jnp.asarray(P is None and trace is not None),
+        "known_trace": jnp.asarray(inside is None and trace is not None),
         **function.unit,
     }
     forms = None

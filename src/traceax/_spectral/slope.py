@@ -84,7 +84,7 @@ def slope_errors(
     theta = jnp.clip(theta, jnp.min(pairs.values), jnp.max(pairs.values))
     ends = (pairs.values, pairs.vectors), (theta, S)
     shorter = shortened(tests.left_out, omega[:first], n, shallow)
-    shorter = LeftOut(*map(_with_pairs, shorter, tests.left_out))
+    shorter = jtu.tree_map(_with_pairs, shorter, tests.left_out)
 
     def samples_of(theta, S, left_out):
         found = []
@@ -99,11 +99,14 @@ def slope_errors(
 
     is_known = jnp.asarray(fewer > 0) & jnp.asarray(shallow > 0)
     errors, freedoms = [], []
-    for (samples, size), (before, _) in zip(
-        samples_of(*ends[0], tests.left_out), samples_of(*ends[1], shorter), strict=True
-    ):
-        bar = leave_one_out_bar(paired_samples(*samples, size))
-        change = jnp.abs(jnp.mean(samples.samples) - jnp.mean(before.samples))
+    after, before = samples_of(*ends[0], tests.left_out), samples_of(*ends[1], shorter)
+    for (samples, size), (earlier, _) in zip(after, before, strict=True):
+        bar = leave_one_out_bar(
+            paired_samples(
+                samples.samples, samples.pairs_first, samples.pairs_second, size
+            )
+        )
+        change = jnp.abs(jnp.mean(samples.samples) - jnp.mean(earlier.samples))
         change = jnp.where(is_known, change, jnp.inf)
         errors.append(jnp.hypot(bar.standard_error, change))
         freedoms.append(bar.degrees_of_freedom)
@@ -113,8 +116,8 @@ def slope_errors(
     right, t_right = matmul(pairs.vectors, inside), tangent.right
     if t_right is not None:
         t_right = inner(pairs.basis, t_right)
-    whole, before = (_forms(*end, D, right, t_right) for end in ends)
-    change = jnp.where(jnp.asarray(fewer > 0), jnp.abs(whole - before), jnp.inf)
+    after, before = (_forms(*end, D, right, t_right) for end in ends)
+    change = jnp.where(jnp.asarray(fewer > 0), jnp.abs(after - before), jnp.inf)
     return errors, freedoms, change
 
 

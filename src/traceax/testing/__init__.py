@@ -1,8 +1,9 @@
-"""Conformance checks for trace estimators, for people who write their own."""
+"""Conformance checks for estimators and preconditioners of your own."""
 
 from .._arguments import require
 from .._base import TraceEstimator
 from ._checks import CHECKS, Subject, failures
+from ._preconditioner import check_preconditioner as check_preconditioner
 
 
 def check_trace_estimator(estimator: TraceEstimator, *, seed: int = 0) -> None:
