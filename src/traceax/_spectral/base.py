@@ -382,21 +382,10 @@ def probes_and_steps(
     About `target` probes, where their number is not given. So many vectors `beside` take
     the steps, too: then more products may be left.
     """
-    if num_probes is not None:
-        m = max(min(num_probes, k - beside), 1)
-        return m, k // (m + beside)
-    if beside:
-        m = max(min(round(target), k - beside), 1)
-        return m, k // (m + beside)
-    candidates = [
-        (m, used // m)
-        for used in range(k, max(k - 3, 0), -1)
-        for m in range(1, used + 1)
-        if used % m == 0
-    ]
-
-    def off(candidate):
-        m, steps = candidate
-        return abs(math.log(m / target)) + (k - m * steps) / k
-
-    return min(candidates, key=off)
+    if num_probes is not None or beside:
+        m = max(min(num_probes or round(target), k - beside), 1)
+    else:
+        # Near the target, and with few products left.
+        counts = [m for m in range(1, k + 1) if k % m <= 2]
+        _, m = min([(abs(math.log(m / target)) + k % m / k, m) for m in counts])
+    return m, k // (m + beside)

@@ -21,6 +21,7 @@ from .._accuracy.error_bar import leave_one_out_bar
 from .._linalg.krylov import Projected, RitzPairs, ritz_pairs
 from .._linalg.left_out_krylov import (
     LeftOut,
+    coupling_of,
     paired_samples,
     sample_forms,
     shortened,
@@ -83,30 +84,27 @@ def slope_errors(
     # Rounding must not take a node out of the function's domain.
     theta = jnp.clip(theta, jnp.min(pairs.values), jnp.max(pairs.values))
     ends = (pairs.values, pairs.vectors), (theta, S)
+
+    def matrices(theta, S):
+        Ms = _matrices(theta, S, D, state.function, tangent.function)
+        return [matmul(S, matmul(M, S.conj().T))[:first, :first] for M in Ms]
+
+    # Tested by the spaces without a probe of a step less, which lie in both.
     shorter = shortened(tests.left_out, omega[:first], n, shallow)
-    shorter = jtu.tree_map(_with_pairs, shorter, tests.left_out)
-
-    def samples_of(theta, S, left_out):
-        found = []
-        for M in _matrices(theta, S, D, state.function, tangent.function):
-            B = matmul(S, matmul(M, S.conj().T))[:first, :first]
-            samples, tested = sample_forms(left_out, B)
-            if tests.columns is not None:
-                control = tests.columns.of(tested)
-                samples = jtu.tree_map(jnp.add, samples, control)
-            found.append((samples, jnp.sum(jnp.abs(jnp.diagonal(B)))))
-        return found
-
+    C = coupling_of(shorter, jnp.eye(first, dtype=T.dtype), len(shorter.own))
     is_known = jnp.asarray(fewer > 0) & jnp.asarray(shallow > 0)
     errors, freedoms = [], []
-    after, before = samples_of(*ends[0], tests.left_out), samples_of(*ends[1], shorter)
-    for (samples, size), (earlier, _) in zip(after, before, strict=True):
+    for B, earlier in zip(matrices(*ends[0]), matrices(*ends[1]), strict=True):
+        samples, tested = sample_forms(tests.left_out, B)
+        if tests.columns is not None:
+            samples = jtu.tree_map(jnp.add, samples, tests.columns.of(tested))
+        size = jnp.sum(jnp.abs(jnp.diagonal(B)))
         bar = leave_one_out_bar(
             paired_samples(
                 samples.samples, samples.pairs_first, samples.pairs_second, size
             )
         )
-        change = jnp.abs(jnp.mean(samples.samples) - jnp.mean(earlier.samples))
+        change = jnp.abs(jnp.sum(C.T.astype(B.dtype) * (B - earlier)))
         change = jnp.where(is_known, change, jnp.inf)
         errors.append(jnp.hypot(bar.standard_error, change))
         freedoms.append(bar.degrees_of_freedom)
@@ -119,10 +117,6 @@ def slope_errors(
     after, before = (_forms(*end, D, right, t_right) for end in ends)
     change = jnp.where(jnp.asarray(fewer > 0), jnp.abs(after - before), jnp.inf)
     return errors, freedoms, change
-
-
-def _with_pairs(without_one: Array, lanes: Array) -> Array:
-    return jnp.concatenate([without_one, lanes[len(without_one) :]])
 
 
 def _matrices(

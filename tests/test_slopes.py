@@ -1,0 +1,246 @@
+"""Directional derivatives as estimates: `traceax.jvp`."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import PSD, assert_close, float_dtype, is_x64
+
+import traceax as tx
+
+N, KEYS = 60, 1000
+ESTIMATORS = {
+    "hutchinson": tx.HutchinsonEstimator(),
+    "hutch++": tx.HutchPlusPlusEstimator(),
+    "xtrace": tx.XTraceEstimator(),
+    "xtrace-signs": tx.XTraceEstimator(tx.RademacherSampler(), resphere=False),
+    "xnystrace": tx.XNysTraceEstimator(),
+    "adaptive": tx.AdaptiveXTraceEstimator(),
+}
+
+
+def family(decay, commutes, complex=False):
+    """`A` and `dA`, and the trace of dA."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((N, N)) + 1j * complex * rng.standard_normal((N, N))
+    q = np.linalg.qr(q)[0]
+    values = decay ** np.arange(N)
+    a = (q * values) @ q.conj().T
+    b = (q * (values * np.cos(np.arange(N)))) @ q.conj().T
+    if not commutes:
+        b = rng.standard_normal((N, N)) / N**0.5 + 1j * complex * np.eye(N)
+        b = (b + b.conj().T) / 4
+    dtype = jnp.result_type(float_dtype(), np.complex64 if complex else float_dtype())
+    a, b = (x if complex else x.real for x in (a, b))
+    return jnp.asarray(a, dtype), jnp.asarray(b, dtype), np.trace(b).real
+
+
+def check_bars(values, errors, low, high, truth, least=0.93):
+    off = np.asarray(values) - truth
+    rms = np.sqrt(np.mean(off**2))
+    assert abs(np.mean(off)) < 4 * rms / len(off) ** 0.5
+    assert least <= np.mean((low <= truth) & (truth <= high)) <= 0.995
+    assert 0.8 <= np.mean(errors) / rms <= 1.3
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_slopes_of_traces_have_bars(name):
+    estimator = ESTIMATORS[name]
+
+    @jax.jit
+    def run(a, b):
+        def one(key):
+            def fn(t):
+                operator = lx.MatrixLinearOperator(a + t * b, PSD)
+                return tx.trace(key, operator, 16, estimator, throw=False)
+
+            value, slope = tx.jvp(fn, (0.0,), (1.0,))
+            _, plain = jax.jvp(lambda t: fn(t).value, (0.0,), (1.0,))
+            same = value.value - fn(0.0).value
+            parts = slope.value, slope.standard_error, *slope.confidence_interval()
+            return parts, plain, same
+
+        return jax.lax.map(one, jr.split(jr.key(1), KEYS), batch_size=100)
+
+    for decay, commutes in ((0.9, True), (0.99, False)):
+        a, b, truth = family(decay, commutes)
+        parts, plain, same = run(a, b)
+        check_bars(*parts, truth)
+        assert_close(parts[0], plain, rtol=1e-5, atol=1e-6)
+        assert np.max(np.abs(same)) < 1e-5
+
+
+@pytest.mark.x64
+def test_slopes_of_complex_and_factored_operators():
+    a, b, truth = family(0.9, False, complex=True)
+
+    @jax.jit
+    def run(keys):
+        def one(key):
+            def fn(t, scale):
+                operator = lx.TaggedLinearOperator(
+                    lx.MatrixLinearOperator(a + t * b), PSD
+                )
+                # The factor is taken out, and its derivative is that of the value.
+                return tx.trace(key, scale * operator, 16, throw=False)
+
+            slopes = [
+                tx.jvp(fn, (0.0, 3.0), tangent)[1]
+                for tangent in ((1.0, 0.0), (0.0, 1.0))
+            ]
+            return [
+                (x.value, x.standard_error, *x.confidence_interval()) for x in slopes
+            ]
+
+        return jax.lax.map(one, keys, batch_size=100)
+
+    first, second = run(jr.split(jr.key(2), KEYS))
+    check_bars(*first, 3 * truth)
+    check_bars(*second, np.trace(a).real)
+
+
+def _kernel(x):
+    def at(length):
+        def kernel(p, q):
+            r = jnp.sqrt(5 * jnp.sum((p - q) ** 2) / length**2 + 1e-12)
+            return (1 + r + r**2 / 3) * jnp.exp(-r)
+
+        return tx.KernelLinearOperator(kernel, x)
+
+    return at
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("columns", [0, 20])
+def test_slopes_of_likelihoods_have_bars(columns):
+    n, keys = 120, 300
+    x = jr.uniform(jr.key(3), (n, 2))
+    y, at = jnp.sin(5 * x[:, 0]), _kernel(x)
+    point = jnp.array([0.5, 0.05])
+    pivots = None
+    if columns:
+        pivots = tx.choose_pivots(jr.key(0), at(0.5), columns, shift=0.05)
+
+    def exact(p):
+        matrix = at(p[0]).as_matrix() + p[1] * jnp.eye(n)
+        solved = jnp.linalg.solve(matrix, y)
+        return -(y @ solved + jnp.linalg.slogdet(matrix)[1]) / 2
+
+    truth = jax.grad(exact)(point)
+
+    @jax.jit
+    def run(keys):
+        def one(key):
+            def fn(p):
+                return tx.gaussian_log_likelihood(
+                    key, at(p[0]), y, 36, shift=p[1], preconditioner=pivots, throw=False
+                )
+
+            def along(tangent):
+                slope = tx.jvp(fn, (point,), (tangent,))[1]
+                interval = slope.confidence_interval()
+                return slope.value, slope.standard_error, *interval
+
+            plain = jax.grad(lambda p: fn(p).value)(point)
+            return jax.vmap(along)(jnp.eye(2)), plain
+
+        return jax.lax.map(one, keys)
+
+    parts, plain = run(jr.split(jr.key(1), keys))
+    assert_close(parts[0], plain, rtol=1e-9, atol=1e-9)
+    for i in range(2):
+        check_bars(*(x[:, i] for x in parts), truth[i])
+
+
+@pytest.mark.x64
+def test_slopes_of_functions_to_tolerances_and_of_exact_answers(key):
+    a, b, _ = family(0.9, False)
+    a = a + 0.1 * jnp.eye(N)
+
+    def fn(t, k, **arguments):
+        operator = lx.MatrixLinearOperator(a + t * b, PSD)
+        return tx.trace_function(
+            key,
+            lambda x: {"log": jnp.log(x), "root": jnp.sqrt(x)},
+            operator,
+            k,
+            **arguments,
+        )
+
+    inverse = jnp.linalg.inv(a)
+    truth = jnp.trace(inverse @ b)
+    for arguments in ({"k": 40}, {"k": 50, "rtol": 0.05}, {"k": N}):
+        _, slope = tx.jvp(
+            lambda t, arguments=arguments: fn(t, **arguments), (0.0,), (1.0,)
+        )
+        _, plain = jax.jvp(lambda t, x=arguments: fn(t, **x).value, (0.0,), (1.0,))
+        assert_close(slope.value["log"], plain["log"], rtol=1e-10)
+        assert abs(slope.value["log"] - truth) < 5 * slope.standard_error["log"] + 1e-9
+        assert (slope.standard_error["log"] < 1e-9) == (arguments["k"] == N)
+
+
+def test_what_does_not_depend_and_what_is_exact(key):
+    operator = lx.DiagonalLinearOperator(jnp.arange(1.0, 5.0))
+    _, slope = tx.jvp(lambda t: tx.trace(key, t * operator, 2), (2.0,), (1.0,))
+    assert slope.value == 10
+    assert slope.standard_error == 0
+    a = lx.MatrixLinearOperator(jnp.ones((5, 5)))
+    _, slope = tx.jvp(lambda t: tx.trace(key, a, 3), (2.0,), (1.0,))
+    assert slope.value == 0
+    matrix = jnp.asarray(np.random.default_rng(0).standard_normal((5, 5)))
+    _, slope = tx.jvp(
+        lambda t: tx.trace(key, lx.MatrixLinearOperator(t * matrix), 5), (2.0,), (1.0,)
+    )
+    assert_close(slope.value, jnp.trace(matrix), rtol=1e-5)
+    assert 0 < slope.standard_error < 1e-4
+
+
+def test_slopes_are_differentiable_and_jitted_functions_are_traced_anew(key):
+    matrix = jnp.asarray(np.random.default_rng(0).standard_normal((20, 20)))
+
+    @jax.jit
+    def fn(t):
+        return tx.trace(key, lx.MatrixLinearOperator(t**3 * matrix), 8)
+
+    fn(2.0)
+    value, slope = tx.jvp(fn, (2.0,), (1.0,))
+    assert slope.standard_error > 0
+    assert_close(slope.value, 1.5 * value.value, rtol=1e-5)
+    assert_close(slope.standard_error, 1.5 * value.standard_error, rtol=1e-3)
+    second = jax.grad(lambda t: tx.jvp(fn, (t,), (1.0,))[1].value)(2.0)
+    assert_close(second, 1.5 * value.value, rtol=1e-5)
+    assert_close(fn(2.0).value, value.value, rtol=1e-6)
+
+
+def test_what_is_refused(key):
+    operator = lx.MatrixLinearOperator(jnp.eye(5))
+
+    def fn(t):
+        return tx.trace(key, t * operator, 3)
+
+    for arguments, error, message in (
+        ((lambda t: fn(t).value, (1.0,), (1.0,)), TypeError, "must return a traceax"),
+        ((fn, 1.0, 1.0), TypeError, "must be a tuple"),
+        ((fn, (1.0,), (1.0, 2.0)), TypeError, "structure of primals"),
+        ((fn, (1.0,), (jnp.ones(2),)), TypeError, "must match primals"),
+        ((fn, (1.0,), (1j,)), TypeError, "must match primals"),
+        ((fn, (1,), (1,)), TypeError, "floating-point"),
+    ):
+        with pytest.raises(error, match=message):
+            tx.jvp(*arguments)
+
+    def by_quadrature(t):
+        return tx.logdet(key, t * operator, 3, tx.LanczosQuadratureEstimator())
+
+    with pytest.raises(NotImplementedError, match="no error bar"):
+        tx.jvp(by_quadrature, (1.0,), (1.0,))
+
+
+@pytest.mark.skipif(is_x64(), reason="one mode is enough")
+def test_a_bias_of_two_percent_is_seen():
+    values = jr.normal(jr.key(0), (KEYS,)) * 0.2 + 1
+    bars = jnp.full(KEYS, 0.2)
+    with pytest.raises(AssertionError):
+        check_bars(1.03 * values, bars, values - 0.4, values + 0.4, 1.0)
