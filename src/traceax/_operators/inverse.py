@@ -186,10 +186,11 @@ def _divisors(
 ) -> Inexact[Array, " n"]:
     """D: a multiple of the diagonal of A, without what is too small to divide by.
 
-    Where `A <= 2 D` the remainder of a semidefinite A is at most `A^-1`, as a form, so that
-    no estimate of it is worse: a multiple of 1 is enough if A is diagonally dominant. The
-    larger D, the more of `A^-1` remains. Of another A entries smaller than the root mean
-    square of rows of O are replaced by 4 times that.
+    Where `A <= 2 D` the remainder of a semidefinite A is at most `A^-1`, as a form: the diagonal
+    is enough if A is diagonally dominant, and of covariances of long rows it is many times
+    the diagonal, or errors would be up to twice those of `A^-1`. The larger D, the more of
+    `A^-1` remains. Of another A entries smaller than the root mean square of rows of O are
+    replaced by 4 times that.
     """
     n, dtype = entries.shape[0], entries.dtype
     signs = noise(1, n, dtype, 0).T
