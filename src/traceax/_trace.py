@@ -29,6 +29,7 @@ from ._functional import Functional, Trace
 from ._operators.block import has_real_trace, is_semidefinite
 from ._operators.check import as_complex
 from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
+from ._operators.inverse import expand_inverse
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._samplers import NormalSampler, RademacherSampler
 from ._state import TraceState, init_state
@@ -78,7 +79,8 @@ def trace(
         tridiagonal, triangular and unit-diagonal operators, by class or by tag, and
         products of these where the diagonal is the product of diagonals. Sums,
         scalings, negations, tags and transposes are looked through, so that of
-        `K + D` only `K` is estimated, and a factor doesn't hide a semidefinite tag;
+        `K + D` only `K` is estimated, and a factor doesn't hide a semidefinite tag.
+        Of a [`traceax.InverseLinearOperator`][] two terms of a series, see there;
     2. the rest is exact if the budget allows a product with every coordinate vector;
     3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
         semidefinite (and `k >= 2`). If not, [`traceax.AdaptiveXTraceEstimator`][] (and
@@ -146,7 +148,8 @@ def estimate_whole(
     operator, space, functional = state.operator, state.space, state.functional
     k = budget_of(k, stop, space.size, where)
     if estimator is None:
-        split = _split(operator, k)
+        # An exact answer takes as many solves without its terms apart.
+        split = _split(operator, k, expand=k < space.size or stop is not None)
     else:
         _check_estimator(estimator, functional, where)
         split = _Split(None, 0, None, operator)
@@ -271,12 +274,14 @@ class _Known(NamedTuple):
     diagonal: KnownDiagonal | None
 
 
-def _split(operator: lx.AbstractLinearOperator, k: int) -> _Split:
+def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Split:
     found = _known(Term(None, operator), most_products=2)
     used = sum(x.diagonal.num_matvecs for x in found if x.diagonal is not None)
     if used > k or (used == k and any(x.diagonal is None for x in found)):
         # Too few products to read every diagonal: take those that cost none.
         found, used = _known(Term(None, operator), most_products=0), 0
+    if expand:
+        found = [y for x in found for y in _expanded(x)]
     known = [x.term.times(x.diagonal.read()) for x in found if x.diagonal]
     rest = [x.term for x in found if x.diagonal is None]
     with jax.numpy_dtype_promotion("standard"):
@@ -308,3 +313,15 @@ def _known(term: Term, most_products: int) -> list[_Known]:
     if tagged and all(x.diagonal is None for x in found):
         return [_Known(term, None)]
     return found
+
+
+def _expanded(known: _Known) -> list[_Known]:
+    """Of an inverse the terms whose diagonal is read, and the remainder."""
+    expansion = None
+    if known.diagonal is None:
+        expansion = expand_inverse(known.term.operator)
+    if expansion is None:
+        return [known]
+    diagonal = KnownDiagonal(0, lambda: expansion.diagonal)
+    remainder = known.term.after(Term(None, expansion.remainder))
+    return [_Known(known.term, diagonal), _Known(remainder, None)]

@@ -192,10 +192,10 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     checks = lx.has_unit_diagonal, lx.is_diagonal, lx.is_tridiagonal
     triangular = lx.is_lower_triangular, lx.is_upper_triangular
     known = any(is_known(check, operator) for check in (*checks, *triangular))
-    return _readable(operator) if known else None
+    return readable_diagonal(operator) if known else None
 
 
-def _readable(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
+def readable_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     """The diagonal, also where the entries are stored; by the fewest products."""
     space = space_of(operator)
     if is_known(lx.has_unit_diagonal, operator):
@@ -222,7 +222,7 @@ def _from_parts(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
         found, combine = [Term(None, x) for x in factors], jnp.multiply
     if found[0].operator is operator:
         return None
-    ways = [_readable(x.operator) for x in found]
+    ways = [readable_diagonal(x.operator) for x in found]
     known = [x for x in ways if x is not None]
     if len(known) < len(ways):
         return None
