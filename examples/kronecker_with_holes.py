@@ -155,7 +155,7 @@ def main():
     with jax.enable_x64(True):
         double = jax.tree.map(lambda x: jnp.asarray(x, float), (TRUTH, *data[1:]))
         exact, slope = by_cholesky(double[0], grid, data[0], *double[1:])
-    slope = np.asarray(ravel_pytree(slope)[0])
+        exact, slope = float(exact), np.asarray(ravel_pytree(slope)[0])
     print(f"    by Cholesky {exact:.3f}; gradient", *np.round(slope, 2))
     assert abs(estimate.value - exact) < 4 * estimate.standard_error
     assert np.linalg.norm(gradient - slope) < 0.05 * np.linalg.norm(slope)
