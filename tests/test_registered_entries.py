@@ -1,0 +1,123 @@
+"""Classes of one's own that register columns and a diagonal, by that of an example."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import assert_close
+from problems import as_array, float_dtype
+
+import traceax as tx
+
+ROOT = pathlib.Path(__file__).parents[1]
+GRID, N = (12, 10), 100
+TAKEN = []
+
+
+def _example():
+    path = ROOT / "examples/kronecker_with_holes.py"
+    spec = importlib.util.spec_from_file_location("kronecker_with_holes", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = _example()
+
+
+class Counting(EXAMPLE.MaskedKronecker):
+    """The example's, whose products say so. Registrations are inherited."""
+
+    def mv(self, vector):
+        jax.debug.callback(lambda _: TAKEN.append(1), vector[0])
+        return super().mv(vector)
+
+
+def number_taken(result):
+    jax.block_until_ready(result)
+    jax.effects_barrier()
+    number = len(TAKEN)
+    TAKEN.clear()
+    return number
+
+
+def problem():
+    rng = np.random.default_rng(0)
+    cells = np.sort(rng.choice(GRID[0] * GRID[1], N, replace=False))
+    y, noise = rng.normal(size=N), 0.3 * np.exp(0.5 * rng.normal(size=N))
+    log = jax.tree.map(lambda x: x.astype(float_dtype()), EXAMPLE.TRUTH)
+    return log, jnp.asarray(cells, jnp.int32), as_array(y), as_array(noise)
+
+
+def dense(log, cells):
+    """The matrix, of the whole grid and then without the missing cells."""
+    K = EXAMPLE.covariance(log, GRID, cells)
+    return jnp.kron(K.left, K.right)[cells][:, cells]
+
+
+@jax.jit
+def exact(log, cells, y, noise):
+    matrix = dense(log, cells) + jnp.diag(noise)
+    return jax.scipy.stats.multivariate_normal.logpdf(y, jnp.zeros_like(y), matrix)
+
+
+def test_entries_and_products_are_those_of_the_matrix():
+    log, cells, y, _ = problem()
+    K, truth = EXAMPLE.covariance(log, GRID, cells), dense(log, cells)
+    indices = jnp.array([3, 0, 99, 3])
+    assert_close(tx.columns(K, indices), truth[:, indices])
+    assert_close(tx.diagonal_entries(K), jnp.diagonal(truth))
+    assert_close(K.as_matrix(), truth)
+    assert_close(K.mv(y), truth @ y, 1e-5)
+
+
+def test_columns_and_diagonals_take_no_products():
+    log, cells, y, noise = problem()
+    K = EXAMPLE.covariance(log, GRID, cells)
+    counted = Counting(K.left, K.right, cells)
+    key = jr.key(0)
+    pivots = tx.choose_pivots(key, 0.5 * counted, 30, shift=noise)
+    assert number_taken(pivots) == 0
+    estimate = tx.gaussian_log_likelihood(
+        key, counted, y, 24, shift=noise, preconditioner=pivots
+    )
+    assert number_taken(estimate.value) == estimate.stats["num_matvecs"] <= 24
+    error = abs(estimate.value - exact(log, cells, y, noise))
+    assert error < 0.2  # the root mean square error is 0.1
+    # A trace that is read.
+    estimate = tx.trace_function(key, jnp.sqrt, counted, 24)
+    assert number_taken(estimate.value) == estimate.stats["num_matvecs"] <= 24
+    assert "known_trace" in estimate.stats
+
+
+def test_likelihood_and_gradient_against_cholesky():
+    log, cells, y, noise = problem()
+    pivots = jnp.arange(0, N, 3, dtype=jnp.int32)
+    relative = noise / jnp.exp(log["noise"])
+    (value, _), gradient = EXAMPLE.value_and_grad(
+        log, GRID, cells, y, relative, jr.key(1), pivots
+    )
+
+    def by_cholesky(log):
+        return exact(log, cells, y, jnp.exp(log["noise"]) * relative)
+
+    truth, slopes = jax.value_and_grad(by_cholesky)(log)
+    assert abs(value - truth) < 0.3
+    for name, slope in slopes.items():
+        assert_close(gradient[name], slope, 0.02, atol=0.02)
+
+
+def test_without_a_registration_nothing_is_read():
+    operator = lx.FunctionLinearOperator(
+        lambda x: 2 * x, jax.eval_shape(lambda: jnp.ones(3)), lx.symmetric_tag
+    )
+    for fn in (tx.diagonal_entries, lambda A: tx.columns(A, jnp.arange(2))):
+        with pytest.raises(NotImplementedError, match="FunctionLinearOperator"):
+            fn(operator)
