@@ -16,10 +16,9 @@ import scipy.sparse
 import scipy.sparse.linalg
 from helpers import PSD, complex_dtype, float_dtype, is_x64
 from jax.flatten_util import ravel_pytree
-from traceax._operators.shifted import ShiftedLinearOperator
 
 import traceax as tx
-from traceax._operators.check import ComplexLinearOperator
+from traceax._operators.check import ComplexLinearOperator, ShiftedLinearOperator
 from traceax._preconditioner import PreconditionedLinearOperator, make_preconditioner
 
 N, ROWS = 7, 4
