@@ -213,7 +213,7 @@ def _pose(
     lower = P.lower
     if lower is not None:
         lower = jax.lax.stop_gradient(jnp.asarray(lower, space.real_dtype))
-    B = PreconditionedLinearOperator(as_data(operator), noise, P)
+    B = PreconditionedLinearOperator(as_data(operator), P, noise if own else None)
     trace = None
     if preconditioner is None and has_known_entries(operator):
         # That of B; with columns it takes a product for each.

@@ -116,8 +116,8 @@ class PreconditionedLinearOperator(ByProducts):
     """
 
     operator: lx.AbstractLinearOperator  # K
-    noise: Float[Array, " n"]
     preconditioner: Preconditioner
+    noise: Float[Array, " n"] | None = None  # N, unless the preconditioner knows it
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         # Of a `vmap` over vectors all of this makes products of blocks.

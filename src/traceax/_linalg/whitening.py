@@ -67,7 +67,7 @@ class Preconditioner(eqx.Module):
         return None
 
     def sandwich(
-        self, product: Callable[[Block], Array], noise: Array, block: Block
+        self, product: Callable[[Block], Array], noise: Any, block: Block
     ) -> Array:
         """`M (K + N) M^* V`, given products with K. Optional."""
         inner = self.apply_adjoint(block)
