@@ -80,7 +80,10 @@ OF_REAL = {
 }
 IN_REVERSE = {"pullback": (_pullback, lambda M, v, w: w[0] @ M)}
 READ = {
-    "columns": (lambda A, v, w: columns_of(A, INDICES), lambda M, v, w: M[:, INDICES]),
+    "columns": (
+        lambda A, v, w: columns_of(A, jnp.asarray(INDICES)),
+        lambda M, v, w: M[:, INDICES],
+    ),
     "entries": (lambda A, v, w: diagonal_of(A), lambda M, v, w: jnp.diagonal(M)),
 }
 
@@ -164,7 +167,7 @@ def test_sums_and_products_over_all_pairs(kind):
         whole = ft.reduce(op.add, [entry.make(p) for entry in kind.values()])
         chain = [2.0 * entry.make(p) for entry in kind.values() if entry.read]
         read = ft.reduce(op.add, chain) if chain else None
-        entries = read and (columns_of(read, INDICES), diagonal_of(read))
+        entries = read and (columns_of(read, jnp.asarray(INDICES)), diagonal_of(read))
         return flat(whole)(v[0]), flat(whole.T)(v[0]), entries
 
     whole = sum(entry.dense(p) for entry in kind.values())

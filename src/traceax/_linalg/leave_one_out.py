@@ -242,9 +242,9 @@ def leave_one_out_traces(
 
 
 def leave_one_out_forms(
-    H: Inexact[Array, "m m"],
-    L: Inexact[Array, "m m"],
-    K: Inexact[Array, "m m"],
+    H: Inexact[Array, "r r"],
+    L: Inexact[Array, "r m"],
+    K: Inexact[Array, "r m"],
     quadratics: Inexact[Array, " m"],
     loo: LeaveOneOut,
 ) -> PairedSamples:

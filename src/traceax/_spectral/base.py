@@ -375,7 +375,7 @@ def likelihood_bar(value: Terms, error: Terms, freedom: Float[Array, ""]) -> Err
 
 
 def probes_and_steps(
-    num_probes: int | None, k: int, target: float, beside: int = 0
+    num_probes: int | None, k: int, target: float | int, beside: int = 0
 ) -> tuple[int, int]:
     """How many probes, and how many steps from each, with k less at most 2 products.
 
