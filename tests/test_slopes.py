@@ -215,6 +215,7 @@ def test_slopes_are_differentiable_and_jitted_functions_are_traced_anew(key):
     assert_close(fn(2.0).value, value.value, rtol=1e-6)
 
 
+@pytest.mark.x64  # where calls aren't checked against their annotations
 def test_what_is_refused(key):
     operator = lx.MatrixLinearOperator(jnp.eye(5))
 
