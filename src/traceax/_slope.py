@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int
 
 from ._accuracy.error_bar import ErrorBar, leave_one_out_bar
-from ._arguments import kind_of
+from ._arguments import kind_of, require
 from ._estimate import SLOPES, Estimate, finite_or_failed
 from ._functional import Trace
 from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
@@ -68,21 +68,20 @@ def jvp(
     """
     where = "traceax.jvp"
     for name, given in (("primals", primals), ("tangents", tangents)):
-        if not isinstance(given, tuple | list):
-            raise TypeError(
-                f"{where}: {name} must be a tuple, one for each argument of fn, got "
-                f"{kind_of(given)}; write ({name[:-1]},) for a single one."
-            )
+        what = f"{name} must be a tuple, one for each argument of fn"
+        hint = f"write ({name[:-1]},) for a single one"
+        require(isinstance(given, tuple | list), where, what, given, hint, TypeError)
     primals, tangents = tuple(primals), tuple(tangents)
     _check_tangents(primals, tangents, where)
 
     def checked(*arguments):
         estimate = fn(*arguments)
-        if not isinstance(estimate, Estimate):
-            raise TypeError(
-                f"{where}: fn must return a traceax.Estimate, got {kind_of(estimate)}; "
-                "return the estimate itself rather than its value."
-            )
+        what, right = (
+            "fn must return a traceax.Estimate",
+            isinstance(estimate, Estimate),
+        )
+        hint = "return the estimate itself rather than its value"
+        require(right, where, what, estimate, hint, TypeError)
         return estimate
 
     with SLOPES(True):
@@ -112,25 +111,19 @@ def jvp(
 
 def _check_tangents(primals: tuple, tangents: tuple, where: str) -> None:
     hint = "give each primal a tangent of its structure, shapes and dtypes"
-    if jtu.tree_structure(primals) != jtu.tree_structure(tangents):
-        raise TypeError(
-            f"{where}: tangents must have the structure of primals, "
-            f"{jtu.tree_structure(primals)}, got {jtu.tree_structure(tangents)}; {hint}."
-        )
+    asked, got = jtu.tree_structure(primals), jtu.tree_structure(tangents)
+    what = f"tangents must have the structure of primals, {asked}"
+    require(asked == got, where, what, str(got), hint, TypeError)
     for x, t in zip(jtu.tree_leaves(primals), jtu.tree_leaves(tangents), strict=True):
         numbers = isinstance(x, float | complex | np.ndarray | np.generic | jax.Array)
-        if not numbers or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            raise TypeError(
-                f"{where}: primals must be floating-point numbers and arrays, got "
-                f"{kind_of(x)}; close over what is not differentiated."
-            )
-        if jnp.shape(x) != jnp.shape(t) or (
-            jnp.iscomplexobj(t) and not jnp.iscomplexobj(x)
-        ):
-            raise TypeError(
-                f"{where}: tangents must match primals, got {kind_of(t)} for "
-                f"{kind_of(x)}; {hint}."
-            )
+        inexact = numbers and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        what = "primals must be floating-point numbers and arrays"
+        close = "close over what is not differentiated"
+        require(inexact, where, what, x, close, TypeError)
+        matches = jnp.iscomplexobj(x) or not jnp.iscomplexobj(t)
+        matches = matches and jnp.shape(x) == jnp.shape(t)
+        got = f"{kind_of(t)} for {kind_of(x)}"
+        require(matches, where, "tangents must match primals", got, hint, TypeError)
 
 
 class TestedBlocks(StandIn):
@@ -179,11 +172,7 @@ def _leave_one_out_bar(loo: LeaveOneOut, V: Array, W: Array) -> ErrorBar:
     H, L, K = inner(Q, WQ), inner(Q, WG), inner(WQ, G)
     if loo.basis is not None:
         adjoint = loo.basis.conj().T
-        H, L, K = (
-            matmul(adjoint, matmul(H, loo.basis)),
-            matmul(adjoint, L),
-            matmul(adjoint, K),
-        )
+        H, L, K = (matmul(adjoint, x) for x in (matmul(H, loo.basis), L, K))
     paired = leave_one_out_forms(H, L, K, column_dots(G, WG), loo)
     return leave_one_out_bar(paired, loo.probes.active)
 

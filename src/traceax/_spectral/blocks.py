@@ -50,12 +50,20 @@ class SpectralBlocks(StandIn):
     def derivative(self, state, tangent):
         """The derivative of `tr f(A)`, in the structure of the function's results; and of
         `b^* A^-1 b` for right-hand sides b."""
+        return self._derivative(state, tangent, self._products(state, tangent))
+
+    def _products(self, state, tangent) -> Inexact[Array, "n p"] | None:
+        """`dA K`, of the basis."""
+        return product_tangents(
+            state.operator, tangent.operator, self.pairs.basis, self.count
+        )
+
+    def _derivative(self, state, tangent, products):
         primal = state.operator, state.function, state.right
         tangent = tangent.operator, tangent.function, tangent.right
         if not jtu.tree_leaves(tangent):
             return None
-        # Once for all sizes: most of what there is to compile.
-        products = product_tangents(primal[0], tangent[0], self.pairs.basis, self.count)
+        # Products serve all sizes: most of what there is to compile.
         if self.count is None:
             leaves, forms = self._of_first(
                 len(self.coupling), primal, tangent, products
@@ -76,7 +84,8 @@ class SpectralBlocks(StandIn):
         n, p = pairs.basis.shape
         if tests is None and p < n:
             return super().slope(state, tangent)
-        value = self.derivative(state, tangent)
+        products = self._products(state, tangent)
+        value = self._derivative(state, tangent, products)
         if value is None:
             return None
         tree, dtype = state.function.tree, pairs.values.dtype
@@ -87,7 +96,7 @@ class SpectralBlocks(StandIn):
             number = len(state.function(pairs.values))
             return value, error, tree([jnp.asarray(jnp.inf, dtype)] * number, dtype)
         errors, freedoms, of_forms = slope_errors(
-            tests, pairs, self.solutions, state, tangent, self.count
+            tests, pairs, self.solutions, state, tangent, products
         )
         error = tree(errors, dtype)
         if self.solutions is not None:

@@ -29,7 +29,6 @@ from .._linalg.left_out_krylov import (
 from .._linalg.small import matmul
 from .._linalg.tall import column_dots, inner
 from .control import ColumnControl
-from .frechet import product_tangents
 from .function import SpectralFunction, divided_differences
 
 
@@ -70,13 +69,12 @@ def slope_errors(
     solutions: Inexact[Array, "p q"] | None,
     state: Any,
     tangent: Any,
-    count: Int[Array, ""] | None,
+    products: Inexact[Array, "n p"] | None,
 ) -> tuple[list[Float[Array, ""]], list[Float[Array, ""]], Float[Array, " q"] | None]:
     """Standard errors and degrees of freedom of every leaf's derivative, and the errors of
-    those of quadratic forms."""
+    those of quadratic forms, from products of dA with the basis."""
     T, omega, _ = tests.projected
     n, width, first = len(pairs.basis), omega.shape[1], tests.left_out.own.shape[1]
-    products = product_tangents(state.operator, tangent.operator, pairs.basis, count)
     D = jnp.zeros_like(T) if products is None else inner(pairs.basis, products)
     D = (D + D.conj().T) / 2
     fewer, shallow = tests.steps - 1, tests.shallow - 1
