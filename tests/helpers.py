@@ -13,16 +13,10 @@ import lineax as lx
 import numpy as np
 import scipy.sparse
 from jax.experimental import sparse
-from problems import (  # noqa: F401
-    NSD,
+from problems import (
     PSD,
-    as_operator,
-    complex_dtype,
     float_dtype,
-    haar,
     is_x64,
-    matrix,
-    spectrum,
 )
 
 import traceax as tx

@@ -14,8 +14,8 @@ import lineax as lx
 import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
-from helpers import PSD, complex_dtype, float_dtype, is_x64
 from jax.flatten_util import ravel_pytree
+from problems import PSD, complex_dtype, float_dtype, is_x64
 
 import traceax as tx
 from traceax._operators.check import ComplexLinearOperator, ShiftedLinearOperator

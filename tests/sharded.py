@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from helpers import PSD
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from problems import PSD
 
 import traceax as tx
 

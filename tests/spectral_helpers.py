@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import as_array, float_dtype, hermitian  # noqa: F401
+from problems import float_dtype
 
 import traceax as tx
 

@@ -6,7 +6,12 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import as_operator, assert_close, haar, matrix, rounding, z_score
+from helpers import (
+    assert_close,
+    rounding,
+    z_score,
+)
+from problems import as_operator, haar, matrix
 
 import traceax as tx
 from traceax._linalg import adaptive

@@ -7,7 +7,12 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import OPERATORS, PSD, assert_close, is_x64, matrix, parameters
+from helpers import (
+    OPERATORS,
+    assert_close,
+    parameters,
+)
+from problems import PSD, is_x64, matrix
 
 import traceax as tx
 from traceax._operators.block import columns_at_once

@@ -12,10 +12,9 @@ from helpers import (
     assert_close,
     banded,
     coverage,
-    float_dtype,
     is_rounding,
-    is_x64,
 )
+from problems import float_dtype, is_x64
 
 import traceax as tx
 

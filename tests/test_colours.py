@@ -12,13 +12,12 @@ from helpers import (
     as_bcoo,
     assert_close,
     banded,
-    complex_dtype,
     coverage,
-    float_dtype,
     many,
     z_score,
 )
 from jax.experimental import sparse
+from problems import complex_dtype, float_dtype
 
 import traceax as tx
 

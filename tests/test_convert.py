@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 import scipy.sparse.linalg
-from helpers import PSD, complex_dtype, float_dtype
 from operator_catalogue import MatVec, near
+from problems import PSD, complex_dtype, float_dtype
 
 import traceax as tx
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
-from helpers import float_dtype
 from jax.flatten_util import ravel_pytree
 from operator_catalogue import near
+from problems import float_dtype
 
 import traceax as tx
 

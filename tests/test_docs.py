@@ -10,7 +10,7 @@ import tomllib
 
 import jax
 import pytest
-from helpers import is_x64
+from problems import is_x64
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -9,17 +9,12 @@ import pytest
 from helpers import (
     ESTIMATORS,
     FAMILIES,
-    PSD,
-    as_operator,
     assert_close,
-    float_dtype,
-    haar,
-    is_x64,
     many,
-    matrix,
     rounding,
     z_score,
 )
+from problems import PSD, as_operator, float_dtype, haar, is_x64, matrix
 
 import traceax as tx
 

@@ -8,7 +8,11 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import ESTIMATORS, FAMILIES, as_operator, matrix
+from helpers import (
+    ESTIMATORS,
+    FAMILIES,
+)
+from problems import as_operator, matrix
 
 import traceax as tx
 

@@ -9,13 +9,10 @@ import pytest
 from helpers import (
     ESTIMATORS,
     FAMILIES,
-    PSD,
-    as_operator,
     assert_close,
-    float_dtype,
-    matrix,
 )
 from jax.experimental import checkify
+from problems import PSD, as_operator, float_dtype, matrix
 
 import traceax as tx
 

@@ -14,7 +14,10 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import PSD, assert_close, float_dtype
+from helpers import (
+    assert_close,
+)
+from problems import PSD, float_dtype
 
 import traceax as tx
 

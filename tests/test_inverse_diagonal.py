@@ -7,7 +7,13 @@ import lineax as lx
 import numpy as np
 import pytest
 import scipy.sparse
-from helpers import PSD, as_bcoo, assert_close, hidden, z_score
+from helpers import (
+    as_bcoo,
+    assert_close,
+    hidden,
+    z_score,
+)
+from problems import PSD
 
 import traceax as tx
 from traceax._operators.inverse import expand_inverse

@@ -6,12 +6,14 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import NSD, PSD, as_operator, assert_close, is_x64, matrix, z_score
+from helpers import (
+    assert_close,
+    z_score,
+)
 from operator_catalogue import CHECKS
+from problems import NSD, PSD, as_array, as_operator, hermitian, is_x64, matrix
 from spectral_helpers import (
-    as_array,
     eps,
-    hermitian,
     normal,
     relaxed,  # noqa: F401
 )

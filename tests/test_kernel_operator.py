@@ -12,8 +12,13 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import OPERATORS, assert_close, float_dtype, is_x64, parameters
+from helpers import (
+    OPERATORS,
+    assert_close,
+    parameters,
+)
 from kernels import Matern
+from problems import float_dtype, is_x64
 
 import traceax as tx
 from traceax._operators.block import apply_block

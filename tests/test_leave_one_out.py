@@ -6,7 +6,12 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import as_operator, assert_close, draw, matrix, rounding
+from helpers import (
+    assert_close,
+    draw,
+    rounding,
+)
+from problems import as_operator, matrix
 
 import traceax as tx
 from traceax._accuracy.error_bar import leave_one_out_bar

@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 from helpers import (
     ESTIMATORS,
-    as_operator,
     assert_close,
-    complex_dtype,
-    float_dtype,
-    haar,
-    matrix,
 )
+from problems import as_operator, complex_dtype, float_dtype, haar, matrix
 
 from traceax._linalg.small import inverse_root
 from traceax._linalg.tall import (

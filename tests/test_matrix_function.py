@@ -8,13 +8,15 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import NSD, PSD, as_operator, assert_close, is_x64, matrix, z_score
+from helpers import (
+    assert_close,
+    z_score,
+)
 from jax.test_util import check_grads
+from problems import NSD, PSD, as_array, as_operator, hermitian, is_x64, matrix
 from spectral_helpers import (
-    as_array,
     eps,
     function_of,
-    hermitian,
     normal,
     relaxed,  # noqa: F401
     wide,

@@ -7,8 +7,8 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import NSD, PSD
 from operator_catalogue import known_of, near
+from problems import NSD, PSD
 
 import traceax as tx
 from traceax import MeanLinearOperator

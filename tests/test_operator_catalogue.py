@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import complex_dtype
 from jax.flatten_util import ravel_pytree
 from operator_catalogue import (
     CATALOGUE,
@@ -23,6 +22,7 @@ from operator_catalogue import (
     known_of,
     near,
 )
+from problems import complex_dtype
 
 from traceax._operators.check import as_complex
 from traceax._operators.entries import columns_of, diagonal_of, has_known_entries

@@ -13,17 +13,14 @@ from helpers import (
     ESTIMATORS,
     FAMILIES,
     OPERATORS,
-    PSD,
-    as_operator,
     assert_close,
-    float_dtype,
     is_rounding,
     many,
-    matrix,
     parameters,
     z_score,
 )
 from jax.flatten_util import ravel_pytree
+from problems import PSD, as_operator, float_dtype, matrix
 
 import traceax as tx
 from traceax._operators.block import apply_block

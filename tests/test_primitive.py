@@ -10,12 +10,10 @@ import pytest
 from helpers import (
     ESTIMATORS,
     FAMILIES,
-    PSD,
-    as_operator,
     assert_close,
-    matrix,
     printed_by,
 )
+from problems import PSD, as_operator, matrix
 
 import traceax as tx
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import scipy.stats
-from helpers import assert_close, is_x64
+from helpers import (
+    assert_close,
+)
 from problems import (
     BREAKING,
     DEFINITE,
@@ -11,6 +13,7 @@ from problems import (
     SEMIDEFINITE,
     SPECTRA,
     Problem,
+    is_x64,
     observations,
     process,
     tagged,

@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
-from helpers import ESTIMATORS, NSD, PSD, is_x64
+from helpers import (
+    ESTIMATORS,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from problems import NSD, PSD, is_x64
 
 import traceax as tx
 

@@ -8,15 +8,13 @@ import lineax as lx
 import numpy as np
 import pytest
 from helpers import (
-    as_operator,
     assert_close,
-    haar,
     is_rounding,
-    matrix,
     rounding,
     z_score,
 )
 from helpers import many as from_scratch
+from problems import as_operator, haar, matrix
 from test_resume import assert_one_run, saved_and_loaded
 
 import traceax as tx

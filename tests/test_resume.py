@@ -10,13 +10,11 @@ import lineax as lx
 import numpy as np
 import pytest
 from helpers import (
-    PSD,
-    as_operator,
     assert_close,
     counting,
     is_rounding,
-    matrix,
 )
+from problems import PSD, as_operator, matrix
 
 import traceax as tx
 

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from helpers import (
     assert_close,
-    complex_dtype,
     draw,
-    float_dtype,
     many,
-    matrix,
     z_score,
 )
+from problems import complex_dtype, float_dtype, matrix
 
 import traceax as tx
 

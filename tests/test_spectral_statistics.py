@@ -9,19 +9,15 @@ import lineax as lx
 import numpy as np
 import pytest
 from helpers import (
-    as_operator,
     assert_close,
-    float_dtype,
     hidden,
-    matrix,
     rounding,
     z_score,
 )
+from problems import as_array, as_operator, float_dtype, hermitian, matrix
 from spectral_helpers import (
     SPECTRAL,
-    as_array,
     eps,
-    hermitian,
     relaxed,  # noqa: F401
 )
 

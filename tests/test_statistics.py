@@ -9,16 +9,11 @@ import pytest
 from helpers import (
     ESTIMATORS,
     FAMILIES,
-    PSD,
-    as_operator,
-    float_dtype,
-    is_x64,
     many,
-    matrix,
     rounding,
-    spectrum,
     z_score,
 )
+from problems import PSD, as_operator, float_dtype, is_x64, matrix, spectrum
 
 import traceax as tx
 

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from helpers import (
     OPERATORS,
-    PSD,
-    as_operator,
     assert_close,
     counting,
     exact_trace,
-    float_dtype,
-    matrix,
     parameters,
     z_score,
 )
+from problems import PSD, as_operator, float_dtype, matrix
 
 import traceax as tx
 

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import NSD, PSD, as_operator, assert_close, exact_trace, matrix, parameters
+from helpers import (
+    assert_close,
+    exact_trace,
+    parameters,
+)
+from problems import NSD, PSD, as_operator, matrix
 
 import traceax as tx
 

@@ -10,10 +10,10 @@ import pytest
 from helpers import (
     ESTIMATORS,
     OPERATORS,
-    PSD,
     assert_close,
     parameters,
 )
+from problems import PSD
 
 import traceax as tx
 from traceax._operators.block import apply_block
