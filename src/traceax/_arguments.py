@@ -117,11 +117,11 @@ def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
     """
     if k is not None:
         return check_budget(k, where)
-    what = "k must be a Python int unless rtol or atol is given, or the estimate has a "
-    what += (
+    what = (
+        "k must be a Python int unless rtol or atol is given, or the estimate has a "
         "bracket (traceax.KrylovAwareEstimator, of an operator that is tagged positive "
+        "semidefinite, or lower=, and a monotone function)"
     )
-    what += "semidefinite, or lower=, and a monotone function)"
     hint = "pass the number of matrix-vector products that may be used"
     require(tolerance is not None, where, what, k, hint, TypeError)
     return max(1, 2 * n) if n <= _MOST_OF_CAP else most_products(n)

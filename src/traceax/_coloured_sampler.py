@@ -113,8 +113,8 @@ class ColouredSampler(Sampler):
         what = "colours of a pattern are exact of operators of that pattern"
         hint = (
             "pass traceax.ColouredSampler(colours, exact=False), or exact=True if they "
+            "separate what that couples"
         )
-        hint += "separate what that couples"
         got = "an inverse or a function of an operator"
         wrong = self._of_pattern and parts_of(operator, Dense)
         require(not wrong, where, what, got, hint)

@@ -71,9 +71,10 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     if is_bcoo or eqx.is_array(x) or any(is_a(x, "scipy.sparse", y) for y in kinds):
         what, got = "x must be a 2-dimensional array", f"one of shape {x.shape}"
         hint = (
-            "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a"
+            "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a "
+            "diagonal"
         )
-        require(x.ndim == 2, _WHERE, what, got, f"{hint} diagonal")
+        require(x.ndim == 2, _WHERE, what, got, hint)
         if eqx.is_array(x):
             return lx.MatrixLinearOperator(_inexact(x))
         x = x if is_bcoo else x.tocoo()
