@@ -124,8 +124,8 @@ def test_many_keys_at_once_finish():
     # vmap have been seen to block each other in XLA's CPU scheduler.
     code = f"""
 import sys; sys.path.insert(0, {__file__.rpartition("/")[0]!r})
-import jax, jax.random as jr, helpers, traceax as tx
-operator = helpers.as_operator(helpers.matrix("flat", 100), psd=True)
+import jax, jax.random as jr, helpers, problems, traceax as tx
+operator = problems.as_operator(problems.matrix("flat", 100), psd=True)
 for name in ("xtrace", "xnystrace"):
     run = jax.jit(jax.vmap(
         lambda key: tx.trace(key, operator, 30, helpers.ESTIMATORS[name]).value
