@@ -50,14 +50,13 @@ def require(
 
 def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:
     """Refuses what isn't a real number, which may be traced."""
-    message = f"{where}: {name} must be a real scalar, got {kind_of(x)}; {hint}"
     numbers = int | float | complex | np.number | np.ndarray | jax.Array
-    if isinstance(x, bool) or not isinstance(x, numbers):
-        raise TypeError(message)
-    kind = jnp.result_type(x)
-    real = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-    if np.ndim(x) != 0 or not real:
-        raise ValueError(message)
+    number = isinstance(x, numbers) and not isinstance(x, bool)
+    kinds = jnp.floating, jnp.integer
+    real = number and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in kinds)
+    error = ValueError if number else TypeError
+    right = real and np.ndim(x) == 0
+    require(right, where, f"{name} must be a real scalar", x, hint, error)
 
 
 def known_number(x: Any) -> float | None:
@@ -102,13 +101,13 @@ def check_budget(k: Any, where: str) -> int:
             f"{where}: k must be a Python int known at trace time, got a traced value; "
             "pass it as a static argument."
         )
-    hint = "pass the number of matrix-vector products that may be used, int(k) say"
-    what = "k must be a Python int"
-    got = f"the boolean {k}" if isinstance(k, bool | np.bool_) else kind_of(k)
     integer = isinstance(k, int | np.integer) and not isinstance(k, bool)
-    require(integer, where, what, got, hint, TypeError)
-    require(k >= 1, where, "k must be at least 1", f"{k}", hint)
-    return int(k)
+    if integer and k >= 1:
+        return int(k)
+    hint = "pass the number of matrix-vector products that may be used, int(k) say"
+    got = f"the boolean {k}" if isinstance(k, bool | np.bool_) else k
+    require(integer, where, "k must be a Python int", got, hint, TypeError)
+    raise ValueError(f"{where}: k must be at least 1, got {k}; {hint}.")
 
 
 def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
@@ -130,6 +129,18 @@ def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
 def most_products(n: int) -> int:
     """1,000 products, and fewer where blocks of 2^27 entries are full before."""
     return min(_MOST_OF_CAP, max(_FEWEST_OF_CAP, _ENTRIES_OF_CAP // max(n, 1)))
+
+
+def check_level(level: Any, where: str) -> float:
+    """The level of an interval, a Python number."""
+    number = isinstance(level, float | int | np.number) and level is not True
+    if number and 0 < level < 1:
+        return float(level)
+    hint = "write 0.95 for an interval of 95 %"
+    require(number, where, "level must be a Python number", level, hint, TypeError)
+    raise ValueError(
+        f"{where}: level must lie strictly between 0 and 1, got {level}; {hint}."
+    )
 
 
 def without_numpy(given: Any) -> Any:

@@ -94,15 +94,6 @@ class Estimator(Algorithm):
     def _finish(self, state: Any, computed: Any) -> tuple[Outcome, StandIn]:
         """The outcome and its stand-in, from what `compute` returned."""
 
-    def plain(self, state, k):
-        # Exact answers of few products: of the loss of a physics-informed network in ten
-        # dimensions the rule, which takes them again, made the training step 1.2 times
-        # as long.
-        size = space_of(state.operator).size
-        if not self._plain_exact or k < size:
-            return False
-        return size <= min(columns_at_once(size), unit_columns(state.operator))
-
     def run(self, state, k, stop):
         size = space_of(state.operator).size
         if k >= size:
@@ -204,8 +195,14 @@ def run_estimator(
     primal = state
     if operator is not state.operator:
         primal = eqx.tree_at(lambda x: x.operator, state, operator)
-    run: Any = _estimate_or_exact if then_exact else estimate
-    outcome: Outcome = run(estimator, primal, total, stop)
+    if then_exact:
+        outcome = _estimate_or_exact(estimator, primal, total, stop)
+    else:
+        # Of few products: of the loss of a physics-informed network in ten dimensions the
+        # rule, which takes them again, made the training step 1.2 times as long.
+        plain = estimator._plain_exact and total >= size
+        plain = plain and size <= min(columns_at_once(size), unit_columns(operator))
+        outcome = estimate(estimator, primal, total, stop, plain)
     kept = outcome.kept
     if kept is not None:
         kept = kept if isinstance(kept, Grown) else Grown(kept, budget=total)
@@ -216,7 +213,7 @@ def run_estimator(
 
 
 @eqx.filter_jit
-def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Stop) -> Outcome:
+def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Any) -> Outcome:
     """The estimate of a loop; the exact answer where it doesn't meet the tolerance."""
     size = space_of(state.operator).size
     outcome = estimate(estimator, state, k, stop)

@@ -13,7 +13,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from ._student_t import check_level, student_t_quantile
+from ._arguments import check_level
+from ._student_t import student_t_quantile
 
 # Whether the tangents of standard errors and of degrees of freedom are those of slopes, see
 # `traceax.jvp`.

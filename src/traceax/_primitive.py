@@ -116,10 +116,6 @@ class Algorithm(eqx.Module):
     def run(self, state: PyTree, k: int, stop: Any) -> tuple[Outcome, StandIn]:
         """The estimate from k products at most, and what stands in for its derivative."""
 
-    def plain(self, state: PyTree, k: int) -> bool:
-        """Whether JAX may differentiate `run` itself, without the rule. Optional."""
-        return False
-
 
 #
 # The primitive
@@ -149,19 +145,19 @@ def _implementation(algorithm, state, k, stop, blocks, slopes, x64):
 
 
 def _abstract(*arguments):
-    def to_struct(x):
+    leaves, treedef = jtu.tree_flatten(arguments)
+    for i, x in enumerate(leaves):
         if isinstance(x, jax.core.ShapedArray):
-            return jax.ShapeDtypeStruct(
+            leaves[i] = jax.ShapeDtypeStruct(
                 x.shape, x.dtype, weak_type=x.weak_type, sharding=x.sharding
             )
-        return x
 
     def to_aval(x):
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
         return x
 
-    out = eqx.filter_eval_shape(_implementation, *jtu.tree_map(to_struct, arguments))
+    out = eqx.filter_eval_shape(_implementation, *treedef.unflatten(leaves))
     return jtu.tree_map(to_aval, out)
 
 
@@ -212,8 +208,12 @@ eqxi.register_impl_finalisation(estimate_p)
 
 
 @jitted
-def estimate(algorithm: Algorithm, state: PyTree, k: int, stop: Any = None) -> Outcome:
+def estimate(
+    algorithm: Algorithm, state: PyTree, k: int, stop: Any = None, plain: bool = False
+) -> Outcome:
     """The outcome of an algorithm, differentiable with respect to the state's operator.
+
+    With `plain` JAX differentiates `run` itself, without the rule.
 
     Under a mesh of explicit axes the compiler finds layouts as under one of automatic
     axes, and what is returned is on every device.
@@ -225,7 +225,7 @@ def estimate(algorithm: Algorithm, state: PyTree, k: int, stop: Any = None) -> O
         arrays = of_state, *jax.lax.stop_gradient(others)
         state, algorithm, stop = eqx.combine(arrays, static)
         slopes = SLOPES.value
-        if not slopes and algorithm.plain(state, k):
+        if plain and not slopes:
             return _run(algorithm, state, k, stop)[0]
         x64 = jax.config.jax_enable_x64  # pyright: ignore
         return eqxi.filter_primitive_bind(

@@ -214,13 +214,13 @@ def schatten_norm(
     operator that is tagged positive semidefinite, and a known p of at most 1.
     """
     where = "traceax.schatten_norm"
-    hint = "write p=1.0 for the nuclear norm, p=2.0 for that of Frobenius."
+    hint = "write p=1.0 for the nuclear norm, p=2.0 for that of Frobenius"
     check_real_scalar(p, "p", where, hint)
     known = known_number(p)
     if atol is not None:
         raise TypeError(f"{where}: a norm takes no atol, got one; pass rtol.")
     if known is not None and not 0 < known < math.inf:
-        raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}")
+        raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}.")
     dtype = init_state(key, operator, where).space.real_dtype
     power = jnp.asarray(p, dtype)
     # A relative error of the norm is one p times as large of the sum.
@@ -283,7 +283,7 @@ class SpectralDensity(eqx.Module):
     def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
         """Eigenvalues per unit, every point spread to a normal density of `width`."""
         where = "traceax.SpectralDensity.density"
-        hint = "it is the standard deviation of what each point is spread to."
+        hint = "it is the standard deviation of what each point is spread to"
         check_real_scalar(width, "width", where, hint)
         known = known_number(width)
         if known is not None and not known > 0:
@@ -326,13 +326,13 @@ def _shifted(
         return operator, None, options  # refused later
     if isinstance(shift, int | float) and shift == 0:
         return operator, None, options
-    hint = "add anything else to the operator, such as a lineax.DiagonalLinearOperator."
+    hint = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"
     check_real_scalar(shift, "shift", where, hint)
     space = space_of(operator)
     scalar = jnp.asarray(shift).astype(jnp.finfo(space.dtype).dtype)
     total = ShiftedLinearOperator(operator, scalar)
     if options.trace is not None:
-        hint = "it is that of the operator without its shift."
+        hint = "it is that of the operator without its shift"
         check_real_scalar(options.trace, "trace", where, hint)
         trace = jnp.asarray(options.trace).astype(scalar.dtype)
         options = options._replace(trace=trace + space.size * scalar)

@@ -2,29 +2,14 @@
 
 import math
 from statistics import NormalDist
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ._arguments import kind_of, require
-
 # Below so many degrees of freedom quantiles are interpolated from those at 1 / node.
 _FEW = 3
 _NODES = (1.0, 1 / 2, 1 / 3, 1 / 4)
-
-
-def check_level(level: Any, where: str) -> float:
-    """The level of an interval, a Python number."""
-    hint = "write 0.95 for an interval of 95 %"
-    number = isinstance(level, float | int | np.number) and level is not True
-    require(
-        number, where, "level must be a Python number", kind_of(level), hint, TypeError
-    )
-    inside = "level must lie strictly between 0 and 1"
-    require(0 < level < 1, where, inside, f"{level}", hint)
-    return float(level)
 
 
 def student_t_quantile(level: float, freedom: Float[Array, "*s"]) -> Float[Array, "*s"]:

@@ -18,11 +18,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
-from .._arguments import require
+from .._arguments import check_level, kind_of, require
 from .._estimate import RESULTS
 from .._linalg.small import divisor
 from .._progress import ProgressMeter
-from .._student_t import check_level, student_t_quantile
+from .._student_t import student_t_quantile
 from .error_bar import ErrorBar
 
 Count = Int[Array, ""]
@@ -126,9 +126,11 @@ def make_stop(
     norm: str | None = None,
 ) -> Stop | None:
     """The condition, from arguments; `None` if neither tolerance is given."""
-    what = "progress_meter must be a traceax.ProgressMeter"
-    hint = "pass an instance, such as traceax.TextProgressMeter()"
-    require(isinstance(meter, ProgressMeter), where, what, meter, hint, TypeError)
+    if not isinstance(meter, ProgressMeter):
+        raise TypeError(
+            f"{where}: progress_meter must be a traceax.ProgressMeter, got "
+            f"{kind_of(meter)}; pass an instance, such as traceax.TextProgressMeter()."
+        )
     level = check_level(level, where)
     if rtol is None and atol is None:
         return None

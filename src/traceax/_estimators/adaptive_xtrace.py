@@ -12,7 +12,6 @@ from .._linalg.small import squares
 from .._operators.block import apply_block
 from .._samplers import RademacherSampler, Sampler, check_sampler
 from .._slope import with_bar
-from .._state import grown_of
 
 # With fewer products there are too few tests to choose by.
 _LEAST_PRODUCTS = 8
@@ -57,7 +56,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         check_sampler(self.sampler, type(self).__name__, independent=True)
 
     def compute(self, state, k):
-        if grown_of(state) is not None:
+        if state.grown is not None:
             raise TypeError(
                 "AdaptiveXTraceEstimator.estimate: an estimate can't go on from an earlier "
                 "one; begin anew with init and another key, or go on with "

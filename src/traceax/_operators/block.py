@@ -282,27 +282,27 @@ def derived(
     return lx.FunctionLinearOperator(mv, structure)
 
 
-def is_known(check: Callable[[lx.AbstractLinearOperator], bool], operator) -> bool:
-    """Whether a check of lineax's holds, which other operators need not register."""
-    try:
-        return bool(check(operator))
-    except NotImplementedError:
-        return False
+def is_known(operator: lx.AbstractLinearOperator, *checks: Callable) -> bool:
+    """Whether one of lineax's checks holds, which other operators need not register."""
+    for check in checks:
+        with contextlib.suppress(NotImplementedError):
+            if check(operator):
+                return True
+    return False
 
 
 def is_positive_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
-    return is_known(lx.is_positive_semidefinite, operator)
+    return is_known(operator, lx.is_positive_semidefinite)
 
 
 def is_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
-    checks = lx.is_positive_semidefinite, lx.is_negative_semidefinite
-    return any(is_known(check, operator) for check in checks)
+    return is_known(operator, lx.is_positive_semidefinite, lx.is_negative_semidefinite)
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     # lineax means the transpose by symmetry.
     real = not space_of(operator).is_complex
-    return is_semidefinite(operator) or (real and is_known(lx.is_symmetric, operator))
+    return is_semidefinite(operator) or (real and is_known(operator, lx.is_symmetric))
 
 
 def has_real_trace(operator: lx.AbstractLinearOperator) -> bool:
@@ -323,7 +323,7 @@ TAGS: dict[Any, tuple[object, ...]] = {
 
 
 def tags_of(operator: lx.AbstractLinearOperator) -> frozenset[object]:
-    return frozenset(own for x, (own, *_) in TAGS.items() if is_known(x, operator))
+    return frozenset(own for x, (own, *_) in TAGS.items() if is_known(operator, x))
 
 
 lx.linearise.register(ByProducts, lambda x: x)

@@ -24,6 +24,7 @@ from .block import (
 )
 
 
+@forward_mode()
 def checked_operator(
     operator: Any, where: str, arguments: str = "(key, operator)"
 ) -> lx.AbstractLinearOperator:
@@ -39,9 +40,8 @@ def checked_operator(
         what = "lineax.MatrixLinearOperator must hold a dense array"
         hint = "make an operator of it by traceax.as_operator(x) instead"
         require(eqx.is_array(x.matrix), where, what, x.matrix, hint, TypeError)
-    with forward_mode():
-        in_structure = operator.in_structure()
-        out_structure = out_structure_of(operator)
+    in_structure = operator.in_structure()
+    out_structure = out_structure_of(operator)
     in_leaves, in_treedef = jtu.tree_flatten(in_structure)
     out_leaves, out_treedef = jtu.tree_flatten(out_structure)
     pairs = zip(in_leaves, out_leaves, strict=False)
@@ -60,8 +60,7 @@ def checked_operator(
         got = f"one of dtype {leaf.dtype}"
         hint = "cast it, or leave it out of the operator's structure"
         require(inexact, where, what, got, hint, TypeError)
-    with forward_mode():
-        operator = as_complex(operator)
+    operator = as_complex(operator)
     in_leaves = jtu.tree_leaves(operator.in_structure())
     kinds = {jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in in_leaves}
     if len(kinds) == 2:
@@ -113,7 +112,7 @@ class ComplexLinearOperator(ByProducts):
 
     def _knows(self, check):
         # lineax takes a complex multiple for one by its real part.
-        return check not in _SEMIDEFINITE and is_known(check, self.operator)
+        return check not in _SEMIDEFINITE and is_known(self.operator, check)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return _complex(self.operator.in_structure())
@@ -143,7 +142,7 @@ class ShiftedLinearOperator(ByProducts):
 
     def _knows(self, check):
         lost = *_SEMIDEFINITE, lx.has_unit_diagonal
-        return check not in lost and is_known(check, self.operator)
+        return check not in lost and is_known(self.operator, check)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()

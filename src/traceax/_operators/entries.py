@@ -191,19 +191,19 @@ def known_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     """
     checks = lx.has_unit_diagonal, lx.is_diagonal, lx.is_tridiagonal
     triangular = lx.is_lower_triangular, lx.is_upper_triangular
-    known = any(is_known(check, operator) for check in (*checks, *triangular))
+    known = is_known(operator, *checks, *triangular)
     return readable_diagonal(operator) if known else None
 
 
 def readable_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     """The diagonal, also where the entries are stored; by the fewest products."""
     space = space_of(operator)
-    if is_known(lx.has_unit_diagonal, operator):
+    if is_known(operator, lx.has_unit_diagonal):
         return KnownDiagonal(0, lambda: jnp.ones(space.size, space.compute_dtype))
     ways = [_from_parts(operator)]
     # A tag holds of the expression that it is on, whatever is known of its parts.
     for products, check in ((1, lx.is_diagonal), (2, lx.is_tridiagonal)):
-        if is_known(check, operator):
+        if is_known(operator, check):
             read = ft.partial(_coloured_diagonal, operator, products)
             ways.append(KnownDiagonal(products, read))
     found = [way for way in ways if way is not None]
@@ -242,7 +242,7 @@ def _multiplies(*factors: lx.AbstractLinearOperator) -> bool:
     """Whether diag(A B) = diag(A) diag(B): one diagonal, or both triangular on one side."""
 
     def known(check) -> list[bool]:
-        return [is_known(check, x) for x in factors]
+        return [is_known(x, check) for x in factors]
 
     lower, upper = known(lx.is_lower_triangular), known(lx.is_upper_triangular)
     square = factors[0].in_structure() == factors[0].out_structure()

@@ -91,7 +91,7 @@ class InverseLinearOperator(Dense):
     def _knows(self, check):
         # An inverse need not share the others.
         inherited = check not in (lx.is_tridiagonal, lx.has_unit_diagonal)
-        return inherited and is_known(check, self.operator)
+        return inherited and is_known(self.operator, check)
 
     def _conj(self):
         return eqx.tree_at(lambda x: x.operator, self, lx.conj(self.operator))
@@ -148,7 +148,7 @@ class InverseRemainder(Dense):
         return self.inverse.in_structure()
 
     def _knows(self, check):
-        return check in _INHERITED and is_known(check, self.inverse)
+        return check in _INHERITED and is_known(self.inverse, check)
 
 
 class Expansion(NamedTuple):

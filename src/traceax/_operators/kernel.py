@@ -14,7 +14,15 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree, Shaped
 
 from .._arguments import check_optional_integer, require, without_numpy
 from .._linalg.small import matmul
-from .block import OnePass, is_data, made_here, on_cpu, space_of, structure_of
+from .block import (
+    OnePass,
+    is_data,
+    made_here,
+    on_cpu,
+    parts_of,
+    space_of,
+    structure_of,
+)
 from .check import ComplexLinearOperator, check_scalar, length_of, with_leading_axis
 
 _WHERE = "traceax.KernelLinearOperator"
@@ -154,6 +162,9 @@ def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
 
     def is_kernel(x):
         return isinstance(x, KernelLinearOperator)
+
+    if not parts_of(operator, KernelLinearOperator):
+        return operator
 
     def store(x):
         if not is_kernel(x) or space_of(x).size ** 2 > _MOST_STORED:

@@ -13,7 +13,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 
 from .._accuracy.error_bar import ErrorBar
-from .._arguments import StoredKey, check_real_scalar
+from .._arguments import StoredKey, check_key, check_real_scalar
 from .._drive import Estimator
 from .._estimate import RESULTS, finite_or_failed, joint_error
 from .._linalg.krylov import RitzPairs
@@ -27,9 +27,10 @@ from .._operators.block import (
     is_positive_semidefinite,
     space_of,
 )
+from .._operators.check import checked_operator
 from .._operators.inverse import errors_of_solves, solve_of_column
 from .._primitive import Outcome, make_outcome
-from .._state import State, init_state
+from .._state import State
 from .blocks import SpectralBlocks, Terms
 from .function import (
     SpectralFunction,
@@ -216,8 +217,8 @@ def init_spectral_state(
     trace: ArrayLike | None = None,
 ) -> SpectralState:
     """Checks key, operator and function, and puts them into a state."""
-    state = init_state(key, operator, where)
-    real = state.space.real_dtype
+    operator = checked_operator(operator, where)
+    key, real = check_key(key, where), space_of(operator).real_dtype
     if not isinstance(monotone, bool):
         raise TypeError(
             f"{where}: monotone must be True or False, got {monotone!r}; it says that fn "
@@ -226,9 +227,9 @@ def init_spectral_state(
     function = spectral_function(fn, real, where, monotone)
     lower = checked_lower(lower, real, where)
     if trace is not None:
-        check_real_scalar(trace, "trace", where, "it is that of the operator.")
+        check_real_scalar(trace, "trace", where, "it is that of the operator")
         trace = jnp.asarray(trace).astype(real)
-    return SpectralState(state.key, state.operator, function, lower, trace=trace)
+    return SpectralState(key, operator, function, lower, trace=trace)
 
 
 def spectral_outcome(

@@ -55,10 +55,9 @@ def estimate_function(
     state = init_spectral_state(
         where, key, operator, fn, lower, monotone, options.trace
     )
-    k = k if k is None else check_budget(k, where)
     stop, throw = options.stop(state.space.compute_dtype, where), options.throw
     if estimator is None:
-        exact = _sum_over_diagonal(state, k)
+        exact = _sum_over_diagonal(state, k, where)
         if exact is not None:
             return raise_failure(exact) if throw else exact
         estimator = KrylovAwareEstimator()
@@ -76,11 +75,15 @@ def estimate_function(
     return raise_failure(estimate) if throw else estimate
 
 
-def _sum_over_diagonal(state: SpectralState, k: int | None) -> Estimate | None:
+def _sum_over_diagonal(
+    state: SpectralState, k: int | None, where: str
+) -> Estimate | None:
     """The sum over a diagonal, where structure gives it for at most k products."""
     operator, space = state.operator, state.space
-    diagonal = known_diagonal(operator) if is_known(lx.is_diagonal, operator) else None
-    if diagonal is None or (k is not None and diagonal.num_matvecs > k):
+    diagonal = known_diagonal(operator) if is_known(operator, lx.is_diagonal) else None
+    if diagonal is None:
+        return None
+    if k is not None and diagonal.num_matvecs > check_budget(k, where):
         return None
     entries = diagonal.read().astype(space.compute_dtype)
     points = jnp.real(entries)

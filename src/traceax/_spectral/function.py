@@ -138,7 +138,7 @@ def checked_lower(
 ) -> Float[Array, ""] | None:
     if lower is None:
         return None
-    check_real_scalar(lower, "lower", where, "no eigenvalue may be below it.")
+    check_real_scalar(lower, "lower", where, "no eigenvalue may be below it")
     return jnp.asarray(lower).astype(dtype)
 
 

@@ -112,4 +112,4 @@ class MatrixFunctionLinearOperator(block.Dense):
         # A function keeps the structure, and has the sign that it is tagged with.
         own, *_ = block.TAGS[check]
         kept = check in (lx.is_symmetric, lx.is_diagonal)
-        return own in self.tags or (kept and is_known(check, self.operator))
+        return own in self.tags or (kept and is_known(self.operator, check))
