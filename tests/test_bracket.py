@@ -117,7 +117,7 @@ def test_vectors_that_are_never_left_out(kind, q, m, steps, complex):
     def weights(A, start, F):
         found = _small_matrices(A, start, as_array(lower), steps, steps)
         basis, T, omega, (theta, S), (nodes, U) = found
-        left_out = leave_probes_out(T, omega, n, steps, kept=q)
+        left_out = leave_probes_out(T, omega, n, steps, q=q)
         blocks = jnp.concatenate([S, U[: len(S)], basis.conj().T @ F], axis=1)
         ones = jnp.ones(F.shape[1], theta.dtype)
         nodes = jnp.maximum(nodes, lower)

@@ -13,6 +13,7 @@ from helpers import assert_close
 from problems import as_array, float_dtype
 
 import traceax as tx
+from traceax.testing import check_entries
 
 ROOT = pathlib.Path(__file__).parents[1]
 GRID, N = (12, 10), 100
@@ -121,3 +122,27 @@ def test_without_a_registration_nothing_is_read():
     for fn in (tx.diagonal_entries, lambda A: tx.columns(A, jnp.arange(2))):
         with pytest.raises(NotImplementedError, match="FunctionLinearOperator"):
             fn(operator)
+
+
+class Wrong(lx.MatrixLinearOperator):
+    """Whose entries are registered in a wrong way."""
+
+
+@pytest.mark.parametrize(
+    ("scale", "shape"), [(1.0, (-1,)), (1.2, (-1,)), (1.0, (-1, 1))]
+)
+def test_wrong_entries_are_refused(key, scale, shape):
+    operator = Wrong(as_array(np.diag(np.arange(1.0, 7.0)) + 0.1))
+
+    @tx.diagonal_entries.register
+    def _(operator: Wrong):
+        return scale * jnp.diagonal(operator.matrix).reshape(shape)
+
+    if scale == 1 and len(shape) == 1:
+        check_entries(operator)
+    elif len(shape) == 1:
+        with pytest.raises(AssertionError, match="checks: diagonal_entries"):
+            check_entries(operator)
+    else:
+        with pytest.raises(ValueError, match=r"diagonal_entries: that of Wrong"):
+            tx.choose_pivots(key, operator, 3, shift=0.1)

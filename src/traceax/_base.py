@@ -8,6 +8,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, Key, PyTree
 
 from ._accuracy.error_bar import exact_bar
+from ._arguments import require
 from ._drive import Estimator
 from ._operators.block import has_real_trace, space_of
 from ._operators.entries import entry_of, map_columns
@@ -106,6 +107,15 @@ class TraceEstimator(Estimator):
 
     def _finish(self, state, computed):
         value, error, stats, blocks = computed
+        if isinstance(blocks, tuple):
+            V, Z = map(jnp.shape, blocks)
+            n, where = space_of(state.operator).size, f"{type(self).__name__}.compute"
+            what = f"compute must return blocks V and Z of one shape ({n}, p)"
+            hint = "see traceax.TraceEstimator.compute"
+            right = V == Z and len(V) == 2 and V[0] == n
+            require(right, where, what, f"{V} and {Z}", hint)
+            what = '"num_matvecs" must be among stats'
+            require("num_matvecs" in stats, where, what, f"{[*stats]}", hint)
         tolerance = solver_tolerance(state.operator)
         if tolerance is not None and not isinstance(blocks, Identity):
             # Exact answers measure what solvers leave.

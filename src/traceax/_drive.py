@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import ArrayLike, PyTree
 
-from ._accuracy.error_bar import ErrorBar
+from ._accuracy.error_bar import ErrorBar, joint_bar
 from ._accuracy.tolerance import (
+    EXACT_SIZE,
     LEAST_PRODUCTS,
     Depth,
     Stop,
@@ -28,10 +29,6 @@ from ._primitive import Algorithm, Outcome, StandIn, estimate
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._state import Grown, check_state, grown_of, with_grown
 
-# Without a budget operators of up to this size have exact answers: a few steps of probes
-# would take as many products.
-_FEW = 32
-
 
 class Estimator(Algorithm):
     """Abstract base class of estimators of traces and of spectral functions."""
@@ -44,7 +41,8 @@ class Estimator(Algorithm):
         """The algorithm. Called with `1 <= k < n`."""
 
     def compute_until(self, state: Any, k: int, stop: Any) -> Any:
-        """As `compute`, with the products that a tolerance takes. Optional."""
+        """As `compute`, until a `Stop` or `Depth`; of a `Stop` with `"products_needed"` in
+        `stats`. Optional."""
         raise TypeError(
             f"{type(self).__name__}.estimate: this estimator takes no tolerance; use "
             "traceax.XTraceEstimator(), traceax.KrylovAwareEstimator() for spectral "
@@ -74,17 +72,10 @@ class Estimator(Algorithm):
         return state
 
     def bar_of(self, outcome: Outcome) -> ErrorBar:
-        """The error bar that a tolerance is for; one of several leaves holds their moduli.
-
-        Optional.
-        """
+        """The error bar that a tolerance is for. Optional."""
         freedom = outcome.stats["degrees_of_freedom"]
         parts = outcome.value, outcome.standard_error, freedom
-        values, errors, freedoms = map(jtu.tree_leaves, parts)
-        if len(values) == 1:
-            return ErrorBar(values[0], errors[0], freedoms[0].astype(errors[0].dtype))
-        sizes = [jnp.abs(x) for x in values]
-        return ErrorBar(*map(jnp.stack, (sizes, errors, freedoms)))
+        return joint_bar(*map(jtu.tree_leaves, parts))
 
     @abc.abstractmethod
     def _exact(self, state: Any) -> Any:
@@ -131,8 +122,8 @@ class Estimator(Algorithm):
             estimate is that of one run with the sum of the budgets, up to rounding.
             Budgets below 4 keep nothing.
         - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
-            is exact and takes n products; of a spectral function an eigendecomposition,
-            too.
+            is exact and takes n products, if no tolerance was met before; of a spectral
+            function an eigendecomposition, too.
         - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for [`traceax.trace`][],
             of estimators that take a tolerance. The state keeps what was taken.
 
@@ -156,12 +147,13 @@ def limits(
     meter: ProgressMeter,
     where: str,
 ) -> tuple[int, Stop | Depth | None]:
-    """The most products, less than n without a tolerance; and when a loop may stop."""
+    """The budget, and when a loop may stop. Left out without a tolerance: `most_products`,
+    less than n, or n where that is few."""
     size = space_of(state.operator).size
     depth = estimator.depth(state, meter) if k is None and stop is None else None
     if depth is None:
         return budget_of(k, stop, size, where), stop
-    if size <= _FEW:
+    if size <= EXACT_SIZE:
         return size, None
     return min(size - 1, most_products(size)), depth
 
@@ -174,40 +166,35 @@ def run_estimator(
     *,
     throw: bool,
 ) -> Estimate:
-    """The estimate with k products more than the state's, from checked arguments."""
+    """The estimate with k products more than the state's, or the exact one, from checked
+    arguments."""
     state = estimator.trim(state)
     size, grown = space_of(state.operator).size, grown_of(state)
-    spent = 0 if grown is None else grown.budget
-    total = k + spent
-    if total >= size > k:
-        # An exact answer takes n products of its own.
-        total = max(size - 1, spent)
-    loop = k
+    spent, loop = 0 if grown is None else grown.budget, k
     if isinstance(stop, Stop):
+        # A loop that fails to meet the tolerance leaves n products for the exact answer,
         loop = products_of_loop(k, size, estimator.least_of_loop(state))
-    # A loop that fails to meet the tolerance leaves n products for the exact answer.
-    then_exact = 0 < loop < size <= k
-    if then_exact:
-        total = max(min(spent + loop, size - 1), spent)
-    if total < size:
+    exact = not 0 < loop < size
+    total = size if exact else min(spent + loop, size - 1)  # which takes n of its own.
+    if not exact:
         estimator.check_budget(k if stop is None else total, at_most=stop is not None)
     operator = as_data(state.operator)
     primal = state
     if operator is not state.operator:
         primal = eqx.tree_at(lambda x: x.operator, state, operator)
-    if then_exact:
+    if not exact and size <= k:
         outcome = _estimate_or_exact(estimator, primal, total, stop)
     else:
         # Of few products: of the loss of a physics-informed network in ten dimensions the
         # rule, which takes them again, made the training step 1.2 times as long.
-        plain = estimator._plain_exact and total >= size
+        plain = exact and estimator._plain_exact
         plain = plain and size <= min(columns_at_once(size), unit_columns(operator))
         outcome = estimate(estimator, primal, total, stop, plain)
     kept = outcome.kept
     if kept is not None:
         kept = kept if isinstance(kept, Grown) else Grown(kept, budget=total)
         state = with_grown(state, dataclasses.replace(kept, estimator=estimator))
-    by = "exact" if total >= size else type(estimator).__name__
+    by = "exact" if exact else type(estimator).__name__
     result = Estimate(*outcome[:4], state, by)
     return raise_failure(result) if throw else result
 

@@ -43,7 +43,8 @@ def choose_pivots(
     diagonal, until the mean of the residual diagonal is below 0.001 of the noise, or columns
     buy nothing, as those of the identity. The rest of `columns` is spread over the rows, for
     as many columns more: these are for later, when length scales and the noise have shrunk.
-    They take part wherever they leave enough beside the noise: `stats["num_columns"]`.
+    They take part wherever they leave enough beside the noise: `stats["num_columns"]`. A
+    diagonal part of the operator belongs into `shift`: columns hold none of it but their own.
 
     **Arguments:**
 
@@ -96,7 +97,7 @@ def make_preconditioner(
     if preconditioner is None:
         return scale_only(noise, dtype)
     if isinstance(preconditioner, Preconditioner):
-        return _check_own(preconditioner, n, dtype, where)
+        return check_own(preconditioner, n, dtype, where)
     operator = _with_entries(operator, where)
     preconditioner = without_numpy(preconditioner)
     if isinstance(preconditioner, int):
@@ -168,7 +169,8 @@ def _with_entries(operator: lx.AbstractLinearOperator, where: str):
     data = as_data(operator)
     what = "operator must have entries that can be read, to take columns of it"
     hint = (
-        "take a traceax.KernelLinearOperator or a matrix, or leave preconditioner= out"
+        "take a traceax.KernelLinearOperator or a matrix, register the class in both of "
+        "traceax.columns and traceax.diagonal_entries, or leave preconditioner= out"
     )
     require(has_known_entries(data), where, what, operator, hint, TypeError)
     return data
@@ -183,7 +185,8 @@ def _check_number(given: Any, n: int, name: str, where: str) -> int:
     return given
 
 
-def _check_own(given: Preconditioner, n: int, dtype: Any, where: str) -> Preconditioner:
+def check_own(given: Preconditioner, n: int, dtype: Any, where: str) -> Preconditioner:
+    """Refuses a preconditioner that isn't of that size and dtype."""
     block = jax.ShapeDtypeStruct((n, 2), dtype)
     hint = f"the operator acts on n = {n} unknowns of {dtype}"
     for name in ("apply", "apply_adjoint"):
@@ -191,8 +194,7 @@ def _check_own(given: Preconditioner, n: int, dtype: Any, where: str) -> Precond
         try:
             out = eqx.filter_eval_shape(getattr(given, name), block)
         except (TypeError, ValueError) as error:
-            error.add_note(f"{where}: {what}; {hint}.")
-            raise
+            raise type(error)(f"{where}: {what}, got an error; {hint}.") from error
         same = eqx.tree_equal(out, block) is True
         require(same, where, what, f"{out} of {block}", hint)
     for name in ("logdet", "lower"):
@@ -203,7 +205,10 @@ def _check_own(given: Preconditioner, n: int, dtype: Any, where: str) -> Precond
 
 
 def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
-    hint = "pass an int, or what traceax.choose_pivots returned for this operator"
+    hint = (
+        "pass an int, what traceax.choose_pivots returned for this operator, or an instance "
+        "of a traceax.Preconditioner"
+    )
     what = (
         "preconditioner must be an int, an array of indices or a traceax.Preconditioner"
     )

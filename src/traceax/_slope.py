@@ -57,7 +57,7 @@ def jvp(
     **Arguments:**
 
     - `fn`: from the primals to a [`traceax.Estimate`][], as one of the library's functions
-        returns it.
+        returns it: what else is done to its value isn't done to its error bar.
     - `primals`, `tangents`: tuples of PyTrees of equal structures, shapes and dtypes.
 
     **Returns:** a tuple of two [`traceax.Estimate`][]s. The slope's value can be
@@ -73,6 +73,9 @@ def jvp(
         require(isinstance(given, tuple | list), where, what, given, hint, TypeError)
     primals, tangents = tuple(primals), tuple(tangents)
     _check_tangents(primals, tangents, where)
+    tangents = jtu.tree_map(
+        lambda x, t: jnp.asarray(t).astype(jnp.result_type(x)), primals, tangents
+    )
 
     def checked(*arguments):
         estimate = fn(*arguments)
@@ -80,7 +83,7 @@ def jvp(
             "fn must return a traceax.Estimate",
             isinstance(estimate, Estimate),
         )
-        hint = "return the estimate itself rather than its value"
+        hint = "return the estimate itself, such as `.logdet` of several, not its value"
         require(right, where, what, estimate, hint, TypeError)
         return estimate
 

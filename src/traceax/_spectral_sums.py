@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._accuracy.tolerance import check_tolerance
-from ._arguments import check_real_scalar, known_number
+from ._arguments import check_real_scalar, known_number, require
 from ._estimate import Estimate, finite_or_failed, raise_failure
 from ._likelihood import Given, preconditioned_logdet
 from ._operators.block import is_positive_semidefinite, space_of
@@ -139,8 +139,9 @@ def logdet(
     - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite.
     - `shift`: a real scalar, may be traced and differentiated; or a positive number for
         each of the n unknowns, of a positive semidefinite A.
-    - `preconditioner`: of a positive semidefinite A and a positive shift, as for
-        [`traceax.inv_quad_logdet`][], which estimates both terms of a likelihood at once.
+    - `preconditioner`: of a positive semidefinite A and a positive shift, or one of your own
+        of a positive definite `A + shift I`, as for [`traceax.inv_quad_logdet`][], which
+        estimates both terms of a likelihood at once.
     - `trace`: that of A, without the shift. Columns make no use of it.
 
     **Returns:** a [`traceax.Estimate`][], with a bracket for operators that are tagged
@@ -219,8 +220,8 @@ def schatten_norm(
     known = known_number(p)
     if atol is not None:
         raise TypeError(f"{where}: a norm takes no atol, got one; pass rtol.")
-    if known is not None and not 0 < known < math.inf:
-        raise ValueError(f"{where}: p must be positive and finite, got {p}; {hint}.")
+    right = known is None or 0 < known < math.inf
+    require(right, where, "p must be positive and finite", f"{p}", hint)
     dtype = init_state(key, operator, where).space.real_dtype
     power = jnp.asarray(p, dtype)
     # A relative error of the norm is one p times as large of the sum.
@@ -286,8 +287,8 @@ class SpectralDensity(eqx.Module):
         hint = "it is the standard deviation of what each point is spread to"
         check_real_scalar(width, "width", where, hint)
         known = known_number(width)
-        if known is not None and not known > 0:
-            raise ValueError(f"{where}: width must be positive, got {width}; {hint}")
+        right = known is None or known > 0
+        require(right, where, "width must be positive", f"{width}", hint)
 
         def at_point(point):
             z = (point.astype(self.points.dtype) - self.points) / width

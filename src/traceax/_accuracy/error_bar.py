@@ -117,6 +117,18 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     return ErrorBar(jnp.sum(means), unit * jnp.sqrt(variance), freedom)
 
 
+def joint_bar(
+    means: list[Inexact[Array, ""]],
+    errors: list[Float[Array, ""]],
+    freedoms: list[Float[Array, ""]],
+) -> ErrorBar:
+    """The error bar that a tolerance of several values is for: of their moduli, as some may
+    be complex; of a single one its own."""
+    if len(means) > 1:
+        return ErrorBar(*map(jnp.stack, (list(map(jnp.abs, means)), errors, freedoms)))
+    return ErrorBar(means[0], errors[0], freedoms[0].astype(errors[0].dtype))
+
+
 def gram_of(probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]) -> Array:
     """The Gram matrix `w_i^* A w_j` of the first `GRAM_PROBES` probes."""
     return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])

@@ -37,8 +37,9 @@ LEAST_PRODUCTS = 8
 _CHECK_DIVISOR = 3
 # Of the error of probes, what a Krylov space may leave: measured on whole fits of likelihoods.
 _SHARE_LEFT = 0.1
-# Size of an operator up to which the answer is exact at once where the budget allows it; chosen.
-_EXACT_SIZE = 32
+# Size of an operator up to which the answer is exact at once where the budget allows it, or is
+# left out: a few steps of probes would take as many products.
+EXACT_SIZE = 32
 # Powers of the number of units by which a forecast lets error bars fall: that of Monte Carlo
 # at least, and at most one that is chosen.
 _LEAST_POWER, _LARGEST_POWER = 0.5, 8.0
@@ -283,7 +284,7 @@ def products_of_loop(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
     if k < size:
         return k
     left = min(k - size, size - 1)
-    return left if size > _EXACT_SIZE and left >= least else 0
+    return left if size > EXACT_SIZE and left >= least else 0
 
 
 def step_width(limit: int, minimum: int) -> int:

@@ -83,11 +83,11 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         lengths, WX = tall.column_dots(W, W), tall.inner(W, X)
         gram = _form(lengths, WX, WX.conj().T, tall.inner(X, X))
         bar = _bar(form, gram, n, plan, jnp.mean(energies))
-        weights = adaptive.sample_weights(plan)
+        weights = adaptive.weights_of(plan)
         # The plan being fixed, the value is linear in the form. Its coefficients K, with
         # `value = sum_ab K_ab v_a^* A v_b`, have `E[V K^T V^*] = I`.
         _, transpose, _ = jax.vjp(
-            lambda form: adaptive.test_samples(form, gram, n, plan), form, has_aux=True
+            lambda form: adaptive.samples_of(form, gram, n, plan), form, has_aux=True
         )
         (K,) = transpose(weights.astype(form.dtype))
         stats = {
@@ -115,8 +115,8 @@ def _slope_bar(gram, plan: adaptive.Plan, V, W) -> ErrorBar:
 
 def _bar(form, gram, n: int, plan: adaptive.Plan, half_variance) -> ErrorBar:
     """The error bar of a form by tests whose plan is made."""
-    h, weights = len(plan.uses_basis), adaptive.sample_weights(plan)
-    samples, shifts = adaptive.test_samples(form, gram, n, plan)
+    h, weights = len(plan.uses_basis), adaptive.weights_of(plan)
+    samples, shifts = adaptive.samples_of(form, gram, n, plan)
     sizes = jnp.abs(jnp.diagonal(form))
     return weighted_bar(
         samples,

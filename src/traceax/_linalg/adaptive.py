@@ -15,7 +15,7 @@ tell which: no shape depends on the choice.
 | `form`, `gram` | k x k | `V^* A V` and `V^* V`; of `W^* A W` and `W^* W` the diagonals only |
 | `B` | n x l | X with 0 for fresh probes: the basis, or 0 if it isn't taken |
 | `H` | l x l | `B^* A B` |
-| `S` | l x h1 | `B s_i` is the direction that the basis loses without product i; h1 = h + 1 |
+| `S` | l x h1 | `B s_i` is the direction that the basis loses without product i; 0 for i = h - 1, h; h1 = h + 1 |
 | `P_i` | n x n | the projector of test i: on the basis without `B s_i`, or 0 |
 | `g_ij` | n | `(I - P_i) v_j` |
 
@@ -65,20 +65,23 @@ _LEAST_SHARE = 1e-3
 _SEPARATION, _PARALLEL, _LEAST_OUTSIDE = 100.0, 400.0, 1e3
 
 
-def dual_basis(R: Square) -> Square:
-    """Dual basis `R^-*`: its column i is orthogonal to all columns of R but the i-th."""
-    return inverse_conjugate_transpose(floor_diagonal(R, factor=_SEPARATION))
+def dual_basis(R: Square) -> Inexact[Array, "r h"]:
+    """Dual basis of the first r columns of R: column i is orthogonal to all but the i-th of
+    these; and 0."""
+    r = len(R) - 1
+    first = floor_diagonal(R, factor=_SEPARATION)[:r, :r]
+    return jnp.pad(inverse_conjugate_transpose(first), ((0, 0), (0, 1)))
 
 
 def choose_basis(
-    duals: Square, R: Square, C: Square, n: int, k: int
+    duals: Inexact[Array, "r h"], R: Square, C: Square, n: int, k: int
 ) -> tuple[Bool[Array, " h"], Float[Array, " h"]]:
     r"""Whether test i uses the basis, and the energy that its choice leaves, for each i.
 
     Both are by all tests but i. v is the mean energy `|(I - P) A w|^2` of tests, without
     that of a multiple of the identity: but for the diagonal of A half of the variance of a
-    test, if A is symmetric. Half of that of the value is predicted to be `v_0 / k` without
-    a basis, and with one of r vectors
+    test, if A is symmetric. Half of the variance of the value is predicted to be `v_0 / k`
+    without a basis, and with one of r vectors
 
         v_r / (k - r) + CORRELATION r (r - 1) / (k - r)^2 (v_{r-1} - v_r) .
 
@@ -101,7 +104,7 @@ def choose_basis(
 
 
 def residual_energies(
-    duals: Square, R: Square, C: Square, n: int
+    duals: Inexact[Array, "r h"], R: Square, C: Square, n: int
 ) -> Float[Array, " h"]:
     r"""The mean energy `v_r` that the basis leaves of all products but i, for each i.
 
@@ -109,16 +112,18 @@ def residual_energies(
 
         e_ij = |(I - P_ij) A w_j|^2 ,      u_ij = w_j^* (I - P_ij) A w_j .
 
-    In coordinates of Q, `d_j = R^-* e_j` is orthogonal to all products but j, of direction
-    `s_j`, and `d_ij = d_j - s_i s_i^* d_j` to all but j and, if i is in the basis, i. As
+    The first r coordinates of `R^-* e_j`, `d_j`, are orthogonal to all products of the basis
+    but j, of direction `s_j`, and `d_ij = d_j - s_i s_i^* d_j` to all but j and, if i is in the basis, i. As
     `(Q d_ij)^* A w_j = 1`, what is left is `(I - P_ij) A w_j = Q d_ij / |d_ij|^2`, and
 
         e_ij = 1 / |d_ij|^2 ,      u_ij = C_j^* d_ij / |d_ij|^2 .
 
     Vectors are subtracted: of two parallel products lengths would have no digits.
     """
-    h, r = len(R), len(R) - 1
-    s, duals = _lost_directions(duals), duals[:r]
+    r, h = duals.shape
+    s = normalise_columns(
+        duals
+    )  # what the basis loses without product i; 0 for the last
     d = duals.T[None] - inner(s, duals)[:, :, None] * s.T[:, None, :]  # index [i, j, :]
     e = 1 / divisor(jnp.sum(squares(d), axis=2))
     u = e.astype(R.dtype) * jnp.sum(d * C[:r].T.conj()[None], axis=2)
@@ -130,12 +135,6 @@ def residual_energies(
     e = jnp.where(spans_basis[None, :], e, e_last)
     u = jnp.where(spans_basis[None, :], u, u_last)
     return _mean_energies(e, u, n - r + spans_basis.astype(int))
-
-
-def _lost_directions(duals: Square) -> Inexact[Array, "r h"]:
-    """Unit vectors `s_i`: what the basis loses without product i; 0 for the last."""
-    r = len(duals) - 1
-    return jnp.pad(normalise_columns(duals[:r, :r]), ((0, 0), (0, 1)))
 
 
 def _mean_energies(
@@ -172,15 +171,17 @@ class Plan(NamedTuple):
     S: Inexact[Array, "l h1"]  # 0 outside of the basis
 
 
-def plan_tests(duals: Square, uses_basis: Bool[Array, " h"], width: int) -> Plan:
+def plan_tests(
+    duals: Inexact[Array, "r h"], uses_basis: Bool[Array, " h"], width: int
+) -> Plan:
     """The plan for a second block of `width` = l columns."""
-    r = len(duals) - 1
+    r = len(duals)
     in_basis = (jnp.arange(width) < r) & jnp.any(uses_basis)
-    S = jnp.pad(_lost_directions(duals), ((0, width - r), (0, 1)))
+    S = jnp.pad(normalise_columns(duals), ((0, width - r), (0, 1)))
     return Plan(uses_basis, in_basis, jnp.where(in_basis[:, None], S, 0))
 
 
-def sample_weights(plan: Plan) -> Float[Array, " k"]:
+def weights_of(plan: Plan) -> Float[Array, " k"]:
     """Weights of the samples `t_j` in the value, 0 for columns of the basis.
 
     The value is the mean over i < h of `(1 - f_i) t_i + f_i t`, with t the mean sample of
@@ -195,7 +196,7 @@ def sample_weights(plan: Plan) -> Float[Array, " k"]:
     return jnp.concatenate([(1 - share) / h, second])
 
 
-def test_samples(
+def samples_of(
     form: Whole, gram: Whole, n: int, plan: Plan
 ) -> tuple[Inexact[Array, " k"], Inexact[Array, " h1"]]:
     r"""Samples `t_j`, linear in `form`, and shifts `c_i`. Those of the basis mean nothing.
@@ -204,7 +205,7 @@ def test_samples(
     `g_j = v_j - B x_j`,
 
         g_ij = g_j + a_ij B s_i ,    a_ij = s_i^* x_j ,    |g_ij|^2 = |g_j|^2 + |a_ij|^2 ,
-        c_i = sum_j g_ij^* A g_ij / sum_j |g_ij|^2  over tests j that P_i knows nothing of.
+        c_i = sum_j g_ij^* A g_ij / sum_j |g_ij|^2  over tests j outside of P_i, see below.
     """
     uses_basis, in_basis, S = plan
     h, k = len(uses_basis), len(form)
@@ -225,8 +226,8 @@ def test_samples(
     rank = jnp.sum(in_basis).astype(gg.dtype) - jnp.sum(squares(S), axis=0)[:, None]
     rank = jnp.where(uses, rank, 0)
 
-    # The last product of the first block doesn't span the basis. The last fresh probe has no
-    # part in `P_i`, i < h; it is tested by `P_h`.
+    # The last product of the first block doesn't span the basis. Of fresh probes `P_i`,
+    # i < h, takes the last: whether those before it are fresh depends on `w_i`.
     is_outside = (j < h) & (j != i) & (~uses | (j == h - 1))
     is_outside = is_outside | ((j == k - 1) & (i < h))
     sum_gg = jnp.sum(jnp.where(is_outside, gg, 0), axis=1)

@@ -167,12 +167,12 @@ def ritz_pairs(
 
 def smallest_extension(
     T: Square,
-    coupling: Inexact[Array, "m m"],
+    R: Inexact[Array, "m m"],
     pairs: tuple[Float[Array, " k"], Square],
     lower: Float[Array, ""],
     steps: Steps,
 ) -> Inexact[Array, "km km"]:
-    r"""E: block Gauss-Radau, given the coupling R, and the Ritz pairs of T.
+    r"""E: block Gauss-Radau, given R, and the Ritz pairs of T.
 
         E = [ T   C^*                                        ]
             [ C   lower I + C (T - lower I)^-1 C^*           ],     C = [0 ... 0 R].
@@ -189,16 +189,16 @@ def smallest_extension(
     `lower` up to rounding.
     """
     values, vectors = pairs
-    k, m = T.shape[0], coupling.shape[0]
+    k, m = T.shape[0], R.shape[0]
     last = jax.lax.dynamic_slice_in_dim(vectors, m * (steps - 1), m, 0)
-    inside = matmul(coupling, last)
+    inside = matmul(R, last)
     distance = values - lower
     found = distance <= 10 * jnp.finfo(T.dtype).eps * largest_entry(values)
     inverse = jnp.where(found, 0, 1 / jnp.where(found, 1, distance)).astype(T.dtype)
     corner = matmul(inside * inverse[None, :], inside.conj().T)
     corner = corner + lower.astype(T.dtype) * jnp.eye(m, dtype=T.dtype)
     C = jnp.zeros((m, k), T.dtype)
-    C = jax.lax.dynamic_update_slice_in_dim(C, coupling, m * (steps - 1), 1)
+    C = jax.lax.dynamic_update_slice_in_dim(C, R, m * (steps - 1), 1)
     return jnp.block([[T, C.conj().T], [C, corner]])
 
 

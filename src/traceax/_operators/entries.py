@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
+from .._arguments import require
 from .block import (
     FEWEST,
     apply_block,
@@ -88,14 +89,17 @@ def columns(
 
     A class that registers here and in [`traceax.diagonal_entries`][] can be preconditioned,
     and so can sums and multiples of such. Kernels, matrices, dense, sparse and diagonal, are
-    registered.
+    registered. lineax asks an operator class for `is_symmetric`, and in sums for
+    `is_diagonal` and `is_tridiagonal`; of one that registers `is_positive_semidefinite` too
+    there are brackets, and k may be left out. [`traceax.testing.check_entries`][] compares
+    with products: a wrong diagonal is a wrong number.
 
     **Arguments:**
 
     - `operator`: of n unknowns.
-    - `indices`: integers, which may be traced and need not differ.
+    - `indices`: an integer array of shape `(r,)`, which may be traced and need not differ.
 
-    **Returns:** an array whose rows have the order of the flattened structure.
+    **Returns:** an array of shape `(n, r)`, in the order of the flattened structure.
     """
     raise NotImplementedError(f"traceax.columns: {type(operator)} is not registered.")
 
@@ -104,8 +108,9 @@ def columns(
 def diagonal_entries(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """The diagonal of the matrix of an operator that can read it, without a product.
 
-    Register a class as in [`traceax.columns`][]. On its own a diagonal serves estimates
-    where the trace is known.
+    Register a class as in [`traceax.columns`][]; of shape `(n,)`. On its own a diagonal lowers
+    the error of [`traceax.logdet`][] and [`traceax.trace_function`][]; [`traceax.trace`][] and
+    [`traceax.diagonal`][] don't read it.
     """
     raise NotImplementedError(
         f"traceax.diagonal_entries: {type(operator)} is not registered."
@@ -156,17 +161,24 @@ def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
 
 def columns_of(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
     """Columns of the matrix of an operator that `has_known_entries`."""
-    return _sum(operator, lambda x: columns(x, indices))
+    return _sum(operator, lambda x: columns(x, indices), columns, *indices.shape)
 
 
 def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """The diagonal of the matrix of an operator, all of whose terms are registered."""
-    return _sum(operator, diagonal_entries)
+    return _sum(operator, diagonal_entries, diagonal_entries)
 
 
-def _sum(operator: lx.AbstractLinearOperator, of_term: Callable) -> Array:
-    dtype = space_of(operator).compute_dtype
-    found = [x.times(of_term(x.operator)).astype(dtype) for x in terms(operator)]
+def _sum(
+    operator: lx.AbstractLinearOperator, of_term: Callable, name, *r: int
+) -> Array:
+    space, found = space_of(operator), []
+    for x in terms(operator):
+        entries, shape = of_term(x.operator), (space.size, *r)
+        what = f"that of {type(x.operator).__name__} must be of shape {shape}"
+        where, hint = f"traceax.{name.__name__}", "see help of it"
+        require(jnp.shape(entries) == shape, where, what, entries, hint)
+        found.append(x.times(entries).astype(space.compute_dtype))
     return ft.reduce(op.add, found)
 
 

@@ -50,7 +50,8 @@ class SpectralState(State):
     - `operator`: a symmetric or Hermitian operator.
     - `function`: of its eigenvalues.
     - `lower`: a number that no eigenvalue is below, or `None`.
-    - `right`: right-hand sides b, of which `b^* A^-1 b` is wanted as well; or `None`.
+    - `right`: right-hand sides b, of which `b^* A^-1 b` is wanted as well, where there is a
+        bracket; or `None`.
     - `preconditioner`: what makes the operator of another one; or `None`.
     - `trace`: that of the operator, where the caller knows it; or `None`.
     - `space`: the space that the operator maps to itself.
@@ -111,7 +112,9 @@ class SpectralOutcome(NamedTuple):
 class Forms(NamedTuple):
     """`b^* A^-1 b` of q right-hand sides.
 
-    - `values`, `standard_errors`: in the middle of a bracket, whose ends are `bracket`.
+    - `values`, `standard_errors`: between the lower end of a bracket and what the value takes
+        for the upper one.
+    - `bracket`: its ends.
     - `coordinates`: of `A^-1 b` in the Ritz vectors.
     """
 

@@ -9,7 +9,9 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .._linalg.krylov import Projected, ritz_pairs
-from .._linalg.left_out_krylov import LeftOut, SampleWeights, coupling_of, shortened
+from .._linalg.left_out_krylov import LeftOut, PerSample, coupling_of_fewer
+from .._linalg.small import matmul
+from .._linalg.tall import column_dots
 from .._operators.block import is_positive_semidefinite
 from .base import SpectralState
 from .function import SpectralFunction, remaining, weighted_sums
@@ -58,8 +60,8 @@ def of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> 
 
 
 def middles_of(
-    samples: list[SampleWeights], others: list[SampleWeights], positive: Bool[Array, ""]
-) -> tuple[list[SampleWeights], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]]:
+    samples: list[PerSample], others: list[PerSample], positive: Bool[Array, ""]
+) -> tuple[list[PerSample], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]]:
     """The means of both, and the ends of every leaf, the lower one first.
 
     With negative eigenvalues the function isn't operator monotone on the spectrum: the
@@ -85,6 +87,8 @@ def quadrature_errors(
 ) -> list[Float[Array, ""]]:
     """How far each leaf is from its limit in the number of steps, without a bracket.
 
+    Without right-hand sides.
+
     With spaces without a probe of one step less, and f(A) taken in the space of one
     step less, one step more of the latter changes the sum by b. The step before it
     changed it by a, measured likewise. No less than b is taken for what is left, and no
@@ -99,13 +103,13 @@ def quadrature_errors(
     changes = []
     for fewer in range(1, min(k // m, 3)):
         depth = steps - fewer
-        shorter = shortened(left_out, omega, n, depth)
+        C = coupling_of_fewer(left_out, omega, n, depth)
         theta, S = ritz_pairs(T, m * depth)
         # Rounding must not take a node out of the function's domain.
         earlier = jnp.clip(theta, jnp.min(values), jnp.max(values)), S
         sums = []
         for theta, S in (pairs, earlier):
-            weights = jnp.real(jnp.diagonal(coupling_of(shorter, S, m)))
+            weights = jnp.real(column_dots(S, matmul(C, S)))
             sums.append([weighted_sums(weights, f) for f in function(theta)])
         changes.append([jnp.abs(x - y) for x, y in zip(*sums, strict=True)])
         pairs = earlier

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Inexact
 
 from .._linalg.left_out_krylov import (
     LeftOut,
-    SampleWeights,
+    PerSample,
     sample_weights,
-    test_weights,
+    tested_weights,
 )
 from .._linalg.small import divisor, matmul, squares
 from .._linalg.tall import power_of_two_scale
@@ -36,10 +36,10 @@ class ColumnControl(NamedTuple):
     - `outside`: the dimensions outside of Pi that a space without two probes leaves.
     """
 
-    excess: SampleWeights
+    excess: PerSample
     outside: Float[Array, " m"]
 
-    def of(self, tested: SampleWeights) -> SampleWeights:
+    def of(self, tested: PerSample) -> PerSample:
         """What is to be added to samples whose estimated parts these are."""
         outside = self.outside.astype(tested.samples.dtype)
         first, second = tested.pairs_first / outside, tested.pairs_second / outside
@@ -53,7 +53,7 @@ def of_columns(
     left_out: LeftOut,
     S: Inexact[Array, "k p"],
     leaves: list[Inexact[Array, " p"]],
-) -> tuple[list[SampleWeights], Inexact[Array, "p p"], ColumnControl]:
+) -> tuple[list[PerSample], Inexact[Array, "p p"], ColumnControl]:
     r"""What is to be added to the samples of every leaf, by the range of columns; and to
     the coupling, so that derivatives are of what is estimated.
 
@@ -66,25 +66,25 @@ def of_columns(
     inside = inside.conj().T
     tested, excess = (
         jtu.tree_map(lambda x: jnp.sum(x, axis=1), of(left_out, inside))
-        for of in (test_weights, sample_weights)
+        for of in (tested_weights, sample_weights)
     )
     excess = jtu.tree_map(lambda x: x - trace_inside, excess)
     # `d - r_i` of the spaces without two probes.
     m = len(tested.samples)
     d = left_out.dimensions[m:]
     outside = jnp.maximum(d - (tested.pairs_first - excess.pairs_first), 1)
-    unfound, control = test_weights(left_out, S), ColumnControl(excess, outside)
+    unfound, control = tested_weights(left_out, S), ColumnControl(excess, outside)
 
     def of_leaf(f):
         return control.of(jtu.tree_map(lambda x: weighted_sums(x, f), unfound))
 
     def coupling(g, excess):
-        g = matmul(g[m:], S.conj())
+        g = matmul(g, S.conj())
         weights = d / outside * excess / (2 * m)
         return matmul(g.T, weights[:, None].astype(g.dtype) * g.conj())
 
     # Every test is of a neighbour.
-    of_pairs = coupling(left_out.own, jnp.roll(excess.samples, -1)) + coupling(
+    of_pairs = coupling(left_out.own[m:], jnp.roll(excess.samples, -1)) + coupling(
         left_out.following, excess.samples
     )
     return [of_leaf(f) for f in leaves], of_pairs, control
@@ -93,11 +93,11 @@ def of_columns(
 def of_trace(
     trace: Float[Array, ""],
     left_out: LeftOut,
-    weights: SampleWeights,
+    weights: PerSample,
     theta: Float[Array, " p"],
     S: Inexact[Array, "k p"],
     function: SpectralFunction,
-) -> tuple[list[SampleWeights], list[Float[Array, ""]]]:
+) -> tuple[list[PerSample], list[Float[Array, ""]]]:
     r"""What is to be added to the samples of every leaf, by the trace of the operator; and
     the size of what cancels in it: nothing where its rounding is more than samples differ by.
 
@@ -113,7 +113,9 @@ def of_trace(
     scale = power_of_two_scale(theta)
     theta, trace = theta / scale, trace / scale
     excess = jtu.tree_map(lambda x: weighted_sums(x, theta) - trace, weights)
-    tested = jtu.tree_map(lambda x: weighted_sums(x, theta), test_weights(left_out, S))
+    tested = jtu.tree_map(
+        lambda x: weighted_sums(x, theta), tested_weights(left_out, S)
+    )
     d = left_out.dimensions
 
     def slopes_at_mean(tested, excess, d):
@@ -125,7 +127,7 @@ def of_trace(
     slopes = slopes_at_mean(tested.samples, excess.samples, d[:m])
     slopes_of_pairs = slopes_at_mean(tested.pairs_first, excess.pairs_first, d[m:])
     # Coordinates of tests in Ritz vectors.
-    tests = [matmul(g, S.conj()) for g in (left_out.own[m:], left_out.following[m:])]
+    tests = [matmul(g, S.conj()) for g in (left_out.own[m:], left_out.following)]
     spaces = left_out.spaces[m:].conj()
 
     def inside(f, u):
@@ -172,7 +174,7 @@ def of_trace(
     return list(controls), list(sizes)
 
 
-def bias_of(control: SampleWeights) -> Float[Array, ""]:
+def bias_of(control: PerSample) -> Float[Array, ""]:
     """How much samples are off by together, as the mean of a control shows; else 0.
 
     It is far from 0 where rounding carried a probe into the spaces that leave it out, as
@@ -198,6 +200,6 @@ def _of_neighbours(first: Array, second: Array) -> Array:
     return (second + jnp.roll(first, 1)) / 2
 
 
-def _times(excess: SampleWeights, c: Array, mean: Array) -> SampleWeights:
+def _times(excess: PerSample, c: Array, mean: Array) -> PerSample:
     samples, first, second = (x.astype(c.dtype) for x in excess)
-    return SampleWeights(c * samples, mean * first, mean * second)
+    return PerSample(c * samples, mean * first, mean * second)

@@ -183,7 +183,11 @@ class KrylovAwareEstimator(SpectralEstimator):
         blocks = sums.blocks(basis, factor[:, :width], used, of_sizes)
         errors, stats = sums.errors, {"num_matvecs": used, **sums.stats}
         if not to_depth:
-            errors = list(bar.standard_error) if sums.forms is None else errors
+            errors = (
+                list(jnp.atleast_1d(bar.standard_error))
+                if sums.forms is None
+                else errors
+            )
             stats["products_needed"] = width * loop.forecast.needed
         leaves = sums.means, errors, sums.freedoms
         return SpectralOutcome(*leaves, stats, blocks, sums.forms)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, Int
 
-from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
+from .._accuracy.error_bar import ErrorBar, joint_bar, leave_one_out_bar
 from .._accuracy.tolerance import Depth
 from .._estimate import SLOPES
 from .._linalg.krylov import (
@@ -18,13 +18,13 @@ from .._linalg.krylov import (
     smallest_extension,
 )
 from .._linalg.left_out_krylov import (
-    SampleWeights,
+    PerSample,
     coupling_of,
     leave_probes_out,
     paired_samples,
     sample_weights,
 )
-from .._linalg.small import squares
+from .._linalg.small import matmul, squares
 from .._linalg.tall import column_norms, inner
 from .._operators.entries import known_trace
 from . import control
@@ -45,10 +45,11 @@ from .slope import Tests
 
 
 class KrylovSums(NamedTuple):
-    """What a Krylov space tells, of functions a list entry for each leaf.
+    """What a Krylov space tells, with a list entry for each leaf of the function.
 
-    `unfound` are the errors of what the space leaves, half of the bracket; `of_probes`
-    those of probes, and of rounding.
+    - `unfound`: errors of what the space leaves, half of the distance to the end that the
+        value takes, or extrapolated.
+    - `of_probes`: errors of probes, and of rounding.
     """
 
     means: list[Inexact[Array, ""]]
@@ -67,7 +68,7 @@ class KrylovSums(NamedTuple):
         return [jnp.hypot(*x) for x in zip(self.unfound, self.of_probes, strict=True)]
 
     def padded(self, missing: int) -> "KrylovSums":
-        """With so many Ritz pairs more, of zeros at the last Ritz value."""
+        """With so many Ritz pairs more, copies of the last value with vectors of 0."""
         forms = self.forms
         if forms is not None:
             coordinates = jnp.pad(forms.coordinates, ((0, missing), (0, 0)))
@@ -84,7 +85,7 @@ class KrylovSums(NamedTuple):
         )
 
     def ratio(self, depth: Depth) -> Float[Array, ""]:
-        """How much of what doesn't matter the space leaves, 1 being enough."""
+        """What the space leaves, over what it may leave: enough at 1 or less."""
         left, error = jnp.stack(self.unfound), jnp.stack(self.of_probes)
         if self.forms is not None:
             low, high = self.forms.bracket
@@ -95,9 +96,7 @@ class KrylovSums(NamedTuple):
     def bar(self) -> ErrorBar:
         """The error bar that a tolerance is for."""
         if self.forms is None:
-            # Complex leaves or real ones.
-            sizes = [jnp.abs(x) for x in self.means]
-            return ErrorBar(*map(jnp.stack, (sizes, self.errors, self.freedoms)))
+            return joint_bar(self.means, self.errors, self.freedoms)
         values = Terms(self.means[0], self.forms.values)
         errors = Terms(self.errors[0], self.forms.standard_errors)
         return likelihood_bar(values, errors, self.freedoms[0])
@@ -109,7 +108,10 @@ class KrylovSums(NamedTuple):
         count: Int[Array, ""] | None = None,
         sizes: tuple[int, ...] = (),
     ) -> SpectralBlocks:
-        """The Ritz pairs, with probes of length `sqrt(n / m)`, for derivatives."""
+        """The Ritz pairs, with probes of length `sqrt(n / m)`, for derivatives.
+
+        `count` and `sizes` are those of `SpectralBlocks`.
+        """
         solutions = None if self.forms is None else self.forms.coordinates
         q, width = 0 if solutions is None else solutions.shape[1], omega.shape[1]
         probes = omega.T[q:].T
@@ -127,61 +129,60 @@ def num_right(state: SpectralState) -> int:
 
 def krylov_sums(
     state: SpectralState,
-    factor: Inexact[Array, "k km"],
-    R: Inexact[Array, "m m"],
+    factor: Inexact[Array, "k kw"],
+    R: Inexact[Array, "w w"],
     steps: int | Int[Array, ""],
     basis: Inexact[Array, "n k"],
-    sizes: tuple[int, ...] = (),
+    step_sizes: tuple[int, ...] = (),
     most_left_out: int | None = None,
 ) -> KrylovSums:
     """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
 
-    The right-hand sides of the state are the first starting vectors.
-
-    - `sizes`: numbers of steps, ascending, that there are eigendecompositions for.
-    - `most_left_out`: how many steps spaces without a probe take at most. Any space that
-        doesn't depend on a probe can be tested on it.
+    - `factor`, `R`, `basis`: as `arnoldi` returns them, of w = q + m starting vectors, the
+        right-hand sides of the state and the probes. The basis is for preconditioners.
+    - `step_sizes`: numbers of steps, ascending, that there are eigendecompositions for.
+    - `most_left_out`: how many steps spaces without a probe take at most; all by default.
+        Any space that doesn't depend on a probe can be tested on it.
     """
     # The space, with and without each probe.
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
     n, width, q = state.space.size, omega.shape[1], num_right(state)
-    m, orders = width - q, tuple(width * size for size in sizes)
+    m, orders = width - q, tuple(width * size for size in step_sizes)
     theta, S = ritz_pairs(T, width * steps, sizes=orders)
     theta, noise, result = ritz_values(
         theta, asymmetry, state.operator, state.lower, state.size
     )
-    shallow, first = steps, len(T)
+    shallow, rows = steps, len(T)  # coordinates that spaces without a probe reach
     if most_left_out is not None:
         shallow = jnp.minimum(steps, most_left_out)
-        first = min(width * most_left_out, first)
-    left_out = leave_probes_out(T[:first, :first], omega[:first], n, shallow, q)
-    S_first = S[:first]
+        rows = min(width * most_left_out, rows)
+    left_out = leave_probes_out(T[:rows, :rows], omega[:rows], n, shallow, q)
+    S_rows = S[:rows]
 
     # Samples, what controls them, and the errors of rounding.
     function = state.function.in_range(theta)
     leaves = function(theta)
-    weights = sample_weights(left_out, S_first)
-    coupling = coupling_of(left_out, S_first, m)
+    weights = sample_weights(left_out, S_rows)
+    coupling = inner(S_rows, matmul(coupling_of(left_out), S_rows))
     diagonal = jnp.real(jnp.diagonal(coupling))
     rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
     magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
-    P, trace, inside = state.preconditioner, state.trace, None
-    if P is not None:
-        inside = P.inside(basis.T[:first].T)
-    if trace is None:
-        trace = known_trace(state.operator)
-    if m == 1:
-        inside = trace = None  # no neighbours to take slopes from
+    P, trace, inside = state.preconditioner, None, None
+    if m > 1:  # slopes are those of neighbours
+        inside = None if P is None else P.inside(basis.T[:rows].T)
+        if inside is None:
+            known = state.trace
+            trace = known_trace(state.operator) if known is None else known
     controls = columns = None
     if inside is not None:
         controls, of_tests, columns = control.of_columns(
-            *inside, left_out, S_first, leaves
+            *inside, left_out, S_rows, leaves
         )
         coupling = coupling + of_tests
     elif trace is not None:
         controls, cancelled = control.of_trace(
-            trace, left_out, weights, theta, S_first, function
+            trace, left_out, weights, theta, S_rows, function
         )
         magnitudes = list(map(op.add, magnitudes, cancelled))
     if controls is not None:
@@ -191,7 +192,7 @@ def krylov_sums(
     # What the space leaves of every sample.
     stats = {
         "result": outside_if(decided, result),
-        "known_trace": jnp.asarray(inside is None and trace is not None),
+        "known_trace": jnp.asarray(trace is not None),
         **function.unit,
     }
     forms = None
@@ -207,9 +208,9 @@ def krylov_sums(
             nodes, vectors = ritz_pairs(E, width * steps, width, orders)
             nodes, vectors = jnp.maximum(nodes, end), vectors[: len(T)]
             form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
-            weights = sample_weights(left_out, vectors[:first])
+            of_end = sample_weights(left_out, vectors[:rows])
             # Controlled as those of T: no part of the bracket.
-            return _samples(weights, function(nodes), controls), form
+            return _samples(of_end, function(nodes), controls), form
 
         both = of_both(of_extension, lower, bottom)
         (of_lower, form_of_lower), (of_bottom, form_of_bottom) = both
@@ -230,7 +231,7 @@ def krylov_sums(
     else:
         unfound = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
     bars = [
-        leave_one_out_bar(paired_samples(*sample, magnitude))
+        leave_one_out_bar(paired_samples(sample, magnitude))
         for sample, magnitude in zip(samples, magnitudes, strict=True)
     ]
     return KrylovSums(
@@ -248,10 +249,10 @@ def krylov_sums(
 
 
 def _samples(
-    weights: SampleWeights,
+    weights: PerSample,
     leaves: list[Inexact[Array, " k"]],
-    controls: list[SampleWeights] | None,
-) -> list[SampleWeights]:
+    controls: list[PerSample] | None,
+) -> list[PerSample]:
     """The samples of every leaf, and those of pairs."""
     samples = [
         jtu.tree_map(lambda w, f=f: weighted_sums(w, f), weights) for f in leaves

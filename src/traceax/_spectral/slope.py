@@ -21,10 +21,9 @@ from .._accuracy.error_bar import leave_one_out_bar
 from .._linalg.krylov import Projected, RitzPairs, ritz_pairs
 from .._linalg.left_out_krylov import (
     LeftOut,
-    coupling_of,
+    coupling_of_fewer,
     paired_samples,
     sample_forms,
-    shortened,
 )
 from .._linalg.small import matmul
 from .._linalg.tall import column_dots, inner
@@ -74,7 +73,7 @@ def slope_errors(
     """Standard errors and degrees of freedom of every leaf's derivative, and the errors of
     those of quadratic forms, from products of dA with the basis."""
     T, omega, _ = tests.projected
-    n, width, first = len(pairs.basis), omega.shape[1], tests.left_out.own.shape[1]
+    n, width, rows = len(pairs.basis), omega.shape[1], tests.left_out.own.shape[1]
     D = jnp.zeros_like(T) if products is None else inner(pairs.basis, products)
     D = (D + D.conj().T) / 2
     fewer, shallow = tests.steps - 1, tests.shallow - 1
@@ -85,11 +84,10 @@ def slope_errors(
 
     def matrices(theta, S):
         Ms = _matrices(theta, S, D, state.function, tangent.function)
-        return [matmul(S, matmul(M, S.conj().T))[:first, :first] for M in Ms]
+        return [matmul(S, matmul(M, S.conj().T))[:rows, :rows] for M in Ms]
 
     # Tested by the spaces without a probe of a step less, which lie in both.
-    shorter = shortened(tests.left_out, omega[:first], n, shallow)
-    C = coupling_of(shorter, jnp.eye(first, dtype=T.dtype), len(shorter.own))
+    C = coupling_of_fewer(tests.left_out, omega[:rows], n, shallow)
     is_known = jnp.asarray(fewer > 0) & jnp.asarray(shallow > 0)
     errors, freedoms = [], []
     for B, earlier in zip(matrices(*ends[0]), matrices(*ends[1]), strict=True):
@@ -97,11 +95,7 @@ def slope_errors(
         if tests.columns is not None:
             samples = jtu.tree_map(jnp.add, samples, tests.columns.of(tested))
         size = jnp.sum(jnp.abs(jnp.diagonal(B)))
-        bar = leave_one_out_bar(
-            paired_samples(
-                samples.samples, samples.pairs_first, samples.pairs_second, size
-            )
-        )
+        bar = leave_one_out_bar(paired_samples(samples, size))
         change = jnp.abs(jnp.sum(C.T.astype(B.dtype) * (B - earlier)))
         change = jnp.where(is_known, change, jnp.inf)
         errors.append(jnp.hypot(bar.standard_error, change))

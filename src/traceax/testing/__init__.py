@@ -1,9 +1,10 @@
-"""Conformance checks for estimators and preconditioners of your own."""
+"""Conformance checks for estimators, preconditioners and operators of your own."""
 
 from .._arguments import require
 from .._base import TraceEstimator
 from ._checks import CHECKS, Subject, failures
-from ._preconditioner import check_preconditioner as check_preconditioner
+from ._parts import check_entries as check_entries
+from ._parts import check_preconditioner as check_preconditioner
 
 
 def check_trace_estimator(estimator: TraceEstimator, *, seed: int = 0) -> None:

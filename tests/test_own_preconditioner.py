@@ -1,0 +1,175 @@
+"""Preconditioners of one's own: `traceax.Preconditioner`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close
+from kernels import Matern
+from problems import as_array
+
+import traceax as tx
+from traceax._linalg.whitening import whiten
+from traceax.testing import check_preconditioner
+
+N, COLUMNS = 60, 12
+X = np.random.default_rng(0).random((N, 2))
+PIVOTS = np.random.default_rng(1).permutation(N)[:COLUMNS]
+POINT = 0.4, 0.05  # a length scale, and noise
+
+
+def kernel(length=POINT[0]):
+    x = as_array(X)
+    lengths = jnp.full(2, length, x.dtype)
+    return tx.KernelLinearOperator(Matern(lengths), x)
+
+
+class Dense(tx.Preconditioner):
+    matrix: jax.Array
+    logdet: jax.Array
+    lower: float | None = 1.0
+
+    def apply(self, block):
+        return self.matrix @ block
+
+    def apply_adjoint(self, block):
+        return self.matrix.T @ block
+
+
+class Controlled(Dense):
+    Q: jax.Array | None = None
+
+    def inside(self, block):
+        return self.Q.T @ block, jnp.sum(self.Q**2)
+
+
+def of_pivots(K, noise):
+    """What pivots make, as dense matrices."""
+    diagonal, noise = jnp.diagonal(K), jnp.full(N, noise, K.dtype)
+    made = whiten(K[:, PIVOTS], diagonal, jnp.asarray(PIVOTS), noise)
+    M = made.apply(jnp.eye(N, dtype=K.dtype))
+    return Controlled(M, made.logdet, 1.0, made.basis @ made.root)
+
+
+def log_likelihood(key, make, parameters):
+    length, noise = parameters
+    K, y = kernel(length), as_array(np.sin(5 * X[:, 0]))
+    made = make(K.as_matrix(), noise)
+    return tx.gaussian_log_likelihood(key, K, y, 24, shift=noise, preconditioner=made)
+
+
+def exact_log_likelihood(parameters):
+    length, noise = parameters
+    K, y = kernel(length).as_matrix(), as_array(np.sin(5 * X[:, 0]))
+    K = K + noise * jnp.eye(N, dtype=K.dtype)
+    value = y @ jnp.linalg.solve(K, y) + jnp.linalg.slogdet(K)[1]
+    return -value / 2 - N / 2 * np.log(2 * np.pi)
+
+
+def test_it_gives_the_answer_of_pivots(key):
+    def both(make):
+        def value_and_bar(parameters):
+            found = log_likelihood(key, make, parameters)
+            return found.value, found.standard_error
+
+        run = jax.jit(jax.value_and_grad(value_and_bar, has_aux=True))
+        return jnp.hstack(jax.tree.leaves(run(as_array(POINT))))
+
+    own, pivots = both(of_pivots), both(lambda *_: jnp.asarray(PIVOTS))
+    assert_close(own, pivots, rtol=1e-7 if own[0].dtype == jnp.float64 else 1e-3)
+
+
+def test_it_may_be_held_fixed_or_not(key):
+    """Without the control of columns: values and slopes are within bars of the truth."""
+
+    def held(K, noise):
+        return jax.lax.stop_gradient(free(K, noise))
+
+    def free(K, noise):
+        made = of_pivots(K, noise)
+        return Dense(made.matrix, made.logdet, None)
+
+    point = as_array(POINT)
+    truth, slope_of = exact_log_likelihood(point), jax.grad(exact_log_likelihood)(point)
+
+    for make in (held, free):
+        slopes = jax.jit(
+            jax.vmap(
+                lambda tangent, make=make: [
+                    x.confidence_interval(0.999)
+                    for x in tx.jvp(
+                        lambda p: log_likelihood(key, make, p), (point,), (tangent,)
+                    )
+                ]
+            )
+        )(jnp.eye(2, dtype=point.dtype))
+        for (low, high), true in zip(slopes, (truth, slope_of), strict=True):
+            assert jnp.all((low <= true) & (true <= high))
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("fault", "finds"),
+    [
+        (lambda M: M, None),
+        (lambda M: eqx.tree_at(lambda x: x.logdet, M, M.logdet + 0.1), "logdet"),
+        (lambda M: eqx.tree_at(lambda x: x.lower, M, 1.1), "lower"),
+        (
+            lambda M: eqx.tree_at(lambda x: x.matrix, M, M.matrix.at[0].set(0)),
+            "invertible",
+        ),
+        (lambda M: OtherAdjoint(M.matrix, M.logdet), "adjoint"),
+        (lambda M: Affine(M.matrix, M.logdet), "linear"),
+    ],
+)
+def test_faults_are_found(fault, finds):
+    M = fault(of_pivots(kernel().as_matrix(), POINT[1]))
+    if finds is None:
+        check_preconditioner(M, kernel(), shift=POINT[1])
+        return
+    with pytest.raises(AssertionError, match=f"fails traceax's checks: .*{finds}"):
+        check_preconditioner(M, kernel(), shift=POINT[1])
+
+
+class OtherAdjoint(Dense):
+    def apply_adjoint(self, block):
+        return self.matrix @ block @ jnp.diag(jnp.arange(block.shape[1])).astype(float)
+
+
+class Affine(Dense):
+    def apply(self, block):
+        return super().apply(block) + 1
+
+
+class Halved(Dense):
+    def apply(self, block):
+        return super().apply(block).astype(jnp.float16)
+
+
+@pytest.mark.x64
+def test_what_is_refused(key):
+    M = of_pivots(kernel().as_matrix(), POINT[1])
+    small = Dense(M.matrix[:50, :50], M.logdet)
+    for given, error, message in (
+        (small, TypeError, r"preconditioner.apply must keep the shape .*n = 60"),
+        (Halved(M.matrix, M.logdet), ValueError, "preconditioner.apply must keep"),
+        (Dense(M.matrix, jnp.ones(2)), ValueError, "logdet must be a real scalar"),
+        (Dense(M.matrix, M.logdet, jnp.ones(2)), ValueError, "lower must be a real"),
+        (Dense, TypeError, "an instance of a traceax.Preconditioner"),
+    ):
+        with pytest.raises(error, match=message):
+            tx.logdet(key, kernel(), 20, shift=POINT[1], preconditioner=given)
+    with pytest.raises(TypeError, match=r"check_preconditioner: .*n = 60"):
+        check_preconditioner(small, kernel(), shift=POINT[1])
+
+    class NoLogdet(tx.Preconditioner):  # pyright: ignore
+        lower: None = None
+
+        def apply(self, block):
+            return block
+
+        apply_adjoint = apply
+
+    with pytest.raises(TypeError, match="logdet"):
+        NoLogdet()  # pyright: ignore
