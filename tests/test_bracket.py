@@ -146,9 +146,9 @@ def test_vectors_that_are_never_left_out(kind, q, m, steps, complex):
     for i in range(m):
         after = (i + 1) % m
         cases = (
-            (weights.samples, i, (i,)),
-            (weights.pairs_first, i, (i, after)),
-            (weights.pairs_second, after, (i, after)),
+            (weights[0], i, (i,)),
+            (weights[1], i, (i, after)),
+            (weights[2], after, (i, after)),
         )
         for w, probe, without in cases[: 1 if m == 1 else 3]:
             got = [

@@ -54,9 +54,10 @@ def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:
     number = isinstance(x, numbers) and not isinstance(x, bool)
     kinds = jnp.floating, jnp.integer
     real = number and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in kinds)
-    error = ValueError if number else TypeError
-    right = real and np.ndim(x) == 0
-    require(right, where, f"{name} must be a real scalar", x, hint, error)
+    if not real or np.ndim(x) != 0:
+        error = ValueError if number else TypeError
+        what = f"{name} must be a real scalar"
+        raise error(f"{where}: {what}, got {kind_of(x)}; {hint}.")
 
 
 def known_number(x: Any) -> float | None:
@@ -105,7 +106,7 @@ def check_budget(k: Any, where: str) -> int:
     if integer and k >= 1:
         return int(k)
     hint = "pass the number of matrix-vector products that may be used, int(k) say"
-    got = f"the boolean {k}" if isinstance(k, bool | np.bool_) else k
+    got = f"the boolean {k}" if isinstance(k, bool | np.bool_) else kind_of(k)
     require(integer, where, "k must be a Python int", got, hint, TypeError)
     raise ValueError(f"{where}: k must be at least 1, got {k}; {hint}.")
 
@@ -137,7 +138,8 @@ def check_level(level: Any, where: str) -> float:
     if number and 0 < level < 1:
         return float(level)
     hint = "write 0.95 for an interval of 95 %"
-    require(number, where, "level must be a Python number", level, hint, TypeError)
+    got = kind_of(level)
+    require(number, where, "level must be a Python number", got, hint, TypeError)
     raise ValueError(
         f"{where}: level must lie strictly between 0 and 1, got {level}; {hint}."
     )

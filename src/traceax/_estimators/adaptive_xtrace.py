@@ -82,14 +82,13 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         form = _form(tested, tall.inner(W, AX), jnp.pad(R, odd), XAX)
         lengths, WX = tall.column_dots(W, W), tall.inner(W, X)
         gram = _form(lengths, WX, WX.conj().T, tall.inner(X, X))
-        bar = _bar(form, gram, n, plan, jnp.mean(energies))
-        weights = adaptive.weights_of(plan)
-        # The plan being fixed, the value is linear in the form. Its coefficients K, with
-        # `value = sum_ab K_ab v_a^* A v_b`, have `E[V K^T V^*] = I`.
-        _, transpose, _ = jax.vjp(
+        samples, transpose, shifts = jax.vjp(
             lambda form: adaptive.samples_of(form, gram, n, plan), form, has_aux=True
         )
-        (K,) = transpose(weights.astype(form.dtype))
+        bar = _bar((samples, shifts), form, gram, n, plan, jnp.mean(energies))
+        # The plan being fixed, the value is linear in the form. Its coefficients K, with
+        # `value = sum_ab K_ab v_a^* A v_b`, have `E[V K^T V^*] = I`.
+        (K,) = transpose(adaptive.weights_of(plan).astype(form.dtype))
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
@@ -108,15 +107,16 @@ def _slope_bar(gram, plan: adaptive.Plan, V, W) -> ErrorBar:
     VW = tall.inner(V, W / unit.astype(W.dtype))
     form = _form(jnp.diagonal(VW)[:h], VW[:h, h:], VW[h:, :h], VW[h:, h:])
     # Of tests that agree by chance, no less than of others.
-    bar = _bar(form, gram, len(V), plan, jnp.mean(squares(VW[:h, h:])))
+    samples = adaptive.samples_of(form, gram, len(V), plan)
+    bar = _bar(samples, form, gram, len(V), plan, jnp.mean(squares(VW[:h, h:])))
     error = unit * bar.standard_error
     return ErrorBar(unit * bar.mean, error, bar.degrees_of_freedom)
 
 
-def _bar(form, gram, n: int, plan: adaptive.Plan, half_variance) -> ErrorBar:
-    """The error bar of a form by tests whose plan is made."""
-    h, weights = len(plan.uses_basis), adaptive.weights_of(plan)
-    samples, shifts = adaptive.samples_of(form, gram, n, plan)
+def _bar(found, form, gram, n: int, plan: adaptive.Plan, half_variance) -> ErrorBar:
+    """The error bar of a form, by its samples and shifts."""
+    (samples, shifts), h = found, len(plan.uses_basis)
+    weights = adaptive.weights_of(plan)
     sizes = jnp.abs(jnp.diagonal(form))
     return weighted_bar(
         samples,

@@ -13,16 +13,16 @@ so every space without one or two probes is found by block Lanczos on T, without
 | g | (k,) | unit vector along `(I - Y Y^*) omega_i`, of a probe i left out |
 | C_i | (k, k) | `Y Y^* + d g g^*` of the space without probe i, which stands for the identity |
 
+An array "3 m ..." is of samples and of pairs: of sample i, made with `C_i`; of sample i with
+probe i + 1 left out as well; of sample i + 1 with probe i left out as well.
+
 Fewer steps may be taken than T and omega, which are 0 beyond, have room for.
 """
 
-import operator as op
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, Int
 
 from .leave_one_out import PairedSamples
@@ -32,15 +32,11 @@ Steps = int | Int[Array, ""]
 
 
 class LeftOut(NamedTuple):
-    """Spaces without one probe, or without two, and what they leave of the probes.
+    """Spaces without probe i, and without i and i + 1; what they leave of the probes."""
 
-    Lane i is without probe i, lane m + i without i and i + 1.
-    """
-
-    spaces: Inexact[Array, "l p k"]  # of every lane, the columns of Y as rows
-    own: Inexact[Array, "l k"]  # g of probe i
-    following: Inexact[Array, "m k"]  # of lane m + i, that of probe i + 1
-    dimensions: Float[Array, " l"]  # d
+    spaces: Inexact[Array, "2 m p k"]  # the columns of Y as rows
+    tests: Inexact[Array, "3 m k"]  # g, of samples and of pairs
+    dimensions: Float[Array, "2 m"]  # d
 
 
 def leave_probes_out(
@@ -85,8 +81,10 @@ def leave_probes_out(
         return Y, own, following, _complement(Y, n)
 
     lanes = jnp.tile(jnp.arange(m), 2), jnp.repeat(jnp.array([1, 2]), m)
-    spaces, own, following, dimensions = jax.lax.map(lambda x: lane(*x), lanes)
-    return LeftOut(spaces, own, following[m:], dimensions)
+    spaces, own, following, dimensions = (
+        x.reshape(2, m, *x.shape[1:]) for x in jax.lax.map(lambda x: lane(*x), lanes)
+    )
+    return LeftOut(spaces, jnp.concatenate([own, following[1:]]), dimensions)
 
 
 # Of rows: Y is that of the table, transposed.
@@ -115,21 +113,20 @@ def coupling_of(left_out: LeftOut) -> Inexact[Array, "k k"]:
     With the unit vector `g_i`, uniform in the d_i-dimensional complement of the space
     without probe i, `E[d_i g_i g_i^*]` is the projector to that complement.
     """
-    m = len(left_out.following)
-    return _coupling(left_out.spaces[:m], left_out.own[:m], left_out.dimensions[:m])
+    return _coupling(*(x[0] for x in left_out))
 
 
 def coupling_of_fewer(
     left_out: LeftOut, omega: Inexact[Array, "k qm"], n: int, steps: Steps
 ) -> Inexact[Array, "k k"]:
     """The same, of spaces of so many steps."""
-    width, m = omega.shape[1], len(left_out.following)
+    width, spaces = omega.shape[1], left_out.spaces[0]
 
     def lane(Y, probe):
         Y = leading(Y, jnp.arange(Y.shape[0], dtype=jnp.int32) < (width - 1) * steps)
         return Y, _tested(Y, probe[None])[0], _complement(Y, n)
 
-    return _coupling(*jax.vmap(lane)(left_out.spaces[:m], omega.T[width - m :]))
+    return _coupling(*jax.vmap(lane)(spaces, omega.T[width - len(spaces) :]))
 
 
 def _coupling(spaces, g, dimensions) -> Inexact[Array, "k k"]:
@@ -138,72 +135,56 @@ def _coupling(spaces, g, dimensions) -> Inexact[Array, "k k"]:
     return (matmul(rows.T, rows.conj()) + matmul(g.T, weights * g.conj())) / len(g)
 
 
-class PerSample(NamedTuple):
-    """Of every sample, and of pairs: weights of `tr(C_i S diag(f) S^*) = sum_j w_ij f_j`, or
-    sums by them."""
-
-    samples: Inexact[Array, "m *k"]
-    pairs_first: Inexact[
-        Array, "m *k"
-    ]  # of sample i, with probe i + 1 left out as well
-    pairs_second: Inexact[Array, "m *k"]  # of sample i + 1, with probe i left out
+def _of_pairs(x: Inexact[Array, "2 m *s"]) -> Inexact[Array, "3 m *s"]:
+    return jnp.concatenate([x, x[1:]])
 
 
-def _per_sample(lanes: Inexact[Array, "l *k"], following: Any = None) -> PerSample:
-    m = len(lanes) // 2
-    pairs = lanes[m:]
-    return PerSample(lanes[:m], pairs, pairs if following is None else following)
-
-
-def sample_weights(left_out: LeftOut, vectors: Inexact[Array, "k c"]) -> PerSample:
-    """The diagonals of `S^* C_i S`, for every lane's own matrix `C_i`.
+def sample_weights(
+    left_out: LeftOut, vectors: Inexact[Array, "k c"]
+) -> Float[Array, "3 m c"]:
+    """The diagonals of `S^* C_i S`: weights of `tr(C_i S diag(f) S^*) = sum_j w_ij f_j`.
 
     S may be Ritz vectors; the first k rows of eigenvectors of an extension of T;
     coordinates of a block F, where the sums of the weights are `tr(C_i F F^*)`.
     """
-    lanes, p, k = left_out.spaces.shape
-    inside = matmul(left_out.spaces.reshape(-1, k), vectors.conj())
-    of_spaces = jnp.sum(squares(inside).reshape(lanes, p, vectors.shape[1]), axis=1)
-    tested = tested_weights(left_out, vectors)
-    return jtu.tree_map(op.add, _per_sample(of_spaces), tested)
+    rows = left_out.spaces.reshape(-1, len(vectors))
+    inside = squares(matmul(rows, vectors.conj()))
+    inside = inside.reshape(*left_out.spaces.shape[:3], vectors.shape[1])
+    return _of_pairs(jnp.sum(inside, axis=2)) + tested_weights(left_out, vectors)
 
 
-def tested_weights(left_out: LeftOut, vectors: Inexact[Array, "k c"]) -> PerSample:
+def tested_weights(
+    left_out: LeftOut, vectors: Inexact[Array, "k c"]
+) -> Float[Array, "3 m c"]:
     """The part of `sample_weights` that is estimated, `d_i |g_i^* S|^2`."""
-    return _of_tests(left_out, lambda g: squares(matmul(g, vectors.conj())))
-
-
-def _of_tests(left_out: LeftOut, fn: Callable) -> PerSample:
-    """`d fn(g)` of all g, of functions that take them as rows."""
-    _, own, following, d = left_out
-
-    def scaled(g, d):
-        found = fn(g)
-        return d.reshape(-1, *[1] * (found.ndim - 1)).astype(found.dtype) * found
-
-    return _per_sample(scaled(own, d), scaled(following, d[len(following) :]))
+    d = _of_pairs(left_out.dimensions)[..., None]
+    return d * squares(matmul(left_out.tests, vectors.conj()))
 
 
 def sample_forms(
     left_out: LeftOut, B: Inexact[Array, "k k"]
-) -> tuple[PerSample, PerSample]:
-    """`tr(C_i B)` for every lane's matrix `C_i`, and the part of it that is estimated."""
+) -> tuple[Inexact[Array, "3 m"], Inexact[Array, "3 m"]]:
+    """`tr(C_i B)`, and the part of it that is estimated."""
+    spaces, tests, d = left_out
 
     def forms(rows):
         return jnp.sum(rows.conj() * matmul(rows, B.T), axis=-1)
 
-    known = jax.lax.map(lambda Y: jnp.sum(forms(Y)), left_out.spaces)
-    tested = _of_tests(left_out, forms)
-    return jtu.tree_map(op.add, _per_sample(known), tested), tested
+    lanes = spaces.reshape(d.size, *spaces.shape[2:])
+    known = jax.lax.map(lambda Y: jnp.sum(forms(Y)), lanes)
+    tested = _of_pairs(d).astype(tests.dtype) * forms(tests)
+    return _of_pairs(known.reshape(d.shape)) + tested, tested
 
 
-def paired_samples(of: PerSample, magnitude: Float[Array, ""]) -> PairedSamples:
+def paired_samples(
+    samples: Inexact[Array, "3 m"], magnitude: Float[Array, ""]
+) -> PairedSamples:
     """Samples with both neighbours as partners."""
-    samples, first, second = of
-    partners = jnp.roll(samples, -1), jnp.roll(samples, 1)
+    t, first, second = samples
+    partners = jnp.roll(t, -1), jnp.roll(t, 1)
     without, swapped = (first, jnp.roll(second, 1)), (second, jnp.roll(first, 1))
     partners, without, swapped = (
         jnp.stack(x, axis=1) for x in (partners, without, swapped)
     )
     is_pair = jnp.ones(partners.shape, bool)
-    return PairedSamples(samples, partners, without, swapped, is_pair, magnitude)
+    return PairedSamples(t, partners, without, swapped, is_pair, magnitude)

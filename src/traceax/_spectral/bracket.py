@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .._linalg.krylov import Projected, ritz_pairs
-from .._linalg.left_out_krylov import LeftOut, PerSample, coupling_of_fewer
+from .._linalg.left_out_krylov import LeftOut, coupling_of_fewer
 from .._linalg.small import matmul
 from .._linalg.tall import column_dots
 from .._operators.block import is_positive_semidefinite
@@ -60,20 +60,22 @@ def of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> 
 
 
 def middles_of(
-    samples: list[PerSample], others: list[PerSample], positive: Bool[Array, ""]
-) -> tuple[list[PerSample], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]]:
+    samples: list[Inexact[Array, "3 m"]],
+    others: list[Inexact[Array, "3 m"]],
+    positive: Bool[Array, ""],
+) -> tuple[
+    list[Inexact[Array, "3 m"]], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]
+]:
     """The means of both, and the ends of every leaf, the lower one first.
 
     With negative eigenvalues the function isn't operator monotone on the spectrum: the
     samples are those of f(T).
     """
-    others = jtu.tree_map(lambda x, y: jnp.where(positive, y, x), samples, others)
-    middles = jtu.tree_map(lambda x, y: (x + y) / 2, samples, others)
+    others = [jnp.where(positive, y, x) for x, y in zip(samples, others, strict=True)]
+    pairs = list(zip(samples, others, strict=True))
     # Of a falling function, or by rounding, they may come in the other order.
-    sides = [
-        (x.samples.mean(), y.samples.mean())
-        for x, y in zip(samples, others, strict=True)
-    ]
+    sides = [(x[0].mean(), y[0].mean()) for x, y in pairs]
+    middles = [(x + y) / 2 for x, y in pairs]
     return middles, [(jnp.minimum(*x), jnp.maximum(*x)) for x in sides]
 
 

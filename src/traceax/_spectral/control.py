@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact
 
 from .._linalg.left_out_krylov import (
     LeftOut,
-    PerSample,
     sample_weights,
     tested_weights,
 )
@@ -29,6 +27,9 @@ from .function import SpectralFunction, derivative, weighted_sums
 _CHANCE = 10
 
 
+Samples = Inexact[Array, "3 m"]
+
+
 class ColumnControl(NamedTuple):
     """What is known of every sample's weight on the range of columns.
 
@@ -36,15 +37,13 @@ class ColumnControl(NamedTuple):
     - `outside`: the dimensions outside of Pi that a space without two probes leaves.
     """
 
-    excess: PerSample
+    excess: Float[Array, "3 m"]
     outside: Float[Array, " m"]
 
-    def of(self, tested: PerSample) -> PerSample:
+    def of(self, tested: Samples) -> Samples:
         """What is to be added to samples whose estimated parts these are."""
-        outside = self.outside.astype(tested.samples.dtype)
-        first, second = tested.pairs_first / outside, tested.pairs_second / outside
-        slopes = _of_neighbours(first, second)
-        return _times(self.excess, slopes, jnp.mean(first + second) / 2)
+        slopes = tested[1:] / self.outside.astype(tested.dtype)[None]
+        return _times(self.excess, _of_neighbours(slopes), jnp.mean(slopes))
 
 
 def of_columns(
@@ -53,7 +52,7 @@ def of_columns(
     left_out: LeftOut,
     S: Inexact[Array, "k p"],
     leaves: list[Inexact[Array, " p"]],
-) -> tuple[list[PerSample], Inexact[Array, "p p"], ColumnControl]:
+) -> tuple[list[Samples], Inexact[Array, "p p"], ColumnControl]:
     r"""What is to be added to the samples of every leaf, by the range of columns; and to
     the coupling, so that derivatives are of what is estimated.
 
@@ -65,39 +64,30 @@ def of_columns(
     """
     inside = inside.conj().T
     tested, excess = (
-        jtu.tree_map(lambda x: jnp.sum(x, axis=1), of(left_out, inside))
-        for of in (tested_weights, sample_weights)
+        jnp.sum(of(left_out, inside), axis=2) for of in (tested_weights, sample_weights)
     )
-    excess = jtu.tree_map(lambda x: x - trace_inside, excess)
+    excess = excess - trace_inside
     # `d - r_i` of the spaces without two probes.
-    m = len(tested.samples)
-    d = left_out.dimensions[m:]
-    outside = jnp.maximum(d - (tested.pairs_first - excess.pairs_first), 1)
+    d = left_out.dimensions[1]
+    outside = jnp.maximum(d - (tested[1] - excess[1]), 1)
     unfound, control = tested_weights(left_out, S), ColumnControl(excess, outside)
-
-    def of_leaf(f):
-        return control.of(jtu.tree_map(lambda x: weighted_sums(x, f), unfound))
-
-    def coupling(g, excess):
-        g = matmul(g, S.conj())
-        weights = d / outside * excess / (2 * m)
-        return matmul(g.T, weights[:, None].astype(g.dtype) * g.conj())
-
     # Every test is of a neighbour.
-    of_pairs = coupling(left_out.own[m:], jnp.roll(excess.samples, -1)) + coupling(
-        left_out.following, excess.samples
-    )
-    return [of_leaf(f) for f in leaves], of_pairs, control
+    of_tested = jnp.stack([jnp.roll(excess[0], -1), excess[0]])
+    weights = ((d / outside)[None] * of_tested / of_tested.size).reshape(-1, 1)
+    g = matmul(left_out.tests[1:].reshape(-1, len(S)), S.conj())
+    of_pairs = matmul(g.T, weights.astype(g.dtype) * g.conj())
+    controls = [control.of(weighted_sums(unfound, f)) for f in leaves]
+    return controls, of_pairs, control
 
 
 def of_trace(
     trace: Float[Array, ""],
     left_out: LeftOut,
-    weights: PerSample,
+    weights: Float[Array, "3 m p"],
     theta: Float[Array, " p"],
     S: Inexact[Array, "k p"],
     function: SpectralFunction,
-) -> tuple[list[PerSample], list[Float[Array, ""]]]:
+) -> tuple[list[Samples], list[Float[Array, ""]]]:
     r"""What is to be added to the samples of every leaf, by the trace of the operator; and
     the size of what cancels in it: nothing where its rounding is more than samples differ by.
 
@@ -108,40 +98,31 @@ def of_trace(
     in the spaces without two probes; in those without one it is as much smaller or larger
     as f' is at the mean `(tr A - tr Y^* T Y) / d` of the spectrum there, which is known.
     """
-    m, leaves = len(weights.samples), function(theta)
+    leaves = function(theta)
     # Squares neither overflow nor underflow.
     scale = power_of_two_scale(theta)
     theta, trace = theta / scale, trace / scale
-    excess = jtu.tree_map(lambda x: weighted_sums(x, theta) - trace, weights)
-    tested = jtu.tree_map(
-        lambda x: weighted_sums(x, theta), tested_weights(left_out, S)
-    )
-    d = left_out.dimensions
+    excess = weighted_sums(weights, theta) - trace
+    tested = weighted_sums(tested_weights(left_out, S), theta)
+    means = (tested - excess)[:2] / jnp.maximum(left_out.dimensions, 1)
+    # Rounding must not take them out of the function's domain.
+    means = jnp.clip(means, jnp.min(theta), jnp.max(theta))
+    # Tests of pairs, in Ritz vectors.
+    u, spaces = matmul(left_out.tests[1:], S.conj()), left_out.spaces[1].conj()
 
-    def slopes_at_mean(tested, excess, d):
-        mean = (tested - excess) / jnp.maximum(d, 1)
-        # Rounding must not take it out of the function's domain.
-        mean = jnp.clip(mean, jnp.min(theta), jnp.max(theta))
-        return derivative(function, mean * scale)
-
-    slopes = slopes_at_mean(tested.samples, excess.samples, d[:m])
-    slopes_of_pairs = slopes_at_mean(tested.pairs_first, excess.pairs_first, d[m:])
-    # Coordinates of tests in Ritz vectors.
-    tests = [matmul(g, S.conj()) for g in (left_out.own[m:], left_out.following)]
-    spaces = left_out.spaces[m:].conj()
-
-    def inside(f, u):
+    def inside(f):
         """What Y holds of products of tests with `S diag(f) S^*`."""
-        products = matmul(f.astype(u.dtype)[None, :] * u, S.T)
-        return jnp.einsum("lpk,lk->lp", spaces, products, precision="highest")
+        products = matmul(u, f.astype(u.dtype)[:, None] * S.T)
+        return jnp.einsum("mpk,tmk->tmp", spaces, products, precision="highest")
 
     def mean(f):
-        return _of_neighbours(*(weighted_sums(squares(u), f) for u in tests))
+        return _of_neighbours(weighted_sums(squares(u), f))
 
     def product(f):
-        held = [jnp.real(inside(theta, u).conj() * inside(f, u)) for u in tests]
-        return mean(theta * f) - _of_neighbours(*(jnp.sum(x, axis=1) for x in held))
+        held = jnp.sum(jnp.real(of_theta.conj() * inside(f)), axis=2)
+        return mean(theta * f) - _of_neighbours(held)
 
+    of_theta = inside(theta)
     eps = jnp.finfo(theta.dtype).eps
     beta, b_b = mean(theta), product(theta)
     variance = b_b - beta**2
@@ -155,32 +136,32 @@ def of_trace(
         c = (product(f) - mean(f) * beta) / jnp.where(varies, variance, 1)
         return jnp.where(varies & jnp.isfinite(c), c, 0)
 
-    def of_leaf(f, slope, slope_of_pairs):
+    def of_leaf(f, at_mean):
         c = slope_of(f)
-        of_pairs = _of_neighbours(slope_of_pairs, slope_of_pairs)
-        ratio = jnp.real(slope / divisor(of_pairs))
+        of_pairs = (at_mean[1] + jnp.roll(at_mean[1], 1)) / 2
+        ratio = jnp.real(at_mean[0] / divisor(of_pairs))
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
         size = jnp.mean(jnp.abs(c)) * magnitude
-        samples = weighted_sums(weights.samples, f)
-        spread = _deviation(samples) / m**0.5
+        samples = weighted_sums(weights[0], f)
+        spread = _deviation(samples) / len(samples) ** 0.5
         seen = 4 * eps * size < spread.astype(size.dtype)
         c = jnp.where(seen, -c, 0).astype(samples.dtype)
         control = _times(excess, c * ratio.astype(c.dtype), jnp.mean(c))
         return control, jnp.where(seen, size, 0).astype(spread.dtype)
 
-    magnitude = weighted_sums(weights.samples, jnp.abs(theta)).mean()
-    per_leaf = zip(leaves, slopes, slopes_of_pairs, strict=True)
+    magnitude = weighted_sums(weights[0], jnp.abs(theta)).mean()
+    per_leaf = zip(leaves, derivative(function, means * scale), strict=True)
     controls, sizes = zip(*(of_leaf(*of) for of in per_leaf), strict=True)
     return list(controls), list(sizes)
 
 
-def bias_of(control: PerSample) -> Float[Array, ""]:
+def bias_of(control: Samples) -> Float[Array, ""]:
     """How much samples are off by together, as the mean of a control shows; else 0.
 
     It is far from 0 where rounding carried a probe into the spaces that leave it out, as
     along many equal eigenvalues, far from all others, that were found long before.
     """
-    samples = control.samples
+    samples = control[0]
     mean, error = jnp.mean(samples), _deviation(samples) / (len(samples) - 1) ** 0.5
     return jnp.where(jnp.abs(mean) > _CHANCE * error, jnp.abs(mean), 0)
 
@@ -192,14 +173,14 @@ def _deviation(x: Inexact[Array, " m"]) -> Float[Array, ""]:
     return scale * jnp.sqrt(jnp.mean(squares(unit - jnp.mean(unit))))
 
 
-def _of_neighbours(first: Array, second: Array) -> Array:
+def _of_neighbours(pairs: Inexact[Array, "2 m"]) -> Inexact[Array, " m"]:
     """The means over tests of probes i - 1 and i + 1 in spaces without probe i.
 
-    `first[i]` is of probe i, and `second[i]` of probe i + 1, in the space without both.
+    Of the space without probes i and i + 1, the first are of i, the second of i + 1.
     """
-    return (second + jnp.roll(first, 1)) / 2
+    return (pairs[1] + jnp.roll(pairs[0], 1)) / 2
 
 
-def _times(excess: PerSample, c: Array, mean: Array) -> PerSample:
-    samples, first, second = (x.astype(c.dtype) for x in excess)
-    return PerSample(c * samples, mean * first, mean * second)
+def _times(excess: Float[Array, "3 m"], c: Array, mean: Array) -> Samples:
+    of_pairs = jnp.full_like(c, mean)
+    return jnp.stack([c, of_pairs, of_pairs]) * excess.astype(c.dtype)

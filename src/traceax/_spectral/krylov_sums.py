@@ -5,7 +5,6 @@ import operator as op
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from jaxtyping import Array, Float, Inexact, Int
 
 from .._accuracy.error_bar import ErrorBar, joint_bar, leave_one_out_bar
@@ -18,7 +17,6 @@ from .._linalg.krylov import (
     smallest_extension,
 )
 from .._linalg.left_out_krylov import (
-    PerSample,
     coupling_of,
     leave_probes_out,
     paired_samples,
@@ -167,7 +165,7 @@ def krylov_sums(
     coupling = inner(S_rows, matmul(coupling_of(left_out), S_rows))
     diagonal = jnp.real(jnp.diagonal(coupling))
     rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
-    magnitudes = [weighted_sums(weights.samples, jnp.abs(f)).mean() for f in leaves]
+    magnitudes = [weighted_sums(weights[0], jnp.abs(f)).mean() for f in leaves]
     P, trace, inside = state.preconditioner, None, None
     if m > 1:  # slopes are those of neighbours
         inside = None if P is None else P.inside(basis.T[:rows].T)
@@ -249,12 +247,10 @@ def krylov_sums(
 
 
 def _samples(
-    weights: PerSample,
+    weights: Float[Array, "3 m k"],
     leaves: list[Inexact[Array, " k"]],
-    controls: list[PerSample] | None,
-) -> list[PerSample]:
+    controls: list[Inexact[Array, "3 m"]] | None,
+) -> list[Inexact[Array, "3 m"]]:
     """The samples of every leaf, and those of pairs."""
-    samples = [
-        jtu.tree_map(lambda w, f=f: weighted_sums(w, f), weights) for f in leaves
-    ]
-    return samples if controls is None else jtu.tree_map(op.add, samples, controls)
+    samples = [weighted_sums(weights, f) for f in leaves]
+    return samples if controls is None else list(map(op.add, samples, controls))

@@ -50,14 +50,12 @@ class Tests(NamedTuple):
         width = self.projected.omega.shape[1]
         fewer = missing // width * (width - 1)
         left_out, (T, omega, asymmetry) = self.left_out, self.projected
-        own, following = (
-            jnp.pad(x, ((0, 0), (0, missing)))
-            for x in (left_out.own, left_out.following)
-        )
-        spaces = jnp.pad(left_out.spaces, ((0, 0), (0, fewer), (0, missing)))
-        omega = jnp.pad(omega, ((0, missing), (0, 0)))
+        none, more = (0, 0), (0, missing)
+        tests = jnp.pad(left_out.tests, (none, none, more))
+        spaces = jnp.pad(left_out.spaces, (none, none, (0, fewer), more))
+        omega = jnp.pad(omega, (more, none))
         return self._replace(
-            left_out=LeftOut(spaces, own, following, left_out.dimensions),
+            left_out=LeftOut(spaces, tests, left_out.dimensions),
             projected=Projected(jnp.pad(T, (0, missing)), omega, asymmetry),
         )
 
@@ -73,7 +71,7 @@ def slope_errors(
     """Standard errors and degrees of freedom of every leaf's derivative, and the errors of
     those of quadratic forms, from products of dA with the basis."""
     T, omega, _ = tests.projected
-    n, width, rows = len(pairs.basis), omega.shape[1], tests.left_out.own.shape[1]
+    n, width, rows = len(pairs.basis), omega.shape[1], tests.left_out.tests.shape[2]
     D = jnp.zeros_like(T) if products is None else inner(pairs.basis, products)
     D = (D + D.conj().T) / 2
     fewer, shallow = tests.steps - 1, tests.shallow - 1
@@ -93,7 +91,7 @@ def slope_errors(
     for B, earlier in zip(matrices(*ends[0]), matrices(*ends[1]), strict=True):
         samples, tested = sample_forms(tests.left_out, B)
         if tests.columns is not None:
-            samples = jtu.tree_map(jnp.add, samples, tests.columns.of(tested))
+            samples = samples + tests.columns.of(tested)
         size = jnp.sum(jnp.abs(jnp.diagonal(B)))
         bar = leave_one_out_bar(paired_samples(samples, size))
         change = jnp.abs(jnp.sum(C.T.astype(B.dtype) * (B - earlier)))
