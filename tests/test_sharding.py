@@ -30,22 +30,3 @@ def test_four_devices_agree_with_one(part):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout.splitlines()) >= 5
-
-
-@pytest.mark.x64
-def test_the_example_of_many_devices_and_processes():
-    pytest.importorskip("sklearn")
-    done = subprocess.run(
-        [sys.executable, str(HERE.parent / "examples" / "many_devices.py")],
-        env={
-            **{k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"},
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # it compiles for most of the time
-        },
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "d tr K^2 / d length" in done.stdout
-    assert done.stdout.endswith("The results agree.\n")
