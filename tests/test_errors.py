@@ -2,6 +2,7 @@
 
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -149,3 +150,25 @@ def test_options_that_a_function_does_not_have():
             match = rf"^{fn.__name__}\(\) got an unexpected keyword argument '{option}'"
             with pytest.raises(TypeError, match=match):
                 fn(*arguments, 4, **{option: 0.5})
+
+
+class _Wrong(tx.TraceEstimator):
+    columns: int
+    stats: dict = eqx.field(static=True, default_factory=dict)
+
+    def compute(self, state, k):
+        V = jnp.ones((8, k))
+        return jnp.sum(V), jnp.ones(()), self.stats, (V, V[:, : self.columns])
+
+
+def test_blocks_and_stats_of_estimators_of_ones_own():
+    known = {"num_matvecs": 3}
+    for estimator, match in (
+        (
+            _Wrong(1, known),
+            r"_Wrong.compute: blocks V and Z must be of one shape \(8, p\), got .*\(8, 1\)",
+        ),
+        (_Wrong(3), r"_Wrong.compute: \"num_matvecs\" must be among stats"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            tx.trace(jr.key(0), _operator(), 3, estimator)

@@ -173,3 +173,15 @@ def test_what_is_refused(key):
 
     with pytest.raises(TypeError, match="logdet"):
         NoLogdet()  # pyright: ignore
+
+
+@pytest.mark.x64
+def test_a_tolerance_is_of_the_whole_log_determinant(key):
+    # What is estimated is negative, and what is known positive: beside each other.
+    M = Dense(jnp.eye(N) / 10, jnp.asarray(2 * N * np.log(10)), None)
+    truth = jnp.linalg.slogdet(kernel().as_matrix() + POINT[1] * jnp.eye(N))[1]
+    found = tx.logdet(key, kernel(), N - 1, shift=POINT[1], preconditioner=M, rtol=0.05)
+    assert found.result == tx.RESULTS.successful
+    low, high = found.confidence_interval()
+    assert (high - low) / 2 <= 0.05 * abs(found.value) * (1 + 1e-6)
+    assert abs(found.value - truth) < 0.1 * abs(truth)

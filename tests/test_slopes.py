@@ -236,6 +236,9 @@ def test_what_is_refused(key):
         with pytest.raises(error, match=message):
             tx.jvp(*arguments)
 
+    for one in (1, np.float32(1)):
+        assert_close(tx.jvp(fn, (1.0,), (one,))[1].value, 5.0)
+
     def by_quadrature(t):
         return tx.logdet(key, t * operator, 3, tx.LanczosQuadratureEstimator())
 

@@ -110,7 +110,7 @@ class TraceEstimator(Estimator):
         if isinstance(blocks, tuple):
             V, Z = map(jnp.shape, blocks)
             n, where = space_of(state.operator).size, f"{type(self).__name__}.compute"
-            what = f"compute must return blocks V and Z of one shape ({n}, p)"
+            what = f"blocks V and Z must be of one shape ({n}, p)"
             hint = "see traceax.TraceEstimator.compute"
             right = V == Z and len(V) == 2 and V[0] == n
             require(right, where, what, f"{V} and {Z}", hint)
