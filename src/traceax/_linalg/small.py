@@ -11,7 +11,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Inexact
 
 
-def matmul(x: Inexact[Array, "n k"], y: Inexact[Array, "k *m"]) -> Array:
+def matmul(x: Inexact[Array, "*b n k"], y: Inexact[Array, "k *m"]) -> Array:
     """`X Y` in full precision, also where an accelerator's default is lower."""
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
