@@ -73,23 +73,25 @@ def test_exact_answers_and_second_derivatives():
     x, y = observations(30)
     p = process()
 
-    def value(p, y):
-        return likelihood(p, x, y, 30, preconditioner=10).value
+    def value(p, y, k, columns):
+        return likelihood(p, x, y, k, preconditioner=columns).value
 
     @eqx.filter_jit
-    def run(p, y):
-        slopes = jax.value_and_grad(value, (0, 1))(p, y)
-        return slopes, jax.hessian(value, (0, 1))(p, y)
+    def run(p, y, k, columns):
+        return jax.value_and_grad(value, (0, 1))(p, y, k, columns), jax.hessian(
+            value, (0, 1)
+        )(p, y, k, columns)
 
     f = p.exact_likelihood(x, y)
     gradient = jax.grad(Process.exact_likelihood, (0, 2))(p, x, y)
     hessian = jax.hessian(Process.exact_likelihood, (0, 2))(p, x, y)
-    (found, slopes), curvature = run(p, y)
-    assert_close(found, f)
-    for a, b in zip(*map(jax.tree.leaves, (slopes, gradient)), strict=True):
-        assert_close(a, b, 1e-8, 1e-8)
-    for a, b in zip(*map(jax.tree.leaves, (curvature, hessian)), strict=True):
-        assert_close(a, b, 1e-6, 1e-6 * jnp.abs(b).max())
+    for columns in (None, 10):
+        (found, slopes), curvature = run(p, y, 30, columns)
+        assert_close(found, f)
+        for a, b in zip(*map(jax.tree.leaves, (slopes, gradient)), strict=True):
+            assert_close(a, b, 1e-8, 1e-8)
+        for a, b in zip(*map(jax.tree.leaves, (curvature, hessian)), strict=True):
+            assert_close(a, b, 1e-6, 1e-6 * jnp.abs(b).max())
 
 
 @pytest.mark.x64
@@ -339,19 +341,21 @@ def test_failures_are_reported():
     bad = tx.KernelLinearOperator(indefinite, x)
 
     @eqx.filter_jit
-    def run(kernel, y, noise):
+    def run(kernel, y, noise, columns):
         return tx.gaussian_log_likelihood(
-            jr.key(0), kernel, y, 40, shift=noise, preconditioner=30, throw=False
+            jr.key(0), kernel, y, 40, shift=noise, preconditioner=columns, throw=False
         ).result
 
     noise = jnp.asarray(NOISE, float_dtype())
-    found = run(p.kernel(x.at[3, 0].set(jnp.nan)), y, noise)
-    assert found == tx.RESULTS.nonfinite
-    found = run(p.kernel(x), y.at[0].set(jnp.nan), noise)
-    assert found == tx.RESULTS.y_not_finite
-    assert run(p.kernel(x), y, -noise) == tx.RESULTS.noise_not_positive
-    found = run(bad, y, noise)
-    assert found in (tx.RESULTS.not_semidefinite, tx.RESULTS.below_lower)
+    for columns in (None, 30):
+        found = run(p.kernel(x.at[3, 0].set(jnp.nan)), y, noise, columns)
+        assert found == tx.RESULTS.nonfinite
+        found = run(p.kernel(x), y.at[0].set(jnp.nan), noise, columns)
+        assert found == tx.RESULTS.y_not_finite
+        found = run(p.kernel(x), y, -noise, columns)
+        assert found == tx.RESULTS.noise_not_positive
+        found = run(bad, y, noise, columns)
+        assert found in (tx.RESULTS.not_semidefinite, tx.RESULTS.below_lower)
 
 
 @pytest.mark.parametrize(

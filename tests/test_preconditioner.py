@@ -124,8 +124,10 @@ def test_factors_and_derivatives(r):
     derivative = central(truth, 1e-4)
     assert_close(value, truth(0.0), 1e-9 if is_x64() else 1e-2)
     for found in (forward, reverse):
-        # Each is a sum that cancels: in the norm of all.
-        close(found, derivative, 1e-6 if is_x64() else 1e-2)
+        if is_x64():
+            assert_close(found, derivative, 1e-6)
+        # Each is a sum that cancels, and may have no more digits: in the norm of all.
+        close(found, derivative, 1e-2)
 
 
 @pytest.mark.parametrize("jitter", [1e-9, 1e-6, 2e-3])
