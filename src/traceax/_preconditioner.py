@@ -194,7 +194,8 @@ def check_own(given: Preconditioner, n: int, dtype: Any, where: str) -> Precondi
         try:
             out = eqx.filter_eval_shape(getattr(given, name), block)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}: {what}, got an error; {hint}.") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{where}: {what}, got an error; {hint}.") from error
         same = eqx.tree_equal(out, block) is True
         require(same, where, what, f"{out} of {block}", hint)
     for name in ("logdet", "lower"):
