@@ -107,20 +107,18 @@ class TraceEstimator(Estimator):
 
     def _finish(self, state, computed):
         value, error, stats, blocks = computed
-        if isinstance(blocks, tuple):
+        space, where = space_of(state.operator), f"{type(self).__name__}.compute"
+        what, hint = '"num_matvecs" must be among stats', "see TraceEstimator.compute"
+        require("num_matvecs" in stats, where, what, f"{[*stats]}", hint)
+        if not isinstance(blocks, StandIn):
             V, Z = map(jnp.shape, blocks)
-            n, where = space_of(state.operator).size, f"{type(self).__name__}.compute"
-            what = f"blocks V and Z must be of one shape ({n}, p)"
-            hint = "see traceax.TraceEstimator.compute"
-            right = V == Z and len(V) == 2 and V[0] == n
+            what = f"blocks V and Z must be of one shape ({space.size}, p)"
+            right = V == Z and V[:-1] == (space.size,)
             require(right, where, what, f"{V} and {Z}", hint)
-            what = '"num_matvecs" must be among stats'
-            require("num_matvecs" in stats, where, what, f"{[*stats]}", hint)
+            blocks = Blocks([blocks])
         tolerance = solver_tolerance(state.operator)
         if tolerance is not None and not isinstance(blocks, Identity):
             # Exact answers measure what solvers leave.
             error = jnp.hypot(error, tolerance * jnp.abs(value))
-        stand_in = blocks if isinstance(blocks, StandIn) else Blocks([blocks])
-        dtype = space_of(state.operator).compute_dtype
-        real = has_real_trace(state.operator)
-        return make_outcome(value, error, stats, dtype, real=real), stand_in
+        dtype, real = space.compute_dtype, has_real_trace(state.operator)
+        return make_outcome(value, error, stats, dtype, real=real), blocks

@@ -172,17 +172,17 @@ def run_estimator(
     size, grown = space_of(state.operator).size, grown_of(state)
     spent, loop = 0 if grown is None else grown.budget, k
     if isinstance(stop, Stop):
-        # A loop that fails to meet the tolerance leaves n products for the exact answer,
+        # A loop that fails to meet the tolerance leaves n products for the exact answer.
         loop = products_of_loop(k, size, estimator.least_of_loop(state))
     exact = not 0 < loop < size
-    total = size if exact else min(spent + loop, size - 1)  # which takes n of its own.
+    total = size if exact else min(spent + loop, size - 1)
     if not exact:
         estimator.check_budget(k if stop is None else total, at_most=stop is not None)
     operator = as_data(state.operator)
     primal = state
     if operator is not state.operator:
         primal = eqx.tree_at(lambda x: x.operator, state, operator)
-    if not exact and size <= k:
+    if isinstance(stop, Stop) and not exact and size <= k:
         outcome = _estimate_or_exact(estimator, primal, total, stop)
     else:
         # Of few products: of the loss of a physics-informed network in ten dimensions the
@@ -200,7 +200,7 @@ def run_estimator(
 
 
 @eqx.filter_jit
-def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Any) -> Outcome:
+def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Stop) -> Outcome:
     """The estimate of a loop; the exact answer where it doesn't meet the tolerance."""
     size = space_of(state.operator).size
     outcome = estimate(estimator, state, k, stop)

@@ -275,12 +275,13 @@ class _Known(NamedTuple):
 
 
 def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Split:
-    expand = expand and bool(parts_of(operator, InverseLinearOperator))
-    found = _known(Term(None, operator), 2, expand)
+    found = _known(Term(None, operator), most_products=2)
     used = sum(x.diagonal.num_matvecs for x in found if x.diagonal is not None)
     if used > k or (used == k and any(x.diagonal is None for x in found)):
         # Too few products to read every diagonal: take those that cost none.
-        found, used = _known(Term(None, operator), 0, expand), 0
+        found, used = _known(Term(None, operator), most_products=0), 0
+    if expand and parts_of(operator, InverseLinearOperator):
+        found = [y for x in found for y in _expanded(x)]
     known = [x.term.times(x.diagonal.read()) for x in found if x.diagonal]
     rest = [x.term for x in found if x.diagonal is None]
     with jax.numpy_dtype_promotion("standard"):
@@ -298,22 +299,29 @@ def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Spl
         return _Split(exact, used, None, as_complex(rest))
 
 
-def _known(term: Term, most_products: int, expand: bool) -> list[_Known]:
-    """The terms of a sum, split only as far as it tells diagonals apart; with `expand` those
-    of an inverse, two whose diagonal is read and the remainder."""
+def _known(term: Term, most_products: int) -> list[_Known]:
+    """The terms of a sum, split only as far as it tells diagonals apart."""
     diagonal = known_diagonal(term.operator)
     if diagonal is not None and diagonal.num_matvecs <= most_products:
         return [_Known(term, diagonal)]
-    if expand and (expansion := expand_inverse(term.operator)):
-        diagonal = KnownDiagonal(0, lambda: expansion.diagonal)
-        remainder = term.after(Term(None, expansion.remainder))
-        return [_Known(term, diagonal), _Known(remainder, None)]
     inner = parts(term.operator)
     if inner[0].operator is term.operator:
         return [_Known(term, None)]
-    found = [y for x in inner for y in _known(term.after(x), most_products, expand)]
+    found = [y for x in inner for y in _known(term.after(x), most_products)]
     # Tags say nothing of a part.
     tagged = isinstance(term.operator, lx.TaggedLinearOperator)
     if tagged and all(x.diagonal is None for x in found):
         return [_Known(term, None)]
     return found
+
+
+def _expanded(known: _Known) -> list[_Known]:
+    """Of an inverse the terms whose diagonal is read, and the remainder."""
+    expansion = None
+    if known.diagonal is None:
+        expansion = expand_inverse(known.term.operator)
+    if expansion is None:
+        return [known]
+    diagonal = KnownDiagonal(0, lambda: expansion.diagonal)
+    remainder = known.term.after(Term(None, expansion.remainder))
+    return [_Known(known.term, diagonal), _Known(remainder, None)]

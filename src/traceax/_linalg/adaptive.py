@@ -113,7 +113,8 @@ def residual_energies(
         e_ij = |(I - P_ij) A w_j|^2 ,      u_ij = w_j^* (I - P_ij) A w_j .
 
     The first r coordinates of `R^-* e_j`, `d_j`, are orthogonal to all products of the basis
-    but j, of direction `s_j`, and `d_ij = d_j - s_i s_i^* d_j` to all but j and, if i is in the basis, i. As
+    but j, of direction `s_j`, and `d_ij = d_j - s_i s_i^* d_j` to all but j and, if i is in
+    the basis, i. As
     `(Q d_ij)^* A w_j = 1`, what is left is `(I - P_ij) A w_j = Q d_ij / |d_ij|^2`, and
 
         e_ij = 1 / |d_ij|^2 ,      u_ij = C_j^* d_ij / |d_ij|^2 .
@@ -121,9 +122,7 @@ def residual_energies(
     Vectors are subtracted: of two parallel products lengths would have no digits.
     """
     r, h = duals.shape
-    s = normalise_columns(
-        duals
-    )  # what the basis loses without product i; 0 for the last
+    s = normalise_columns(duals)  # what the basis loses; 0 for the last
     d = duals.T[None] - inner(s, duals)[:, :, None] * s.T[:, None, :]  # index [i, j, :]
     e = 1 / divisor(jnp.sum(squares(d), axis=2))
     u = e.astype(R.dtype) * jnp.sum(d * C[:r].T.conj()[None], axis=2)

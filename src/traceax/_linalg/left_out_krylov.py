@@ -29,6 +29,7 @@ from .leave_one_out import PairedSamples
 from .small import divisor, frobenius, householder, leading, matmul, squares, svd
 
 Steps = int | Int[Array, ""]
+Samples = Inexact[Array, "3 m"]  # and those of pairs
 
 
 class LeftOut(NamedTuple):
@@ -136,6 +137,7 @@ def _coupling(spaces, g, dimensions) -> Inexact[Array, "k k"]:
 
 
 def _of_pairs(x: Inexact[Array, "2 m *s"]) -> Inexact[Array, "3 m *s"]:
+    """What spaces tell, of samples and of pairs."""
     return jnp.concatenate([x, x[1:]])
 
 
@@ -163,7 +165,7 @@ def tested_weights(
 
 def sample_forms(
     left_out: LeftOut, B: Inexact[Array, "k k"]
-) -> tuple[Inexact[Array, "3 m"], Inexact[Array, "3 m"]]:
+) -> tuple[Samples, Samples]:
     """`tr(C_i B)`, and the part of it that is estimated."""
     spaces, tests, d = left_out
 
@@ -176,9 +178,7 @@ def sample_forms(
     return _of_pairs(known.reshape(d.shape)) + tested, tested
 
 
-def paired_samples(
-    samples: Inexact[Array, "3 m"], magnitude: Float[Array, ""]
-) -> PairedSamples:
+def paired_samples(samples: Samples, magnitude: Float[Array, ""]) -> PairedSamples:
     """Samples with both neighbours as partners."""
     t, first, second = samples
     partners = jnp.roll(t, -1), jnp.roll(t, 1)

@@ -161,23 +161,22 @@ def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
 
 def columns_of(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
     """Columns of the matrix of an operator that `has_known_entries`."""
-    return _sum(operator, lambda x: columns(x, indices), columns, *indices.shape)
+    return _sum(operator, columns, indices)
 
 
 def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """The diagonal of the matrix of an operator, all of whose terms are registered."""
-    return _sum(operator, diagonal_entries, diagonal_entries)
+    return _sum(operator, diagonal_entries)
 
 
-def _sum(
-    operator: lx.AbstractLinearOperator, of_term: Callable, name, *r: int
-) -> Array:
+def _sum(operator: lx.AbstractLinearOperator, question: Any, *indices: Array) -> Array:
+    """What a question, `columns` or `diagonal_entries`, is answered for all terms."""
     space, found = space_of(operator), []
+    shape = (space.size, *map(len, indices))
     for x in terms(operator):
-        entries, shape = of_term(x.operator), (space.size, *r)
+        entries, where = question(x.operator, *indices), f"traceax.{question.__name__}"
         what = f"that of {type(x.operator).__name__} must be of shape {shape}"
-        where, hint = f"traceax.{name.__name__}", "see help of it"
-        require(jnp.shape(entries) == shape, where, what, entries, hint)
+        require(jnp.shape(entries) == shape, where, what, entries, f"see help({where})")
         found.append(x.times(entries).astype(space.compute_dtype))
     return ft.reduce(op.add, found)
 

@@ -19,7 +19,6 @@ from .block import (
     is_data,
     made_here,
     on_cpu,
-    parts_of,
     space_of,
     structure_of,
 )
@@ -162,9 +161,6 @@ def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
 
     def is_kernel(x):
         return isinstance(x, KernelLinearOperator)
-
-    if not parts_of(operator, KernelLinearOperator):
-        return operator
 
     def store(x):
         if not is_kernel(x) or space_of(x).size ** 2 > _MOST_STORED:

@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .._linalg.krylov import Projected, ritz_pairs
-from .._linalg.left_out_krylov import LeftOut, coupling_of_fewer
+from .._linalg.left_out_krylov import LeftOut, Samples, coupling_of_fewer
 from .._linalg.small import matmul
 from .._linalg.tall import column_dots
 from .._operators.block import is_positive_semidefinite
@@ -60,12 +60,8 @@ def of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> 
 
 
 def middles_of(
-    samples: list[Inexact[Array, "3 m"]],
-    others: list[Inexact[Array, "3 m"]],
-    positive: Bool[Array, ""],
-) -> tuple[
-    list[Inexact[Array, "3 m"]], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]
-]:
+    samples: list[Samples], others: list[Samples], positive: Bool[Array, ""]
+) -> tuple[list[Samples], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]]:
     """The means of both, and the ends of every leaf, the lower one first.
 
     With negative eigenvalues the function isn't operator monotone on the spectrum: the

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Inexact
 
 from .._linalg.left_out_krylov import (
     LeftOut,
+    Samples,
     sample_weights,
     tested_weights,
 )
@@ -25,9 +26,6 @@ from .function import SpectralFunction, derivative, weighted_sums
 
 # Standard errors that the mean of a control is away from 0 by chance: of three samples in 1 %.
 _CHANCE = 10
-
-
-Samples = Inexact[Array, "3 m"]
 
 
 class ColumnControl(NamedTuple):
@@ -138,7 +136,7 @@ def of_trace(
 
     def of_leaf(f, at_mean):
         c = slope_of(f)
-        of_pairs = (at_mean[1] + jnp.roll(at_mean[1], 1)) / 2
+        of_pairs = _of_neighbours(jnp.stack([at_mean[1], at_mean[1]]))
         ratio = jnp.real(at_mean[0] / divisor(of_pairs))
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
         size = jnp.mean(jnp.abs(c)) * magnitude

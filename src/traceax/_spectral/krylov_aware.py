@@ -183,11 +183,8 @@ class KrylovAwareEstimator(SpectralEstimator):
         blocks = sums.blocks(basis, factor[:, :width], used, of_sizes)
         errors, stats = sums.errors, {"num_matvecs": used, **sums.stats}
         if not to_depth:
-            errors = (
-                list(jnp.atleast_1d(bar.standard_error))
-                if sums.forms is None
-                else errors
-            )
+            if sums.forms is None:
+                errors = list(jnp.atleast_1d(bar.standard_error))
             stats["products_needed"] = width * loop.forecast.needed
         leaves = sums.means, errors, sums.freedoms
         return SpectralOutcome(*leaves, stats, blocks, sums.forms)

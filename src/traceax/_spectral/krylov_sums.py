@@ -17,6 +17,7 @@ from .._linalg.krylov import (
     smallest_extension,
 )
 from .._linalg.left_out_krylov import (
+    Samples,
     coupling_of,
     leave_probes_out,
     paired_samples,
@@ -249,8 +250,8 @@ def krylov_sums(
 def _samples(
     weights: Float[Array, "3 m k"],
     leaves: list[Inexact[Array, " k"]],
-    controls: list[Inexact[Array, "3 m"]] | None,
-) -> list[Inexact[Array, "3 m"]]:
+    controls: list[Samples] | None,
+) -> list[Samples]:
     """The samples of every leaf, and those of pairs."""
     samples = [weighted_sums(weights, f) for f in leaves]
     return samples if controls is None else list(map(op.add, samples, controls))

@@ -50,8 +50,8 @@ def check_preconditioner(
     tolerance = 1e4 * float(jnp.finfo(space.compute_dtype).eps)
     sizes = np.linalg.svd(M, compute_uv=False)
     logdet, given = -2 * np.sum(np.log(sizes)), float(preconditioner.logdet)
-    least = np.linalg.eigvalsh(M @ A @ M.conj().T)
-    lower, unit = preconditioner.lower, tolerance * max(1.0, np.max(np.abs(least)))
+    values = np.linalg.eigvalsh(M @ A @ M.conj().T)
+    lower, unit = preconditioner.lower, tolerance * max(1.0, np.max(np.abs(values)))
     size_of_logdet = np.sum(1 + np.abs(np.log(sizes)))
     wrong = {
         "linear": not _near(twice, 2 * M, tolerance),
@@ -60,8 +60,8 @@ def check_preconditioner(
         f"logdet, {given:.6g} for {logdet:.6g}": (
             not abs(logdet - given) <= tolerance * size_of_logdet
         ),
-        f"lower, {lower} for {least[0]:.6g}": (
-            lower is not None and least[0] < lower - unit
+        f"lower, {lower} for {values[0]:.6g}": (
+            lower is not None and values[0] < lower - unit
         ),
     }
     _raise(preconditioner, wrong)
