@@ -233,6 +233,10 @@ def krylov_sums(
         leave_one_out_bar(paired_samples(sample, magnitude))
         for sample, magnitude in zip(samples, magnitudes, strict=True)
     ]
+    tests = None
+    if SLOPES.value:
+        left = unfound, None if forms is None else forms.standard_errors
+        tests = Tests(left_out, projected, steps, shallow, columns, left)
     return KrylovSums(
         [x.mean for x in bars],
         unfound,
@@ -243,7 +247,7 @@ def krylov_sums(
         coupling,
         stats,
         forms,
-        Tests(left_out, projected, steps, shallow, columns) if SLOPES.value else None,
+        tests,
     )
 
 
