@@ -21,7 +21,8 @@ FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 OTHERS = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # isn't run
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
 OPTIONAL = re.compile(
-    r"^(?:import|from) (asdex|flax|folx|gpjax|matfree|optax|tinygp)\b", re.MULTILINE
+    r"^(?:import|from) (asdex|flax|folx|gaussx|gpjax|matfree|optax|tinygp)\b",
+    re.MULTILINE,
 )
 SHOWN = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # relative ones
@@ -54,7 +55,9 @@ def test_code_runs(page):
         needed = OPTIONAL.findall(code)
         if not all(importlib.util.find_spec(name) for name in needed):
             continue
-        if {"folx", "gpjax", "tinygp"} & set(needed):  # which mix dtypes and ranks
+        if {"folx", "gaussx", "gpjax", "tinygp"} & set(
+            needed
+        ):  # which mix dtypes and ranks
             jax.config.update("jax_numpy_dtype_promotion", "standard")
             jax.config.update("jax_numpy_rank_promotion", "allow")
         exec(compile(code, str(page), "exec"), namespace)
