@@ -77,36 +77,36 @@ def slope_errors(
     n, width, rows = len(pairs.basis), omega.shape[1], tests.left_out.tests.shape[2]
     D = jnp.zeros_like(T) if products is None else inner(pairs.basis, products)
     D = (D + D.conj().T) / 2
-    fewer, shallow = tests.steps - 1, tests.shallow - 1
-    theta, S = ritz_pairs(T, width * jnp.maximum(fewer, 1))
+    earlier, shallow = tests.steps - 1, tests.shallow - 1
+    theta, S = ritz_pairs(T, width * jnp.maximum(earlier, 1))
     # Rounding must not take a node out of the function's domain.
     theta = jnp.clip(theta, jnp.min(pairs.values), jnp.max(pairs.values))
-    ends = (theta, S), (pairs.values, pairs.vectors)
+    before, after = (theta, S), (pairs.values, pairs.vectors)
     function = state.function.in_range(pairs.values)
     # Tested by the spaces without a probe of a step less, which lie in both.
     C = coupling_of_fewer(tests.left_out, omega[:rows], n, shallow)
-    sums, Ms = [], []
-    for theta, S in ends:
+
+    def sums(theta, S):
+        """`tr(C f(T))` and `tr(C M)` of every leaf, and its M."""
         coupling = inner(S[:rows], matmul(C, S[:rows]))
         weights = jnp.real(jnp.diagonal(coupling))
         Ms = _matrices(theta, S, D, function, tangent.function)
-        sums.append(
-            (
-                [weighted_sums(weights, f) for f in function(theta)],
-                [jnp.sum(coupling.T.astype(M.dtype) * M) for M in Ms],
-            )
-        )
-    of_leaves, of_forms = tests.unfound
-    is_known = jnp.asarray(fewer > 0) & jnp.asarray(shallow > 0)
+        values = [weighted_sums(weights, f) for f in function(theta)]
+        return (values, [jnp.sum(coupling.T.astype(M.dtype) * M) for M in Ms]), Ms
+
+    (sums_before, _), (sums_after, Ms) = sums(*before), sums(*after)
+    changes = zip(*_changes(sums_before, sums_after), strict=True)
+    S, (of_leaves, of_forms) = pairs.vectors, tests.unfound
+    is_known = jnp.asarray(earlier > 0) & jnp.asarray(shallow > 0)
     errors, freedoms = [], []
-    for M, unfound, *changes in zip(Ms, of_leaves, *_changes(sums), strict=True):
+    for M, unfound, change in zip(Ms, of_leaves, changes, strict=True):
         B = matmul(S[:rows], matmul(M, S[:rows].conj().T))
         samples, tested = sample_forms(tests.left_out, B)
         if tests.columns is not None:
             samples = samples + tests.columns.of(tested)
         size = jnp.sum(jnp.abs(jnp.diagonal(B)))
         bar = leave_one_out_bar(paired_samples(samples, size))
-        left = jnp.where(is_known, _left(unfound, *changes), jnp.inf)
+        left = jnp.where(is_known, _unfound(unfound, *change), jnp.inf)
         errors.append(jnp.hypot(bar.standard_error, left))
         freedoms.append(bar.degrees_of_freedom)
     if solutions is None or of_forms is None:
@@ -115,30 +115,31 @@ def slope_errors(
     right, t_right = matmul(S, inside), tangent.right
     if t_right is not None:
         t_right = inner(pairs.basis, t_right)
-    changes = _changes([_forms(*end, D, right, t_right) for end in ends])
-    left = jnp.where(jnp.asarray(fewer > 0), _left(of_forms, *changes), jnp.inf)
-    return errors, freedoms, left
+    change = _changes(*(_forms(*x, D, right, t_right) for x in (before, after)))
+    unfound = jnp.where(jnp.asarray(earlier > 0), _unfound(of_forms, *change), jnp.inf)
+    return errors, freedoms, unfound
 
 
-def _changes(ends):
-    """How far both ends are apart, in sums and in their derivatives."""
-    return jtu.tree_map(lambda x, y: jnp.abs(x - y), *ends)
+def _changes(before, after):
+    """Distances of all entries."""
+    return jtu.tree_map(lambda x, y: jnp.abs(x - y), before, after)
 
 
-def _left(
-    unfound: Float[Array, "*s"],
+def _unfound(
+    of_value: Float[Array, "*s"],
     change: Float[Array, "*s"],
-    of_slope: Float[Array, "*s"],
+    change_of_slope: Float[Array, "*s"],
 ) -> Float[Array, "*s"]:
-    """What the space leaves of a derivative that the last step changed by `of_slope`.
+    """What the space leaves of a derivative, by what it leaves of the function.
 
-    Of the function it left the part f of what changed. Of derivatives, which have one factor
-    more to converge, it is 3 f, up to all of the change (`unfound` is half of a bracket, of
-    which f(T) is at an end); more where f is more, up to half. The errors of four kernels
-    and of a chain of spins, by the exact derivative, were 0.2 to 1 of it.
+    That is the fraction f of what the last step changed. Derivatives have one factor more to
+    converge, and `of_value` is half of a bracket, of which f(T) is at an end: of their change
+    3 f is taken, at most all; or f, at most 1.5, where the function has not converged. Of
+    two kernels and a chain of spins, what was left by the exact derivative was 0.2 to 1.7
+    times as much, but for rounding.
     """
-    f = unfound / divisor(change)
-    return of_slope * jnp.clip(f, jnp.minimum(3 * f, 1), 1.5)
+    f = of_value / divisor(change)
+    return change_of_slope * jnp.clip(f, jnp.minimum(3 * f, 1), 1.5)
 
 
 def _matrices(
