@@ -160,6 +160,99 @@ def test_slopes_of_likelihoods_have_bars(columns):
 
 
 @pytest.mark.x64
+def test_slopes_along_data_have_bars_of_their_own():
+    # What the last step changed of `u^* db` may be 0 by accident.
+    n = 100
+    x = jnp.linspace(0.0, 1.0, n)
+    matrix = jnp.exp(-jnp.abs(x[:, None] - x[None]) / 0.1)
+    whole = matrix + 0.01 * jnp.eye(n)
+    factor, shape = jnp.linalg.cholesky(whole), jnp.sin(6 * x)
+
+    @jax.jit
+    def run(keys):
+        def one(key):
+            y = factor @ jr.normal(jr.fold_in(key, 7), (n,))
+
+            def fn(m):
+                return tx.gaussian_log_likelihood(
+                    key,
+                    lx.MatrixLinearOperator(matrix, PSD),
+                    y - m * shape,
+                    40,
+                    shift=0.01,
+                    preconditioner=20,
+                    throw=False,
+                )
+
+            slope = tx.jvp(fn, (0.0,), (1.0,))[1]
+            off = slope.value - shape @ jnp.linalg.solve(whole, y)
+            low, high = slope.confidence_interval()
+            return off, slope.standard_error, low - slope.value, high - slope.value
+
+        return jax.lax.map(one, keys)
+
+    off, error, low, high = run(jr.split(jr.key(0), 200))
+    assert np.mean((low <= off) & (off <= high)) >= 0.93
+    assert 0.8 <= np.mean(error) / np.sqrt(np.mean(off**2)) <= 1.5
+
+
+@pytest.mark.skipif(is_x64(), reason="rounding of 32 bits")
+def test_rounding_of_exact_slopes_is_in_their_bars():
+    n = 30
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((n, n))
+    a = (a @ a.T + np.eye(n)).astype(np.float32)
+    b = rng.standard_normal((100, n, n)).astype(np.float32)
+    b = (b + b.transpose(0, 2, 1)) / 2
+    y = jnp.asarray(rng.standard_normal(n), jnp.float32)
+
+    @jax.jit
+    def run(b):
+        def one(b):
+            def at(t):
+                return lx.MatrixLinearOperator(jnp.asarray(a) + t * b, PSD)
+
+            functions = (
+                lambda t: tx.logdet(jr.key(0), at(t), n),
+                lambda t: tx.trace_inverse(jr.key(0), at(t), n),
+                lambda t: (
+                    tx.inv_quad_logdet(jr.key(0), at(t), y, n, shift=0.5).inv_quad
+                ),
+            )
+            slopes = [tx.jvp(fn, (0.0,), (1.0,))[1] for fn in functions]
+            return [(x.value, *x.confidence_interval()) for x in slopes]
+
+        return jax.lax.map(one, b)
+
+    exact, shifted = (np.linalg.inv(a + s * np.eye(n)) for s in (np.float64(0), 0.5))
+    truths = (
+        np.einsum("ij,kij->k", exact, b),
+        -np.einsum("ij,kij->k", exact @ exact, b),
+        -np.einsum("i,kij,j->k", shifted @ np.asarray(y), b, shifted @ np.asarray(y)),
+    )
+    for (value, low, high), truth in zip(run(jnp.asarray(b)), truths, strict=True):
+        assert np.mean((low <= truth) & (truth <= high)) >= 0.93
+        assert np.all(high - low < 0.05 * np.max(np.abs(value)))
+
+
+def test_the_root_of_a_norm_is_in_the_bar_of_its_slope(key):
+    values = jnp.repeat(jnp.array([0.3, 1.0, 3.0]), 30)
+
+    def fn(t):
+        # The trace of |A|^3 changes by a number that needs no estimate.
+        operator = lx.DiagonalLinearOperator(values + t / values**2)
+        hidden = lx.FunctionLinearOperator(
+            operator.mv, operator.in_structure(), lx.symmetric_tag
+        )
+        return tx.schatten_norm(key, hidden, 12, p=3.0)
+
+    _, slope = tx.jvp(fn, (0.0,), (1.0,))
+    truth = len(values) * jnp.sum(values**3) ** (-2 / 3)
+    assert abs(slope.value - truth) < 4 * slope.standard_error
+    assert slope.standard_error < 0.2 * truth
+
+
+@pytest.mark.x64
 def test_slopes_where_a_krylov_space_has_found_nearly_all_have_bars():
     x = jr.uniform(jr.key(3), (200, 1))
     point = jnp.array([0.05, 0.01])
@@ -276,6 +369,9 @@ def test_what_is_refused(key):
 
     for one in (1, np.float32(1)):
         assert_close(tx.jvp(fn, (1.0,), (one,))[1].value, 5.0)
+
+    with pytest.raises(NotImplementedError, match="slope of a slope"):
+        tx.jvp(lambda t: tx.jvp(fn, (t,), (1.0,))[1], (1.0,), (1.0,))
 
     def by_quadrature(t):
         return tx.logdet(key, t * operator, 3, tx.LanczosQuadratureEstimator())

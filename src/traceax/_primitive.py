@@ -105,7 +105,7 @@ class StandIn(eqx.Module):
             "traceax.jvp: derivatives of this estimate have no error bar; use jax.jvp of "
             "its value, or one of traceax.HutchinsonEstimator, HutchPlusPlusEstimator, "
             "XTraceEstimator, XNysTraceEstimator, AdaptiveXTraceEstimator and "
-            "KrylovAwareEstimator, of a trace or a spectral function."
+            "KrylovAwareEstimator, of a trace or a spectral function; diagonals have none."
         )
 
 

@@ -50,9 +50,10 @@ def jvp(
 
     | | |
     |---|---|
-    | estimators | Hutchinson, Hutch++, XTrace, XNysTrace, AdaptiveXTrace and KrylovAware, of traces and spectral functions |
+    | estimators | Hutchinson, Hutch++, XTrace, XNysTrace, AdaptiveXTrace, KrylovAware |
+    | of | traces and spectral functions; not of diagonals |
     | products | those of the estimate and of its derivative |
-    | standard error | as of the value, from samples of the slope; of spectral functions also what the last step changed |
+    | standard error | as of the value, from samples of the slope; of spectral functions also what the Krylov space leaves |
 
     **Arguments:**
 
@@ -64,13 +65,19 @@ def jvp(
     differentiated; its `stats` hold the degrees of freedom, and its `result` that of both.
 
     **Raises:** `TypeError` for an `fn` that returns no estimate, and for tangents that don't
-    match; `NotImplementedError` for an estimator whose derivatives have no error bar.
+    match; `NotImplementedError` for an estimator whose derivatives have no error bar, and
+    for a slope of a slope.
     """
     where = "traceax.jvp"
     for name, given in (("primals", primals), ("tangents", tangents)):
         what = f"{name} must be a tuple, one for each argument of fn"
         hint = f"write ({name[:-1]},) for a single one"
         require(isinstance(given, tuple | list), where, what, given, hint, TypeError)
+    if SLOPES.value:
+        raise NotImplementedError(
+            f"{where}: a slope of a slope has no error bar; take jax.jvp or jax.grad of "
+            "the slope's value."
+        )
     primals, tangents = tuple(primals), tuple(tangents)
     _check_tangents(primals, tangents, where)
     tangents = jtu.tree_map(

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._accuracy.tolerance import check_tolerance
 from ._arguments import check_real_scalar, known_number, require
-from ._estimate import Estimate, finite_or_failed, raise_failure
+from ._estimate import Estimate, finite_or_failed, raise_failure, scaled_error
 from ._likelihood import Given, preconditioned_logdet
 from ._operators.block import is_positive_semidefinite, space_of
 from ._operators.check import ShiftedLinearOperator, checked_operator
@@ -239,7 +239,7 @@ def schatten_norm(
     # The slope of the root, for its error.
     slope = power.astype(value.dtype) * jnp.where(positive, total.value, 1)
     slope = jnp.where(positive, value / slope, 1)
-    error = total._standard_error * jax.lax.stop_gradient(slope)
+    error = scaled_error(slope, total._standard_error)
     result = finite_or_failed(value, total.result)
     estimate = Estimate(value, error, result, stats, total.state, total._by)
     return raise_failure(estimate) if throw else estimate

@@ -19,10 +19,11 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int
 
 from .._linalg.krylov import RitzPairs, smallest_of
+from .._linalg.small import frobenius, squares
 from .._linalg.tall import column_dots, combine
 from .._primitive import StandIn
 from .frechet import product_tangents, second_order, solution_of, sum_of
-from .function import divided_differences, final
+from .function import derivative, divided_differences, final
 from .slope import Tests, slope_errors
 
 
@@ -90,11 +91,9 @@ class SpectralBlocks(StandIn):
             return None
         tree, dtype = state.function.tree, pairs.values.dtype
         if tests is None:
-            # Exact but for rounding, in every entry of a matrix of order n.
-            eps = n * jnp.finfo(dtype).eps
-            error = jtu.tree_map(lambda x: eps * jnp.abs(x), value)
-            number = len(state.function(pairs.values))
-            return value, error, tree([jnp.asarray(jnp.inf, dtype)] * number, dtype)
+            freedom = [jnp.asarray(jnp.inf, dtype)] * len(state.function(pairs.values))
+            error = self._rounding(state, value, products)
+            return value, error, tree(freedom, dtype)
         errors, freedoms, of_forms = slope_errors(
             tests, pairs, self.solutions, state, tangent, products
         )
@@ -102,6 +101,35 @@ class SpectralBlocks(StandIn):
         if self.solutions is not None:
             error = Terms(error, of_forms)
         return value, error, tree(freedoms, dtype)
+
+    def _rounding(self, state, value, products):
+        """The error that rounding makes of exact slopes, `tr(f'(A) dA)` and of forms.
+
+        Eigenvalues that are off by eps |A| change f'(A), and entries of dA may cancel.
+        """
+        theta, coordinates = self.pairs.values, self.solutions
+        eps, size = jnp.finfo(theta.dtype).eps, jnp.max(jnp.abs(theta))
+        dA = (
+            jnp.zeros_like(theta, shape=()) if products is None else frobenius(products)
+        )
+        function = state.function.in_range(theta)
+        exact, moved = (derivative(function, x) for x in (theta, theta + eps * size))
+        bounds = [
+            dA * (jnp.linalg.norm(y - x) + eps * jnp.linalg.norm(x))
+            for x, y in zip(exact, moved, strict=True)
+        ]
+        of_sums = len(theta) * eps
+
+        def error(x, bound):
+            return bound + of_sums * jnp.abs(x)
+
+        tree = state.function.tree(bounds, theta.dtype)
+        if coordinates is None:
+            return jtu.tree_map(error, value, tree)
+        condition = size / jnp.maximum(jnp.min(theta), eps * size)
+        of_forms = 2 * eps * condition * dA * jnp.sum(squares(coordinates), axis=0)
+        logdet = jtu.tree_map(error, value.logdet, tree)
+        return Terms(logdet, error(value.inv_quad, of_forms))
 
     def _of_first(self, size, primal, tangent, products):
         pairs, C = self.pairs.first(size), self.coupling[:size, :size]

@@ -10,6 +10,7 @@ the derivative has no bounds: it is made of the last step's change, and of what 
 of `tr f(A)`.
 """
 
+import operator as op
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -26,7 +27,7 @@ from .._linalg.left_out_krylov import (
     paired_samples,
     sample_forms,
 )
-from .._linalg.small import divisor, matmul
+from .._linalg.small import cholesky, divisor, matmul, squares
 from .._linalg.tall import column_dots, inner
 from .control import ColumnControl
 from .function import SpectralFunction, divided_differences, weighted_sums
@@ -95,7 +96,8 @@ def slope_errors(
         return (values, [jnp.sum(coupling.T.astype(M.dtype) * M) for M in Ms]), Ms
 
     (sums_before, _), (sums_after, Ms) = sums(*before), sums(*after)
-    changes = zip(*_changes(sums_before, sums_after), strict=True)
+    change = jtu.tree_map(lambda x, y: jnp.abs(x - y), sums_before, sums_after)
+    changes = zip(*change, strict=True)
     S, (of_leaves, of_forms) = pairs.vectors, tests.unfound
     is_known = jnp.asarray(earlier > 0) & jnp.asarray(shallow > 0)
     errors, freedoms = [], []
@@ -111,18 +113,12 @@ def slope_errors(
         freedoms.append(bar.degrees_of_freedom)
     if solutions is None or of_forms is None:
         return errors, freedoms, None
-    inside = solutions * pairs.values[:, None].astype(S.dtype)
-    right, t_right = matmul(S, inside), tangent.right
+    t_right = tangent.right
     if t_right is not None:
         t_right = inner(pairs.basis, t_right)
-    change = _changes(*(_forms(*x, D, right, t_right) for x in (before, after)))
-    unfound = jnp.where(jnp.asarray(earlier > 0), _unfound(of_forms, *change), jnp.inf)
-    return errors, freedoms, unfound
-
-
-def _changes(before, after):
-    """Distances of all entries."""
-    return jtu.tree_map(lambda x, y: jnp.abs(x - y), before, after)
+    u = matmul(S, solutions)
+    of_forms = _errors_of_forms(of_forms, tests, u, D, t_right)
+    return errors, freedoms, jnp.where(jnp.asarray(earlier > 0), of_forms, jnp.inf)
 
 
 def _unfound(
@@ -166,13 +162,52 @@ def _matrices(
     return found
 
 
-def _forms(
-    theta, S, D, right, t_right
-) -> tuple[Float[Array, " q"], Float[Array, " q"]]:
-    """`b^* u` and `2 u^* db - u^* dA u` of `u = A^-1 b` of the Krylov space."""
-    positive = jnp.where(theta > 0, theta, jnp.inf)[:, None]
-    u = matmul(S, inner(S, right) / positive.astype(right.dtype))
-    slope = -jnp.real(column_dots(u, matmul(D, u)))
-    if t_right is not None:
-        slope = slope + 2 * jnp.real(column_dots(u, t_right))
-    return jnp.real(column_dots(right, u)), slope
+def _errors_of_forms(
+    of_value: Float[Array, " q"],
+    tests: Tests,
+    u: Inexact[Array, "k q"],
+    D: Inexact[Array, "k k"],
+    t_right: Inexact[Array, "k q"] | None,
+) -> Float[Array, " q"]:
+    r"""Errors of `2 u^* db - u^* dA u`, with `u = A^-1 b` of the Krylov space.
+
+    With the error e of u it is `2 <e, A^-1 db>` for the first term, in the inner product of A.
+    With a Cholesky factor `T = R R^*` the blocks of
+
+        y = R^* u = R^-1 b ,    z = R^-1 db
+
+    are what steps found of u and of `A^-1 db`, orthogonal to each other: the term is
+    `2 sum_j y_j^* z_j`, and `|e|^2` the sum of `|y_j|^2` over the steps to come, which a bracket
+    tells: `of_value` is its half, and the more is left, over the more steps it spreads. For
+    `|z_j|` stands the last one, for the cosine of both its root mean square, as `y_j^* z_j` may
+    be 0 by accident. What db has of b itself has the error of `b^* u`.
+
+    The second term is judged by its last change, of which what is left is as much as the root
+    mean square of e over what the last step found of u; at most all.
+    """
+    T, omega, _ = tests.projected
+    k, width = omega.shape
+    step, last = jnp.arange(k) // width, tests.steps - 1
+    taken, unit = step <= last, jnp.eye(k, dtype=T.dtype)
+    R, inverse = cholesky(jnp.where(taken[:, None] & taken[None], T, unit))
+
+    def of_steps(x):
+        return jnp.sum(x.reshape(k // width, width, -1), axis=1)
+
+    y = inner(R, u)
+    found = of_steps(squares(y))
+    before = u - inner(inverse, jnp.where((step == last)[:, None], y, 0))
+    forms = (jnp.real(column_dots(x, matmul(D, x))) for x in (u, before))
+    part = jnp.minimum(of_value / divisor(found[last]), 1)
+    error = jnp.abs(op.sub(*forms)) * jnp.sqrt(part)
+    if t_right is None:
+        return error
+    z = matmul(inverse, t_right)
+    along = jnp.sum(y.conj() * z, axis=0) / divisor(jnp.sum(squares(y), axis=0))
+    z = z - along[None] * y
+    of_right = of_steps(squares(z))
+    cosines = of_steps(jnp.real(y.conj() * z)) ** 2 / divisor(found * of_right)
+    cosine = jnp.sum(cosines, axis=0) / jnp.asarray(tests.steps).astype(y.real.dtype)
+    left = 2 * of_value * (1 + 2 * part)
+    error = error + 2 * jnp.abs(along) * of_value
+    return error + 2 * jnp.sqrt(left * of_right[last] * cosine)
