@@ -24,6 +24,7 @@ OPTIONAL = re.compile(
     r"^(?:import|from) (asdex|flax|folx|gaussx|gpjax|matfree|optax|tinygp)\b",
     re.MULTILINE,
 )
+MIXING = {"folx", "gaussx", "gpjax", "tinygp"}  # dtypes and ranks
 SHOWN = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # relative ones
 
@@ -55,9 +56,7 @@ def test_code_runs(page):
         needed = OPTIONAL.findall(code)
         if not all(importlib.util.find_spec(name) for name in needed):
             continue
-        if {"folx", "gaussx", "gpjax", "tinygp"} & set(
-            needed
-        ):  # which mix dtypes and ranks
+        if MIXING & set(needed):
             jax.config.update("jax_numpy_dtype_promotion", "standard")
             jax.config.update("jax_numpy_rank_promotion", "allow")
         exec(compile(code, str(page), "exec"), namespace)
