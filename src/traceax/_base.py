@@ -12,7 +12,7 @@ from ._arguments import require
 from ._drive import Estimator
 from ._operators.block import has_real_trace, space_of
 from ._operators.entries import entry_of, map_columns
-from ._operators.inverse import errors_of_solves, solve_of_column, solver_tolerance
+from ._operators.inverse import errors_of_solves, solve_of_column
 from ._primitive import Blocks, Identity, StandIn, make_outcome
 from ._state import functional_of, init_state
 
@@ -116,9 +116,5 @@ class TraceEstimator(Estimator):
             right = V == Z and V[:-1] == (space.size,)
             require(right, where, what, f"{V} and {Z}", hint)
             blocks = Blocks([blocks])
-        tolerance = solver_tolerance(state.operator)
-        if tolerance is not None and not isinstance(blocks, Identity):
-            # Exact answers measure what solvers leave.
-            error = jnp.hypot(error, tolerance * jnp.abs(value))
         dtype, real = space.compute_dtype, has_real_trace(state.operator)
         return make_outcome(value, error, stats, dtype, real=real), blocks

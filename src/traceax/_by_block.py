@@ -24,6 +24,7 @@ from jaxtyping import Array, Inexact, Int, Key
 
 from ._accuracy.error_bar import (
     ErrorBar,
+    exact_bar,
     gram_of,
     independent_samples,
     sum_of_independent,
@@ -36,10 +37,12 @@ from ._operators.block import (
     apply_block,
     columns_at_once,
     has_real_trace,
+    space_of,
     structure_of,
 )
 from ._operators.entries import diagonal_by_products, unit_vectors
-from ._primitive import Algorithm, Columns, StandIn, make_outcome
+from ._operators.solvers import solver_tolerance
+from ._primitive import Algorithm, Columns, StandIn, make_outcome, with_solvers
 from ._samplers import Sampler
 
 
@@ -100,6 +103,8 @@ class ByBlock(Algorithm):
         stats = {"num_matvecs": used, "degrees_of_freedom": freedom}
         real = has_real_trace(primal)
         outcome = make_outcome(value, error, stats, space.compute_dtype, real=real)
+        tolerance = solver_tolerance(primal, space.real_dtype)
+        outcome = with_solvers(outcome, tolerance)
         parts = zip(blocks, shares, strict=True)
         return outcome, _Blocks([_Probes(*part) for part in parts], places, number)
 
@@ -152,8 +157,8 @@ class _Block(eqx.Module):
     def judge(self, operator, first, share: Int[Array, ""]) -> ErrorBar:
         samples, norms, gram = first
         if self.exact:
-            error = jnp.zeros((), norms.dtype)
-            return ErrorBar(jnp.sum(samples), error, jnp.full_like(error, jnp.inf))
+            sizes = space_of(operator).rounding * jnp.sum(norms)
+            return exact_bar(jnp.sum(samples), sizes)
         count = self.pilot + share
         buffers = [jnp.zeros(self.most, x.dtype) for x in (samples, norms)]
 

@@ -25,7 +25,8 @@ from ._arguments import budget_of, most_products
 from ._estimate import RESULTS, Estimate, raise_failure
 from ._operators.block import as_data, columns_at_once, space_of
 from ._operators.entries import unit_columns
-from ._primitive import Algorithm, Outcome, StandIn, estimate
+from ._operators.solvers import solver_tolerance
+from ._primitive import Algorithm, Outcome, StandIn, estimate, with_solvers
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._state import Grown, check_state, grown_of, with_grown
 
@@ -35,6 +36,8 @@ class Estimator(Algorithm):
 
     # Whether JAX may differentiate exact answers itself.
     _plain_exact: ClassVar[bool] = False
+    # Whether error bars of `compute` hold the errors of solvers within the operator.
+    _bars_hold_solvers: ClassVar[bool] = False
 
     @abc.abstractmethod
     def compute(self, state: Any, k: int) -> Any:
@@ -86,11 +89,24 @@ class Estimator(Algorithm):
         """The outcome and its stand-in, from what `compute` returned."""
 
     def run(self, state, k, stop):
-        size = space_of(state.operator).size
+        space = space_of(state.operator)
+        size, tolerance = (
+            space.size,
+            solver_tolerance(state.operator, space.real_dtype),
+        )
         if k >= size:
-            return self._finish(state, self._exact(state))
+            outcome, stand_in = self._finish(state, self._exact(state))
+            if tolerance is not None and isinstance(stop, Stop):
+                # Solvers may leave more than the tolerance.
+                result = tolerance_result(stop, self.bar_of(outcome), outcome.result)
+                outcome = outcome._replace(result=result)
+            return outcome, stand_in
+        tolerance = None if self._bars_hold_solvers else tolerance
         if stop is None:
-            return self._finish(state, self.compute(state, k))
+            outcome, stand_in = self._finish(state, self.compute(state, k))
+            return with_solvers(outcome, tolerance), stand_in
+        if isinstance(stop, Stop):
+            stop = dataclasses.replace(stop, solvers=tolerance)
         outcome, stand_in = self._finish(state, self.compute_until(state, k, stop))
         if isinstance(stop, Depth):
             return outcome, stand_in
@@ -100,7 +116,8 @@ class Estimator(Algorithm):
         most = jnp.asarray(size, needed.dtype)
         needed = jnp.where(jnp.isfinite(needed), jnp.minimum(needed, most), needed)
         stats = {**outcome.stats, "products_needed": needed}
-        return outcome._replace(result=result, stats=stats), stand_in
+        outcome = outcome._replace(result=result, stats=stats)
+        return with_solvers(outcome, tolerance), stand_in
 
     def estimate(
         self,
@@ -209,9 +226,12 @@ def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Stop) -> 
     unmet = outcome.result == RESULTS.tolerance_not_met
 
     def exactly():
-        found = estimate(estimator, state, size)
+        found = estimate(estimator, state, size, stop)
         used = stats["num_matvecs"] + found.stats["num_matvecs"]
         needed = jnp.full_like(stats["products_needed"], size)
+        # Where solvers leave more than the tolerance, no number of products meets it.
+        met = found.result != RESULTS.tolerance_not_met
+        needed = jnp.where(met, needed, jnp.inf)
         counts = {"num_matvecs": used, "products_needed": needed}
         others = {**stats, **found.stats, **counts}
         return jtu.tree_map(

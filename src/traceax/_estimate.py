@@ -71,7 +71,9 @@ class RESULTS(eqx.Enumeration):
         "The value and its error bar are those of the products that were taken; "
         'stats["products_needed"] is how many it would take at this rate, and n at most, '
         "which give the exact answer without a tolerance. Allow for more products, 2 n to "
-        "be sure, or a larger tolerance."
+        "be sure, or a larger tolerance. It is infinite where it is not known, as where an "
+        "iterative solver within the operator leaves too large an error: then give the "
+        "solver a smaller tolerance."
     )
     outside_domain = (
         "The function is not finite at an eigenvalue of the operator, such as a "
@@ -256,7 +258,10 @@ class Estimate(eqx.Module):
     def _forecast(self) -> str:
         needed = float(np.max(self.stats.get("products_needed", math.inf)))
         if not math.isfinite(needed):
-            return "how many products it would take is not known"
+            return (
+                "how many products it would take is not known; an iterative solver within "
+                "the operator, if there is one, may need a smaller tolerance"
+            )
         # Rounded, not to more than n.
         needed = min(float(f"{needed:.2g}"), math.ceil(needed))
         return f"at this rate it would take about {needed:.0f} products"

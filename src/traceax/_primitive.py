@@ -42,6 +42,7 @@ from ._operators.block import (
     space_of,
 )
 from ._operators.entries import diagonal_by_products, unit_columns, unit_vectors
+from ._operators.solvers import solver_tolerance
 from ._state import functional_of
 
 
@@ -86,6 +87,14 @@ def make_outcome(
     value = jtu.tree_map(cast, value)
     result = finite_or_failed(value, result)
     return Outcome(value, standard_error, result, stats, kept)
+
+
+def with_solvers(outcome: Outcome, tolerance: Float[Array, ""] | None) -> Outcome:
+    """The outcome, whose bars hold the error of solvers of that relative tolerance."""
+    if tolerance is None:
+        return outcome
+    error = jnp.hypot(outcome.standard_error, tolerance * jnp.abs(outcome.value))
+    return outcome._replace(standard_error=error)
 
 
 class StandIn(eqx.Module):
@@ -179,6 +188,16 @@ def _jvp(primals, tangents):
     if slopes:
         found = stand_in.slope(state, tangents[1])
         value, error, freedom = (None, None, None) if found is None else found
+        space = space_of(state.operator)
+        tolerance = solver_tolerance(state.operator, space.real_dtype)
+        if found is not None and tolerance is not None:
+            # The derivative of an inverse takes two solves, whose residuals aren't measured.
+            share = jnp.inf if k >= space.size else 2 * tolerance
+
+            def joint(x, error):
+                return jnp.hypot(error, jnp.where(x == 0, 0, share * jnp.abs(x)))
+
+            error = jtu.tree_map(joint, value, error)
         freedom = like(outcome.stats["degrees_of_freedom"], freedom)
         t_outcome = t_outcome._replace(
             standard_error=like(outcome.standard_error, error),

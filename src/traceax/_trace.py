@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
+from ._accuracy.error_bar import exact_bar
 from ._accuracy.tolerance import Stop, make_stop, products_of_loop
 from ._arguments import budget_of
 from ._base import TraceEstimator
@@ -158,7 +159,10 @@ def estimate_whole(
         nothing = functional.sum(jnp.zeros(space.size, space.compute_dtype))
         stats = {"num_matvecs": jnp.asarray(0)}
         stats["degrees_of_freedom"] = jnp.full_like(nothing, jnp.inf, space.real_dtype)
-        estimate = Estimate(nothing, nothing.real, RESULTS.successful, stats, state)
+        error = nothing.real
+        if split.num_matvecs:  # products are rounded
+            error = exact_bar(error, functional.sum(jnp.abs(split.exact)))[1]
+        estimate = Estimate(nothing, error, RESULTS.successful, stats, state)
     else:
         budget, choice, part = k - split.num_matvecs, CHOICES.given, state
         if estimator is None:

@@ -60,6 +60,7 @@ class Stop(eqx.Module):
     factor: Inexact[Array, ""]  # the value is so many times that of the loop,
     offset: Inexact[Array, "*g"]  # plus so much
     norm: str | None = eqx.field(static=True, default=None)
+    solvers: Scalar | None = None  # the relative error of solvers within the operator
 
     @property
     def dtype(self) -> Any:
@@ -79,13 +80,17 @@ class Stop(eqx.Module):
         value = self.factor.astype(dtype) * bar.mean.astype(dtype)
         size = jnp.abs(value + self.offset.astype(dtype)).astype(error.dtype)
         rtol, atol = self.rtol.astype(error.dtype), self.atol.astype(error.dtype)
-        if self.norm == "largest":
-            half_width, size = jnp.max(half_width), jnp.max(size)
-        elif self.norm == "root mean square":
-            half_width, size = (root_mean_square(x) for x in (half_width, size))
+        norms = {"largest": jnp.max, "root mean square": root_mean_square}
+        norm = norms.get(self.norm, lambda x: x)
+        half_width, size = norm(half_width), norm(size)
         allowed = atol + rtol * size
+        if self.solvers is not None:
+            # Squares add up: solvers leave less for probes to make of the tolerance.
+            part = norm(quantile * self.solvers * jnp.abs(value).astype(error.dtype))
+            rest = 1 - (part / divisor(allowed)) ** 2
+            allowed = jnp.where(rest > 0, allowed * jnp.sqrt(rest), -1)
         ratio = jnp.where(allowed > 0, half_width / divisor(allowed), jnp.inf)
-        ratio = jnp.where(half_width == 0, 0, ratio)
+        ratio = jnp.where((half_width == 0) & (allowed >= 0), 0, ratio)
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
     def for_part(

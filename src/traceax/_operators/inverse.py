@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
+from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from .._arguments import require
 from .._linalg.small import divisor
-from .._linalg.tall import column_norms, noise
+from .._linalg.tall import column_norms, noise, power_of_two_scale
 from .block import (
     Dense,
     apply_block,
@@ -20,12 +20,14 @@ from .block import (
     is_known,
     is_semidefinite,
     jitted,
+    map_operators,
     parts_of,
     space_of,
     unflatten,
 )
 from .check import checked_operator
 from .entries import parts, readable_diagonal, unit_vectors
+from .solvers import inexact_solvers
 
 _WHERE = "traceax.InverseLinearOperator"
 
@@ -71,14 +73,20 @@ class InverseLinearOperator(Dense):
         what = "solver must be a lineax solver"
         require(right, _WHERE, what, solver, hint, TypeError)
         self.operator, self.solver = as_data(operator), solver
-        self.options = {} if options is None else options
+        self.options = map_operators(as_data, {} if options is None else options)
 
     def mv(self, vector):
+        # An absolute tolerance is for entries of size 1: the product stays homogeneous.
+        real, leaves = space_of(self).real_dtype, jtu.tree_leaves(vector)
+        sizes = [jnp.max(jnp.abs(x), initial=0).astype(real) for x in leaves]
+        unit = jax.lax.stop_gradient(power_of_two_scale(jnp.stack(sizes)))
+        vector = jtu.tree_map(lambda x: x / unit.astype(x.dtype), vector)
         solution = lx.linear_solve(
             self.operator, vector, self.solver, options=self.options, throw=False
         )
         failed = solution.result != lx.RESULTS.successful
-        return jtu.tree_map(lambda x: jnp.where(failed, jnp.nan, x), solution.value)
+        scale = jnp.where(failed, jnp.nan, unit)
+        return jtu.tree_map(lambda x: x * scale.astype(x.dtype), solution.value)
 
     def transpose(self):
         if lx.is_symmetric(self):
@@ -213,14 +221,6 @@ def _divisors(
     return (d * jnp.maximum(size / 2, 1).astype(dtype))[:, 0]
 
 
-_ITERATIVE = lx.CG, lx.BiCGStab, lx.GMRES, lx.LSMR
-# Of other solvers, which iterate, nothing is known but by their residuals.
-_DIRECT = (
-    *(lx.Cholesky, lx.Diagonal, lx.LU, lx.QR, lx.SVD, lx.Triangular, lx.Tridiagonal),
-    lx.AutoLinearSolver,
-)
-
-
 class SolveErrors(NamedTuple):
     """What solves make of the diagonal of an operator, and of each of its columns."""
 
@@ -240,7 +240,7 @@ def solve_of_column(
     operator: lx.AbstractLinearOperator, column: Inexact[Array, " n"], j: Int[Array, ""]
 ) -> Solves | None:
     """The solve that column j is made of; `None` if none iterated, infinite if unknown."""
-    if solver_tolerance(operator) is None:
+    if not inexact_solvers(operator):
         return None
     column = jax.lax.stop_gradient(column)
     unit = unit_vectors(j, operator.in_size(), 1, column.dtype)[:, 0]
@@ -248,8 +248,8 @@ def solve_of_column(
     def product(operator, x):
         return apply_block(operator, x[:, None])[:, 0]
 
-    if isinstance(operator, InverseLinearOperator):
-        A = operator.operator
+    A = operator.operator if isinstance(operator, InverseLinearOperator) else None
+    if A is not None and not inexact_solvers(A):
         r = unit - product(A, column)
         vectors = r, column, product(A, unit)
         residual, size, size_of_A = (column_norms(x[:, None])[0] for x in vectors)
@@ -261,7 +261,7 @@ def solve_of_column(
         column = column + jax.lax.stop_gradient(operator.terms(unit))
         return solve_of_column(operator.inverse, column, j)
     found = parts(operator)
-    solved = [x for x in found if solver_tolerance(x.operator) is not None]
+    solved = [x for x in found if inexact_solvers(x.operator)]
     if len(solved) == 1 and solved[0].operator is not operator:
         (term,) = solved
         for x in found:
@@ -288,12 +288,3 @@ def errors_of_solves(solves: Solves) -> SolveErrors:
     size = jnp.linalg.norm(sizes) / jnp.maximum(1 - total, 0)
     columns = size * residuals
     return SolveErrors(jnp.minimum(forms + size * residuals**2, columns), columns)
-
-
-def solver_tolerance(operator: lx.AbstractLinearOperator) -> ArrayLike | None:
-    """The largest relative tolerance of solvers that iterate; `None` without such."""
-    solvers = [x.solver for x in parts_of(operator, InverseLinearOperator)]
-    iterating = [x for x in solvers if not isinstance(x, _DIRECT)]
-    if not iterating:
-        return None
-    return max((x.rtol for x in iterating if isinstance(x, _ITERATIVE)), default=0.0)

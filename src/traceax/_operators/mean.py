@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Real, Shaped
 from .._arguments import require
 from .block import TAGS, ByProducts, space_of, structure_of
 from .check import as_complex, length_of, with_leading_axis
+from .solvers import inexact_solvers
 
 _WHERE = "traceax.MeanLinearOperator"
 _SEMIDEFINITE = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
@@ -58,6 +59,7 @@ class MeanLinearOperator(ByProducts):
     weights: Float[Array, " batches"] | None
     tags: frozenset[object] = eqx.field(static=True)
     _structures: tuple[Any, tuple[Any, ...]] = eqx.field(static=True)
+    _solvers: list[lx.AbstractLinearSolver]  # those of the operators
 
     def __init__(
         self,
@@ -84,7 +86,13 @@ class MeanLinearOperator(ByProducts):
             require(real, _WHERE, "weights must be real", weights, hint, TypeError)
             weights = jnp.asarray(weights, float)
         self.weights = weights
-        structures = eqx.filter_eval_shape(_structures, make_operator, self.batches)
+        *structures, solvers = eqx.filter_eval_shape(
+            _structures, make_operator, self.batches
+        )
+        # The tolerance is unknown where it is computed.
+        self._solvers = jtu.tree_map(
+            lambda x: jnp.inf if isinstance(x, jax.ShapeDtypeStruct) else x, solvers
+        )
         leaves, treedef = jtu.tree_flatten(structures)
         self._structures = treedef, tuple(leaves)  # as dictionaries can't be hashed
         tags = tags if isinstance(tags, set | frozenset | tuple | list) else (tags,)
@@ -146,12 +154,12 @@ def _dtype_of_sums(x: Any) -> np.dtype:
         return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _structures(make: Callable, batches: PyTree[Array]) -> tuple[Any, Any]:
-    """Structures of the input and the output of every operator."""
+def _structures(make: Callable, batches: PyTree[Array]) -> tuple[Any, Any, Any]:
+    """Structures of the input and the output of every operator, and its solvers."""
     operator = make(_first(batches))
     right = isinstance(operator, lx.AbstractLinearOperator)
     what = "make_operator must return a lineax linear operator"
     hint = "wrap it, as lineax.MatrixLinearOperator does"
     require(right, _WHERE, what, operator, hint, TypeError)
-    operator = as_complex(operator)
-    return operator.in_structure(), operator.out_structure()
+    operator, solvers = as_complex(operator), inexact_solvers(operator)
+    return operator.in_structure(), operator.out_structure(), solvers

@@ -3,7 +3,7 @@
 import abc
 import functools as ft
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -131,6 +131,9 @@ class SpectralEstimator(Estimator):
     in plain JAX, which is never differentiated: derivatives come from the Ritz pairs
     that it returns.
     """
+
+    # By errors of Ritz values.
+    _bars_hold_solvers: ClassVar[bool] = True
 
     def init(
         self,
@@ -309,8 +312,6 @@ def _exact(state: SpectralState) -> SpectralOutcome:
         function, values, jnp.ones_like(values), noise, state.lower
     )
     infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]
-    if error is not None:
-        errors = [jnp.where(jnp.isfinite(error), x, jnp.inf) for x in errors]
     result = outside_if(decided, result)
     stats = {"num_matvecs": space.size, "result": result, **function.unit}
     if has_bracket(state):

@@ -233,18 +233,22 @@ def rounding_errors(
     They are up to a few times `noise |A|`: nothing to most functions, much to a root or a
     logarithm of a small one. They decide a sum where an eigenvalue that can't be told from
     0, or from one at which a leaf is NaN, is one that the leaf grows without bound at.
+    Where noise is infinite, errors are, and decide nothing.
     """
+    unknown, eps = jnp.isinf(noise), jnp.finfo(values.dtype).eps
+    noise = jnp.where(unknown, eps, noise)
     largest = jnp.max(jnp.abs(values), initial=0)
     moved = _MOVED * noise * largest
     hidden = (HIDDEN if lower is None else 1) * noise * largest
     down = values - moved if lower is None else jnp.maximum(values - moved, lower)
     down = jnp.where(jnp.abs(values) <= hidden, 0, down)
-    counts = jnp.abs(weights) > jnp.sqrt(jnp.finfo(values.dtype).eps)
+    counts = jnp.abs(weights) > jnp.sqrt(eps)
     errors, decided = [], jnp.array(False)
     for f, *ends in zip(*map(function, (values, down, values + moved)), strict=True):
         changes = jnp.stack([jnp.abs(end - f) for end in ends])
         change = jnp.max(jnp.where(jnp.isfinite(changes), changes, 0), axis=0)
-        errors.append(weighted_sums(jnp.abs(weights), change))
+        error = weighted_sums(jnp.abs(weights), change)
+        errors.append(jnp.where(unknown, jnp.inf, error))
         # That of a root shrinks with the noise, that of a logarithm does not.
         size = jnp.max(jnp.where(counts, jnp.abs(f), 0), initial=0)
         steep = change > noise**0.25 * size

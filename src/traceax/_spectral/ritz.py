@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from .._estimate import RESULTS
 from .._linalg.small import divisor
 from .._operators.block import is_positive_semidefinite, space_of
+from .._operators.solvers import solver_tolerance
 
 # Asymmetry, relative to the operator. Rounding makes at most 50 eps of it: kernels, normal
 # equations and Hessians of networks, n = 1,000 to 36,000, 32 bits, by Lanczos (4 eps by
@@ -42,8 +43,11 @@ def ritz_values(
     """`RitzValues`, given how far from symmetric the projected operator is.
 
     `size` is that of the numbers that products are made of, where these cancel; `error`
-    what is known of the error of products, relative to the largest.
+    what is known of the error of products, relative to the largest: by default the
+    tolerance of the solvers within the operator.
     """
+    if error is None:
+        error = solver_tolerance(operator, values.dtype)
     largest = jnp.max(jnp.abs(values), initial=0)
     cancelled = 1 if size is None else jnp.maximum(size / divisor(largest), 1)
     asymmetry = asymmetry / cancelled
