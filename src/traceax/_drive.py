@@ -90,34 +90,31 @@ class Estimator(Algorithm):
 
     def run(self, state, k, stop):
         space = space_of(state.operator)
-        size, tolerance = (
-            space.size,
-            solver_tolerance(state.operator, space.real_dtype),
-        )
-        if k >= size:
-            outcome, stand_in = self._finish(state, self._exact(state))
-            if tolerance is not None and isinstance(stop, Stop):
-                # Solvers may leave more than the tolerance.
-                result = tolerance_result(stop, self.bar_of(outcome), outcome.result)
-                outcome = outcome._replace(result=result)
-            return outcome, stand_in
-        tolerance = None if self._bars_hold_solvers else tolerance
-        if stop is None:
-            outcome, stand_in = self._finish(state, self.compute(state, k))
-            return with_solvers(outcome, tolerance), stand_in
-        if isinstance(stop, Stop):
-            stop = dataclasses.replace(stop, solvers=tolerance)
-        outcome, stand_in = self._finish(state, self.compute_until(state, k, stop))
-        if isinstance(stop, Depth):
-            return outcome, stand_in
-        result = tolerance_result(stop, self.bar_of(outcome), outcome.result)
-        needed = outcome.stats["products_needed"]
-        # Where it isn't known, it stays infinite.
-        most = jnp.asarray(size, needed.dtype)
-        needed = jnp.where(jnp.isfinite(needed), jnp.minimum(needed, most), needed)
-        stats = {**outcome.stats, "products_needed": needed}
-        outcome = outcome._replace(result=result, stats=stats)
-        return with_solvers(outcome, tolerance), stand_in
+        size, exact = space.size, k >= space.size
+        solvers = solver_tolerance(state.operator, space.real_dtype)
+        # Exact answers measure what solvers leave.
+        part = None if exact or self._bars_hold_solvers else solvers
+        if exact:
+            computed = self._exact(state)
+        elif stop is None:
+            computed = self.compute(state, k)
+        else:
+            if isinstance(stop, Stop):
+                stop = dataclasses.replace(stop, solvers=part)
+            computed = self.compute_until(state, k, stop)
+        outcome, stand_in = self._finish(state, computed)
+        if isinstance(stop, Stop) and not (exact and solvers is None):
+            result = tolerance_result(stop, self.bar_of(outcome), outcome.result)
+            needed = outcome.stats.get("products_needed", float(size))
+            needed = jnp.asarray(needed, space.real_dtype)
+            # Where it isn't known, it stays infinite, and where products don't help.
+            needed = jnp.where(jnp.isfinite(needed), jnp.minimum(needed, size), needed)
+            if solvers is not None and part is None:
+                unmet = result == RESULTS.tolerance_not_met
+                needed = jnp.where(unmet, jnp.inf, needed)
+            stats = {**outcome.stats, "products_needed": needed}
+            outcome = outcome._replace(result=result, stats=stats)
+        return with_solvers(outcome, part), stand_in
 
     def estimate(
         self,
@@ -228,12 +225,8 @@ def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Stop) -> 
     def exactly():
         found = estimate(estimator, state, size, stop)
         used = stats["num_matvecs"] + found.stats["num_matvecs"]
-        needed = jnp.full_like(stats["products_needed"], size)
-        # Where solvers leave more than the tolerance, no number of products meets it.
-        met = found.result != RESULTS.tolerance_not_met
-        needed = jnp.where(met, needed, jnp.inf)
-        counts = {"num_matvecs": used, "products_needed": needed}
-        others = {**stats, **found.stats, **counts}
+        needed = {"products_needed": jnp.full_like(stats["products_needed"], size)}
+        others = {**stats, **needed, **found.stats, "num_matvecs": used}
         return jtu.tree_map(
             lambda new, old: jnp.where(unmet, new, old).astype(old.dtype),
             (*found[:3], others),

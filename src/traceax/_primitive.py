@@ -90,7 +90,7 @@ def make_outcome(
 
 
 def with_solvers(outcome: Outcome, tolerance: Float[Array, ""] | None) -> Outcome:
-    """The outcome, whose bars hold the error of solvers of that relative tolerance."""
+    """The outcome, whose bar holds the error of solvers of that tolerance, if there is one."""
     if tolerance is None:
         return outcome
     error = jnp.hypot(outcome.standard_error, tolerance * jnp.abs(outcome.value))
@@ -189,15 +189,14 @@ def _jvp(primals, tangents):
         found = stand_in.slope(state, tangents[1])
         value, error, freedom = (None, None, None) if found is None else found
         space = space_of(state.operator)
-        tolerance = solver_tolerance(state.operator, space.real_dtype)
-        if found is not None and tolerance is not None:
-            # The derivative of an inverse takes two solves, whose residuals aren't measured.
-            share = jnp.inf if k >= space.size else 2 * tolerance
-
-            def joint(x, error):
-                return jnp.hypot(error, jnp.where(x == 0, 0, share * jnp.abs(x)))
-
-            error = jtu.tree_map(joint, value, error)
+        solvers = solver_tolerance(state.operator, space.real_dtype)
+        if found is not None and solvers is not None:
+            # Of the two solves in a slope of an inverse no residual is measured.
+            share = jnp.inf if k >= space.size else 2 * solvers
+            added = jtu.tree_map(
+                lambda x: jnp.where(x == 0, 0, share * jnp.abs(x)), value
+            )
+            error = jtu.tree_map(jnp.hypot, error, added)
         freedom = like(outcome.stats["degrees_of_freedom"], freedom)
         t_outcome = t_outcome._replace(
             standard_error=like(outcome.standard_error, error),

@@ -18,12 +18,16 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._linalg.tall import noise, power_of_two_scale
-from .solvers import inexact_solvers
+from .solvers import solver_tags
 
 # Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, in its cache.
 _CACHED = 2**20
 # Vectors that are worth one pass over an operator, however long they are.
 FEWEST = 4
+_EXPRESSIONS = (
+    *(lx.AddLinearOperator, lx.ComposedLinearOperator, lx.DivLinearOperator),
+    *(lx.MulLinearOperator, lx.NegLinearOperator, lx.TaggedLinearOperator),
+)
 P = ParamSpec("P")
 T = TypeVar("T")
 Part = TypeVar("Part")
@@ -127,37 +131,28 @@ def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
         return operator
     if isinstance(operator, _EXPRESSIONS):
         # Part by part: an inverse next to a function stays an inverse.
-        return map_operators(as_data, operator)
+        return with_data(operator)
     made = as_function(operator)
     traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
     return operator if data and not traced else made
 
 
-def map_operators(fn: Callable, tree: T) -> T:
-    """The PyTree with `fn` of the operators in it; in place of the parts of an operator."""
+def with_data(tree: T) -> T:
+    """The PyTree with `as_data` of the operators in it, of an operator of its parts."""
 
     def is_part(x):
         return x is not tree and isinstance(x, lx.AbstractLinearOperator)
 
-    return jtu.tree_map(lambda x: fn(x) if is_part(x) else x, tree, is_leaf=is_part)
+    return jtu.tree_map(
+        lambda x: as_data(x) if is_part(x) else x, tree, is_leaf=is_part
+    )
 
 
-def as_function(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator as lineax traces its products, with its tags and its inexact solvers."""
-    return with_solvers_of(operator, _traced(operator))
-
-
-def with_solvers_of(
-    tree: PyTree[Any], made: lx.AbstractLinearOperator
-) -> lx.AbstractLinearOperator:
-    """What was made of a PyTree, with the inexact solvers in it."""
-    solvers = inexact_solvers(tree)
-    return InexactLinearOperator(made, solvers) if solvers else made
-
-
-def _traced(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
+def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
+    """The operator as lineax traces its products, with all its tags and its solvers'."""
     structure = structure_of(operator.in_structure())
-    return lx.FunctionLinearOperator(operator.mv, structure, tags_of(operator))
+    tags = tags_of(operator) | solver_tags(operator)
+    return lx.FunctionLinearOperator(operator.mv, structure, tags)
 
 
 def is_data(leaf: Any) -> bool:
@@ -214,25 +209,19 @@ class ByProducts(lx.AbstractLinearOperator):
 
     def _conj(self) -> lx.AbstractLinearOperator:
         """The conjugate of a complex one. Optional."""
-        return with_solvers_of(self, lx.conj(_traced(self)))
+        return lx.conj(as_function(self))
 
     def as_matrix(self) -> Inexact[Array, "m n"]:
         """Optional."""
-        return _traced(self).as_matrix()
+        return as_function(self).as_matrix()
 
     def transpose(self) -> lx.AbstractLinearOperator:
         """Optional."""
-        if lx.is_symmetric(self):
-            return self
-        return with_solvers_of(self, _traced(self).transpose())
+        return self if lx.is_symmetric(self) else as_function(self).transpose()
 
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         """Optional."""
         return self.in_structure()
-
-
-class Expression(ByProducts):
-    """Abstract base class of what is known by the products with the operators in it."""
 
 
 class OnePass(ByProducts):
@@ -247,31 +236,6 @@ def parts_of(operator: lx.AbstractLinearOperator, kind: type[Part]) -> list[Part
     """The operator if it is of that class, else its outermost parts that are."""
     leaves = jtu.tree_leaves(operator, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
-
-
-_EXPRESSIONS = (
-    *(lx.AddLinearOperator, lx.ComposedLinearOperator, lx.DivLinearOperator),
-    *(lx.MulLinearOperator, lx.NegLinearOperator, lx.TaggedLinearOperator, Expression),
-)
-
-
-class InexactLinearOperator(ByProducts):
-    """An operator made of another one, with the inexact solvers that this contains."""
-
-    operator: lx.AbstractLinearOperator
-    solvers: list[lx.AbstractLinearSolver]
-
-    def mv(self, vector):
-        return self.operator.mv(vector)
-
-    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return self.operator.in_structure()
-
-    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return self.operator.out_structure()
-
-    def _knows(self, check):
-        return check(self.operator)
 
 
 def has_one_pass(operator: lx.AbstractLinearOperator) -> bool:
@@ -386,6 +350,6 @@ lx.linearise.register(ByProducts, lambda x: x)
 lx.conj.register(ByProducts, lambda x: x._conj() if space_of(x).is_complex else x)
 _OPERATIONS: list[Any] = [lx.materialise, lx.diagonal, lx.tridiagonal]
 for _operation in _OPERATIONS:
-    _operation.register(ByProducts, lambda x, of=_operation: of(_traced(x)))
+    _operation.register(ByProducts, lambda x, of=_operation: of(as_function(x)))
 for _check in TAGS:
     _check.register(ByProducts, lambda x, check=_check: x._knows(check))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._arguments import kind_of, require
 from .block import (
-    Expression,
+    ByProducts,
     complex_dtype,
     forward_mode,
     is_data,
@@ -99,7 +99,7 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
 _SEMIDEFINITE = lx.is_positive_semidefinite, lx.is_negative_semidefinite
 
 
-class ComplexLinearOperator(Expression):
+class ComplexLinearOperator(ByProducts):
     """An operator on real vectors as one on complex vectors, a product being two of its."""
 
     operator: lx.AbstractLinearOperator
@@ -128,7 +128,7 @@ def _complex(structure: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
     )
 
 
-class ShiftedLinearOperator(Expression):
+class ShiftedLinearOperator(ByProducts):
     """`A + shift I`. A sum compares types of arrays, which differ in `jax.shard_map`."""
 
     operator: lx.AbstractLinearOperator

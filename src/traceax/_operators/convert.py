@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._arguments import kind_of, require
-from .block import ByProducts, structure_of, with_solvers_of
+from .block import ByProducts, structure_of
+from .solvers import solver_tags
 
 _WHERE = "traceax.as_operator"
 
@@ -87,7 +88,7 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     hint = "turn it into an array by jax.numpy.asarray, or write a function that multiplies"
     right = callable(x) and not isinstance(x, type)
     require(right, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
-    return with_solvers_of(x, lx.FunctionLinearOperator(x, _structure(like)))
+    return lx.FunctionLinearOperator(x, _structure(like), solver_tags(x))
 
 
 def is_a(x: Any, module: str, name: str) -> bool:

@@ -20,10 +20,10 @@ from .block import (
     is_known,
     is_semidefinite,
     jitted,
-    map_operators,
     parts_of,
     space_of,
     unflatten,
+    with_data,
 )
 from .check import checked_operator
 from .entries import parts, readable_diagonal, unit_vectors
@@ -73,7 +73,7 @@ class InverseLinearOperator(Dense):
         what = "solver must be a lineax solver"
         require(right, _WHERE, what, solver, hint, TypeError)
         self.operator, self.solver = as_data(operator), solver
-        self.options = map_operators(as_data, {} if options is None else options)
+        self.options = with_data({} if options is None else options)
 
     def mv(self, vector):
         # An absolute tolerance is for entries of size 1: the product stays homogeneous.

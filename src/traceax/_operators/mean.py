@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, Real, Shaped
 from .._arguments import require
 from .block import TAGS, ByProducts, space_of, structure_of
 from .check import as_complex, length_of, with_leading_axis
-from .solvers import inexact_solvers
+from .solvers import solver_tags
 
 _WHERE = "traceax.MeanLinearOperator"
 _SEMIDEFINITE = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
@@ -59,7 +59,7 @@ class MeanLinearOperator(ByProducts):
     weights: Float[Array, " batches"] | None
     tags: frozenset[object] = eqx.field(static=True)
     _structures: tuple[Any, tuple[Any, ...]] = eqx.field(static=True)
-    _solvers: list[lx.AbstractLinearSolver]  # those of the operators
+    _solvers: list[Any]  # `solver_tags` of the operators
 
     def __init__(
         self,
@@ -86,14 +86,9 @@ class MeanLinearOperator(ByProducts):
             require(real, _WHERE, "weights must be real", weights, hint, TypeError)
             weights = jnp.asarray(weights, float)
         self.weights = weights
-        *structures, solvers = eqx.filter_eval_shape(
-            _structures, make_operator, self.batches
-        )
-        # The tolerance is unknown where it is computed.
-        self._solvers = jtu.tree_map(
-            lambda x: jnp.inf if isinstance(x, jax.ShapeDtypeStruct) else x, solvers
-        )
-        leaves, treedef = jtu.tree_flatten(structures)
+        found = eqx.filter_eval_shape(_structures, make_operator, self.batches)
+        leaves, treedef = jtu.tree_flatten(found[:2])
+        self._solvers = [*found[2]]
         self._structures = treedef, tuple(leaves)  # as dictionaries can't be hashed
         tags = tags if isinstance(tags, set | frozenset | tuple | list) else (tags,)
         self.tags = frozenset(tags)
@@ -155,11 +150,11 @@ def _dtype_of_sums(x: Any) -> np.dtype:
 
 
 def _structures(make: Callable, batches: PyTree[Array]) -> tuple[Any, Any, Any]:
-    """Structures of the input and the output of every operator, and its solvers."""
+    """Structures of the input and the output of every operator, and its `solver_tags`."""
     operator = make(_first(batches))
     right = isinstance(operator, lx.AbstractLinearOperator)
     what = "make_operator must return a lineax linear operator"
     hint = "wrap it, as lineax.MatrixLinearOperator does"
     require(right, _WHERE, what, operator, hint, TypeError)
-    operator, solvers = as_complex(operator), inexact_solvers(operator)
-    return operator.in_structure(), operator.out_structure(), solvers
+    operator = as_complex(operator)
+    return operator.in_structure(), operator.out_structure(), solver_tags(operator)
