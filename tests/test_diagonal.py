@@ -297,6 +297,23 @@ def test_blocks_in_dictionaries():
     assert total.value == 45
 
 
+def test_small_leaves_are_exact_but_for_rounding():
+    structure = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (2, 60)]
+    x = np.random.default_rng(0).normal(size=(62, 62))
+    A = jnp.asarray(x @ x.T, jnp.float32)
+
+    def mv(leaves):
+        return jnp.split(A @ jnp.concatenate(leaves), [2])
+
+    operator = lx.FunctionLinearOperator(mv, structure)
+    leaves, _ = tx.leaf_traces(jr.key(0), operator, 40, probes="blocks", throw=False)
+    value, error = float(leaves.value[0]), float(leaves.standard_error[0])
+    rounding = float(jnp.finfo(jnp.float32).eps) * value
+    assert abs(value - np.trace(np.asarray(A, float)[:2, :2])) <= 2 * error
+    assert rounding <= error <= 8 * rounding
+    assert "exact" not in str(leaves).splitlines()[0]
+
+
 @pytest.mark.wrong_types
 def test_wrong_leaf_arguments():
     operator = by_leaf(jnp.eye(N))

@@ -1,5 +1,7 @@
 """What is special to inverses: solvers, what they leave, and what is said of it."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import jax.random as jr
@@ -146,3 +148,162 @@ def test_norms_of_thin_products_and_sums_with_an_inverse():
     assert_close(estimate.value, truth, rtol=1e-7)
     # Of solves inside of products nothing is known.
     assert np.isnan(estimate.standard_error)
+
+
+COARSE = lx.CG(0.1, 0.1)
+
+
+def three_unknowns():
+    # CG to 0.1 leaves 1e-4 to 1e-2 of the trace.
+    a = jnp.diag(jnp.array([1.0, 10.0, 100.0])) + 1
+    A = lx.MatrixLinearOperator(a, PSD)
+    return a, tx.InverseLinearOperator(A, COARSE)
+
+
+class Influence(lx.AbstractLinearOperator):
+    """A function after an inverse, in a class of a user's own."""
+
+    fn: Callable
+    inverse: tx.InverseLinearOperator
+
+    def mv(self, vector):
+        return self.fn(self.inverse.mv(vector))
+
+    def transpose(self):
+        raise NotImplementedError
+
+    def as_matrix(self):
+        raise NotImplementedError
+
+    def in_structure(self):
+        return self.inverse.in_structure()
+
+    def out_structure(self):
+        return self.inverse.out_structure()
+
+
+for check in CHECKS.values():
+    check.register(Influence, lambda _: False)
+
+
+def test_solvers_behind_functions_are_seen():
+    a, inverse = three_unknowns()
+    x, exact = jnp.zeros(3), np.linalg.inv(np.asarray(a, float))
+    double = tx.as_operator(lambda v: 2 * v, x)
+    tilted = jnp.eye(3) + jnp.eye(3, k=1) / 4
+    J = lx.JacobianLinearOperator(lambda x, _: tilted @ jnp.sin(x), x)
+    j, unit = np.asarray(tilted, float), np.eye(3)
+    nested = lx.TaggedLinearOperator(inverse, PSD)
+    preconditioner = lx.TaggedLinearOperator(tx.as_operator(lambda v: v / 50, x), PSD)
+    options = {"preconditioner": preconditioner}
+    measured = [
+        (double + inverse, 2 * unit + exact),
+        ((J - 3.0 * inverse).T, (j - 3 * exact).T),
+        (tx.InverseLinearOperator(inverse.operator, COARSE, options), exact),
+    ]
+    unknown = [
+        (double @ inverse, 2 * exact),
+        (lx.linearise(inverse @ double).T, 2 * exact),
+        (J @ inverse @ J.T, j @ exact @ j.T),
+        (Influence(lambda v: 2 * v, inverse), 2 * exact),
+        (tx.as_operator(inverse.mv, x), exact),
+        (tx.InverseLinearOperator(nested, lx.LU()), np.asarray(a, float)),
+        (tx.MeanLinearOperator(lambda s: s * inverse, jnp.arange(3.0)), exact),
+        (lx.TaggedLinearOperator(double @ inverse, lx.diagonal_tag), 2 * exact),
+    ]
+    truths = [np.trace(truth) for _, truth in measured + unknown]
+
+    @jax.jit
+    def traces():
+        found = [
+            tx.trace(jr.key(0), operator, 3, throw=False)
+            for operator, _ in measured + unknown
+        ]
+        return [(x.value, x.standard_error) for x in found]
+
+    for i, ((value, bar), truth) in enumerate(zip(traces(), truths, strict=True)):
+        assert abs(value - truth) < 0.02 * truth
+        if i < len(measured):
+            assert abs(value - truth) <= 2 * bar < 0.02 * truth
+        else:
+            assert np.isnan(bar)
+
+
+def test_solvers_within_solvers_and_fixed_numbers_of_steps():
+    # With less than n products bars hold the tolerance.
+    _, inverse = three_unknowns()
+    double = tx.as_operator(lambda v: 2 * v, jnp.zeros(3))
+    solvers = COARSE, lx.Normal(COARSE), lx.CG(0.0, 0.0, max_steps=2), lx.LU()
+
+    @jax.jit
+    def estimates():
+        operators = [tx.InverseLinearOperator(inverse.operator, x) for x in solvers]
+        found = [tx.trace(jr.key(0), double @ x, 2, throw=False) for x in operators]
+        return [(x.value, x.standard_error) for x in found]
+
+    *inexact, (_, of_probes) = estimates()
+    for (value, bar), share in zip(inexact, (0.1, 0.1, np.nan), strict=True):
+        expected = np.hypot(of_probes, share * value)
+        np.testing.assert_allclose(bar, expected, rtol=0.05)
+
+
+def test_tolerances_count_what_the_solver_leaves():
+    n, key = 60, jr.key(0)
+    a = as_array(hermitian("flat", n))
+    truth = np.trace(np.linalg.inv(np.asarray(a, float)))
+
+    @jax.jit
+    def estimate(solver_tolerance):
+        # Without its diagonal all of the inverse is estimated.
+        structure = jax.ShapeDtypeStruct((n,), a.dtype)
+        operator = lx.FunctionLinearOperator(lambda v: a @ v, structure, PSD)
+        solver = lx.CG(solver_tolerance, solver_tolerance)
+        inverse = tx.InverseLinearOperator(operator, solver)
+        return tx.trace(key, inverse, 40, rtol=0.05, throw=False)
+
+    coarse, fine = map(estimate, map(as_array, (0.05, 1e-5)))
+    for found in (coarse, fine):
+        low, high = found.confidence_interval()
+        assert low <= truth <= high
+        assert (high - low) / 2 <= 0.0501 * found.value or found is coarse
+    assert coarse.result == tx.RESULTS.tolerance_not_met
+    assert np.isinf(coarse.stats["products_needed"])
+    assert "smaller tolerance" in str(coarse)
+    assert fine.result == tx.RESULTS.successful
+    # The exact answer measures it, where it can.
+    _, inverse = three_unknowns()
+    for operator, met in ((inverse, True), (2 * inverse @ inverse, False)):
+        found = tx.trace(key, operator, 3, rtol=0.02, throw=False)
+        unmet = found.result == tx.RESULTS.tolerance_not_met
+        assert unmet == (not met)
+        assert np.isfinite(found.stats["products_needed"]) == met
+
+
+def test_spectral_functions_and_slopes_hold_what_the_solver_leaves():
+    a, inverse = three_unknowns()
+    x, exact = jnp.zeros(3), np.linalg.inv(np.asarray(a, float))
+    double = tx.as_operator(lambda v: 2 * v, x)
+    truth = np.sum(np.exp(2 + np.linalg.eigvalsh(exact)))
+    found = tx.trace_function(jr.key(0), jnp.exp, inverse + double, 3, throw=False)
+    assert abs(found.value - truth) <= 2 * found.standard_error < 0.1 * truth
+    operator = lx.TaggedLinearOperator(double @ inverse, PSD)
+    found = tx.trace_function(jr.key(0), jnp.exp, operator, 3, throw=False)
+    assert found.result == tx.RESULTS.successful
+    assert np.isnan(found.standard_error)
+
+    def scaled(t):
+        operator = lx.MatrixLinearOperator(t * a, PSD)
+        inverse = tx.InverseLinearOperator(operator, COARSE)
+        return tx.trace(jr.key(0), inverse, 3, throw=False)
+
+    _, slope = tx.jvp(scaled, (as_array(1.0),), (as_array(1.0),))
+    assert np.isnan(slope.standard_error)
+
+
+def test_products_are_homogeneous():
+    # An absolute tolerance doesn't stop the solver for short vectors.
+    a = as_array(hermitian("flat", N))
+    inverse = tx.InverseLinearOperator(lx.MatrixLinearOperator(a, PSD), COARSE)
+    x = as_array(normal(N))
+    for scale in (2.0**-20, 2.0**20):
+        assert_close(inverse.mv(scale * x) / scale, inverse.mv(x), rtol=100 * eps())

@@ -102,9 +102,8 @@ class ByBlock(Algorithm):
         used = sum(pilots) + jnp.sum(shares)
         stats = {"num_matvecs": used, "degrees_of_freedom": freedom}
         real = has_real_trace(primal)
+        error = with_solvers(value, error, solver_tolerance(primal, space.real_dtype))
         outcome = make_outcome(value, error, stats, space.compute_dtype, real=real)
-        tolerance = solver_tolerance(primal, space.real_dtype)
-        outcome = with_solvers(outcome, tolerance)
         parts = zip(blocks, shares, strict=True)
         return outcome, _Blocks([_Probes(*part) for part in parts], places, number)
 

@@ -114,7 +114,8 @@ class Estimator(Algorithm):
                 needed = jnp.where(unmet, jnp.inf, needed)
             stats = {**outcome.stats, "products_needed": needed}
             outcome = outcome._replace(result=result, stats=stats)
-        return with_solvers(outcome, part), stand_in
+        error = with_solvers(outcome.value, outcome.standard_error, part)
+        return outcome._replace(standard_error=error), stand_in
 
     def estimate(
         self,

@@ -28,7 +28,7 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Inexact, Int, PyTree
+from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
 
 from ._accuracy.error_bar import exact_bar
 from ._estimate import RESULTS, SLOPES, finite_or_failed
@@ -89,12 +89,11 @@ def make_outcome(
     return Outcome(value, standard_error, result, stats, kept)
 
 
-def with_solvers(outcome: Outcome, tolerance: Float[Array, ""] | None) -> Outcome:
-    """The outcome, whose bar holds the error of solvers of that tolerance, if there is one."""
-    if tolerance is None:
-        return outcome
-    error = jnp.hypot(outcome.standard_error, tolerance * jnp.abs(outcome.value))
-    return outcome._replace(standard_error=error)
+def with_solvers(value: Any, error: Any, share: ArrayLike | None) -> Any:
+    """The standard error of a value, with that of solvers, a share of it."""
+    if share is None:
+        return error
+    return jtu.tree_map(lambda x, y: jnp.hypot(y, share * jnp.abs(x)), value, error)
 
 
 class StandIn(eqx.Module):
@@ -191,12 +190,9 @@ def _jvp(primals, tangents):
         space = space_of(state.operator)
         solvers = solver_tolerance(state.operator, space.real_dtype)
         if found is not None and solvers is not None:
-            # Of the two solves in a slope of an inverse no residual is measured.
+            # No residual of the two solves in a slope is measured.
             share = jnp.inf if k >= space.size else 2 * solvers
-            added = jtu.tree_map(
-                lambda x: jnp.where(x == 0, 0, share * jnp.abs(x)), value
-            )
-            error = jtu.tree_map(jnp.hypot, error, added)
+            error = with_solvers(value, error, share)
         freedom = like(outcome.stats["degrees_of_freedom"], freedom)
         t_outcome = t_outcome._replace(
             standard_error=like(outcome.standard_error, error),

@@ -26,7 +26,7 @@ from .block import (
 from .check import ComplexLinearOperator, ShiftedLinearOperator, as_complex
 from .convert import SparseLinearOperator
 from .kernel import KernelLinearOperator
-from .solvers import inexact_solvers
+from .solvers import solver_tolerances
 
 # Entries of a block of the identity on accelerators, and of `OnePass` operators: 256 MiB.
 _HELD = 2**26
@@ -216,7 +216,7 @@ def readable_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | No
     # A tag holds of the expression that it is on, whatever is known of its parts.
     for products, check in ((1, lx.is_diagonal), (2, lx.is_tridiagonal)):
         # A diagonal by inexact products is no exact one.
-        if is_known(operator, check) and not inexact_solvers(operator):
+        if is_known(operator, check) and not solver_tolerances(operator):
             read = ft.partial(_coloured_diagonal, operator, products)
             ways.append(KnownDiagonal(products, read))
     found = [way for way in ways if way is not None]

@@ -27,7 +27,7 @@ from .block import (
 )
 from .check import checked_operator
 from .entries import parts, readable_diagonal, unit_vectors
-from .solvers import inexact_solvers
+from .solvers import solver_tolerances
 
 _WHERE = "traceax.InverseLinearOperator"
 
@@ -47,9 +47,11 @@ class InverseLinearOperator(Dense):
     estimate less than all of `A^-1`, at as many solves: they take two terms of a series
     apart, whose diagonal is exact.
 
-    The error bar of an exact answer holds what the solver leaves, by residuals, which take
-    products with A; it is unknown where a solver that iterates is within a product of
-    operators, or in several terms of a sum.
+    The error bar of an exact answer holds the error of an iterative solver, by residuals,
+    which take products with A; it is unknown where the inverse is a factor of a product, or
+    in several terms of a sum. With fewer products, and in loops to a tolerance, the bar holds
+    the solver's tolerance times the value. Products scale their vectors: an absolute
+    tolerance is for a largest entry of about 1. Solves that a function takes don't show.
 
     **Arguments:**
 
@@ -240,7 +242,7 @@ def solve_of_column(
     operator: lx.AbstractLinearOperator, column: Inexact[Array, " n"], j: Int[Array, ""]
 ) -> Solves | None:
     """The solve that column j is made of; `None` if none iterated, infinite if unknown."""
-    if not inexact_solvers(operator):
+    if not solver_tolerances(operator):
         return None
     column = jax.lax.stop_gradient(column)
     unit = unit_vectors(j, operator.in_size(), 1, column.dtype)[:, 0]
@@ -249,7 +251,7 @@ def solve_of_column(
         return apply_block(operator, x[:, None])[:, 0]
 
     A = operator.operator if isinstance(operator, InverseLinearOperator) else None
-    if A is not None and not inexact_solvers(A):
+    if A is not None and not solver_tolerances(A):
         r = unit - product(A, column)
         vectors = r, column, product(A, unit)
         residual, size, size_of_A = (column_norms(x[:, None])[0] for x in vectors)
@@ -261,7 +263,7 @@ def solve_of_column(
         column = column + jax.lax.stop_gradient(operator.terms(unit))
         return solve_of_column(operator.inverse, column, j)
     found = parts(operator)
-    solved = [x for x in found if inexact_solvers(x.operator)]
+    solved = [x for x in found if solver_tolerances(x.operator)]
     if len(solved) == 1 and solved[0].operator is not operator:
         (term,) = solved
         for x in found:

@@ -29,8 +29,12 @@ def _(tags):
     return next((x for x in tags if isinstance(x, SolverTag)), None)
 
 
-def inexact_solvers(tree: PyTree[Any]) -> list[Any]:
-    """The solvers in a PyTree that aren't known to be direct, and tags in place of such."""
+def solver_tolerances(tree: PyTree[Any]) -> list[ArrayLike]:
+    """Relative tolerances of the solvers in a PyTree that aren't known to be direct.
+
+    Infinite for a fixed number of steps. A custom solver counts as 0: only its residuals,
+    which exact answers measure, show an error.
+    """
     kinds = lx.AbstractLinearSolver | lx.FunctionLinearOperator | SolverTag
 
     def is_found(x):  # `lineax.Normal` contains another solver
@@ -38,35 +42,28 @@ def inexact_solvers(tree: PyTree[Any]) -> list[Any]:
 
     found = []
     for x in jtu.tree_leaves(tree, is_leaf=is_found):
-        is_function = isinstance(x, lx.FunctionLinearOperator)
-        found += [tag for tag in x.tags if is_found(tag)] if is_function else [x]
-    return [x for x in found if is_found(x) and not isinstance(x, _DIRECT)]
-
-
-def _tolerance(solver: Any) -> ArrayLike:
-    if isinstance(solver, SolverTag):
-        return solver.tolerance
-    if not isinstance(solver, _ITERATIVE):
-        return 0.0
-    # An absolute tolerance is relative to entries of size 1, as probes have.
-    given = solver.rtol, solver.atol
-    if all(isinstance(x, int | float) for x in given):
-        return float(max(given)) or math.inf
-    return jnp.maximum(*given)
+        if isinstance(x, lx.FunctionLinearOperator):
+            found += [tag.tolerance for tag in x.tags if isinstance(tag, SolverTag)]
+        elif isinstance(x, SolverTag):
+            found.append(x.tolerance)
+        elif isinstance(x, _ITERATIVE):
+            # An absolute tolerance is relative to entries of size 1, as probes have.
+            given = x.rtol, x.atol
+            known = all(isinstance(y, int | float) for y in given)
+            found.append((max(given) or math.inf) if known else jnp.maximum(*given))
+        elif is_found(x) and not isinstance(x, _DIRECT):
+            found.append(0.0)
+    return found
 
 
 def solver_tags(tree: PyTree[Any]) -> frozenset[object]:
     """The tag of a function whose products take the solvers in a PyTree, if there are any."""
-    found = [_tolerance(x) for x in inexact_solvers(tree)]
-    known = [x if isinstance(x, float) else math.inf for x in found]
+    found = solver_tolerances(tree)
+    known = [x if isinstance(x, int | float) else math.inf for x in found]
     return frozenset([SolverTag(max(known))] if known else [])
 
 
 def solver_tolerance(tree: PyTree[Any], dtype: Any) -> Float[Array, ""] | None:
-    """The largest relative tolerance of the iterative solvers in a PyTree, or `None`.
-
-    Infinite for a fixed number of steps. A custom solver counts as 0: only its residuals,
-    which exact answers measure, show an error.
-    """
-    found = [jnp.asarray(_tolerance(x)).astype(dtype) for x in inexact_solvers(tree)]
+    """The largest of the `solver_tolerances` in a PyTree; `None` without solvers."""
+    found = [jnp.asarray(x).astype(dtype) for x in solver_tolerances(tree)]
     return jax.lax.stop_gradient(ft.reduce(jnp.maximum, found)) if found else None
