@@ -160,7 +160,7 @@ def estimate_whole(
         stats = {"num_matvecs": jnp.asarray(0)}
         stats["degrees_of_freedom"] = jnp.full_like(nothing, jnp.inf, space.real_dtype)
         error = nothing.real
-        if split.num_matvecs:  # products are rounded
+        if split.exact is not None and split.num_matvecs:  # products are rounded
             error = exact_bar(error, functional.sum(jnp.abs(split.exact)))[1]
         estimate = Estimate(nothing, error, RESULTS.successful, stats, state)
     else:

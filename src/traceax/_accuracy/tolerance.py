@@ -80,8 +80,8 @@ class Stop(eqx.Module):
         value = self.factor.astype(dtype) * bar.mean.astype(dtype)
         size = jnp.abs(value + self.offset.astype(dtype)).astype(error.dtype)
         rtol, atol = self.rtol.astype(error.dtype), self.atol.astype(error.dtype)
-        norms = {"largest": jnp.max, "root mean square": root_mean_square}
-        norm = norms.get(self.norm, lambda x: x)
+        norms = {None: jnp.asarray, "largest": jnp.max}
+        norm = {**norms, "root mean square": root_mean_square}[self.norm]
         half_width, size = norm(half_width), norm(size)
         allowed = atol + rtol * size
         if self.solvers is not None:
