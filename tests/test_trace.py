@@ -58,7 +58,8 @@ def test_known_structure_is_summed(key, name):
     operator, used = _structural()[name]
     estimate = tx.trace(key, operator, 3)
     assert_close(estimate.value, exact_trace(operator), rtol=1e-5)
-    assert estimate.standard_error == 0
+    # Products are rounded, and what is read is not.
+    assert (estimate.standard_error == 0) == (used == 0)
     assert _choice(estimate) == "Exact"
     assert int(estimate.stats["num_matvecs"]) == used
     gradient = jax.grad(lambda s: tx.trace(key, operator * s, 3).value)(1.0)
