@@ -22,7 +22,7 @@ from ._accuracy.tolerance import (
     tolerance_result,
 )
 from ._arguments import budget_of, most_products
-from ._estimate import RESULTS, Estimate, raise_failure
+from ._estimate import Estimate, any_unmet, raise_failure
 from ._operators.block import as_data, columns_at_once, space_of
 from ._operators.entries import unit_columns
 from ._primitive import Algorithm, Outcome, StandIn, estimate
@@ -206,7 +206,7 @@ def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Stop) -> 
     outcome = estimate(estimator, state, k, stop)
     stats = estimator.stats_of_size(outcome.stats, size)
     parts = (*outcome[:3], stats)
-    unmet = outcome.result == RESULTS.tolerance_not_met
+    unmet = any_unmet(outcome.result)
 
     def exactly():
         found = estimate(estimator, state, size)

@@ -2,7 +2,9 @@
 
 import functools as ft
 import math
+import operator as op
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
 from ._arguments import check_level
 from ._student_t import student_t_quantile
@@ -84,6 +86,24 @@ class RESULTS(eqx.Enumeration):
     )
 
 
+def _is_result(x: Any) -> bool:
+    return isinstance(x, type(RESULTS.successful))
+
+
+def map_results(fn: Callable[..., Any], result: PyTree[RESULTS], *trees: Any) -> Any:
+    """`fn(result, *parts)` for each result, and the part of each tree that it is about."""
+    return jtu.tree_map(fn, result, *trees, is_leaf=_is_result)
+
+
+def results_of(result: PyTree[RESULTS]) -> list[RESULTS]:
+    return jtu.tree_leaves(result, is_leaf=_is_result)
+
+
+def any_unmet(result: PyTree[RESULTS]) -> Bool[Array, "..."]:
+    unmet = [x == RESULTS.tolerance_not_met for x in results_of(result)]
+    return ft.reduce(op.or_, unmet)
+
+
 class _Box(eqx.Module):
     """A PyTree whose leaves are arrays only; every other leaf is part of its structure.
 
@@ -126,7 +146,8 @@ class Estimate(eqx.Module):
     - `standard_error`: an estimate of the root mean square error, a real scalar in the
         unit of `value`. Of exact answers that of rounding, 0 where nothing is rounded; NaN
         where it cannot be known (from one probe).
-    - `result`: a [`traceax.RESULTS`][] item.
+    - `result`: a [`traceax.RESULTS`][] item; for a function with several results, one for
+        each of them.
     - `stats`: a dictionary. `"num_matvecs"` is how many products with the operator
         were used, `"degrees_of_freedom"` how many the error bar rests on; the front
         door [`traceax.trace`][] adds `"choice"`, which says how the estimate was made
@@ -148,7 +169,7 @@ class Estimate(eqx.Module):
     value: PyTree[Inexact[Array, "..."]]
     # Infinite where it cannot be known: `jax_debug_nans` would take NaN for a failure.
     _standard_error: PyTree[Float[Array, "..."]]
-    result: RESULTS
+    result: Any
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
     _by: str = eqx.field(static=True, repr=False)  # the estimator's name, or "exact"
@@ -157,19 +178,23 @@ class Estimate(eqx.Module):
         self,
         value: PyTree[Inexact[Array, "..."]],
         standard_error: PyTree[Float[Array, "..."]],
-        result: RESULTS,
+        result: PyTree[RESULTS],
         stats: dict[str, PyTree],
         state: PyTree,
         by: str = "",
     ):
-        # A number that must not be used is none.
-        failed = (result != RESULTS.successful) & (result != RESULTS.tolerance_not_met)
-        unusable = jnp.where(failed, jnp.nan, 1.0)  # a factor, so of derivatives too
-        value = jtu.tree_map(lambda x: x * unusable.astype(x.dtype), value)
-        standard_error = jtu.tree_map(
-            lambda x: jnp.where(failed, jnp.inf, x), standard_error
-        )
-        self.value = value
+
+        def usable(result, value):
+            # A number that must not be used is none, and neither is its derivative.
+            factor = jnp.where(has_failed(result), jnp.nan, 1.0)
+            return jtu.tree_map(lambda x: x * factor.astype(x.dtype), value)
+
+        def known(result, error):
+            failed = has_failed(result)
+            return jtu.tree_map(lambda x: jnp.where(failed, jnp.inf, x), error)
+
+        self.value = map_results(usable, result, value)
+        standard_error = map_results(known, result, standard_error)
         self._by = by.removesuffix("Estimator")
         # Not differentiable: 0 times infinity would spoil slopes of values.
         standard_error = jtu.tree_map(
@@ -211,7 +236,7 @@ class Estimate(eqx.Module):
     def __str__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(self)):
             return eqx.tree_pformat(self)
-        lanes = np.shape(self.result._value)
+        lanes = np.shape(results_of(self.result)[0]._value)
         if not lanes:
             return self._in_words()
         shown = list(np.ndindex(*lanes))[:_LANES]
@@ -234,10 +259,10 @@ class Estimate(eqx.Module):
         lines[-1] += f", {used} product{'s' * (used != 1)}"
         lines[-1] += self._bracket_in_words()
         lines[-1] += f", {self._by}" if self._by else ""
-        if bool(self.result == RESULTS.tolerance_not_met):
+        if bool(any_unmet(self.result)):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
-        elif bool(self.result != RESULTS.successful):
-            lines.append(RESULTS[self.result])
+        failures = [RESULTS[x] for x in results_of(self.result) if bool(has_failed(x))]
+        lines += dict.fromkeys(failures)
         return "\n".join(lines)
 
     def _bracket_in_words(self) -> str:
@@ -343,11 +368,21 @@ def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
     )
 
 
-def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:
+def has_failed(result: RESULTS) -> Bool[Array, "..."]:
+    """Whether a value must not be used."""
+    return (result != RESULTS.successful) & (result != RESULTS.tolerance_not_met)
+
+
+def finite_or_failed(value: PyTree[Array], result: PyTree[RESULTS]) -> Any:
     """`result`, or that the value that is returned isn't finite."""
-    finite = jnp.stack([jnp.isfinite(x).all() for x in jtu.tree_leaves(value)]).all()
-    failed = ~finite & (result == RESULTS.successful)
-    return RESULTS.where(failed, RESULTS.nonfinite, result)
+
+    def check(result, value):
+        leaves = jtu.tree_leaves(value)
+        finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+        failed = ~finite & (result == RESULTS.successful)
+        return RESULTS.where(failed, RESULTS.nonfinite, result)
+
+    return map_results(check, result, value)
 
 
 def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
@@ -376,8 +411,8 @@ def raise_failure(estimate: Estimate) -> Estimate:
 
     A tolerance that is not met is no failure: outside of a program it is a warning.
     """
-    unmet = estimate.result == RESULTS.tolerance_not_met
-    failed = (estimate.result != RESULTS.successful) & ~unmet
+    results, unmet = results_of(estimate.result), any_unmet(estimate.result)
+    failed = ft.reduce(op.or_, map(has_failed, results))
     if not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0 and bool(unmet):
         message = f"The tolerance was not met; {estimate._forecast()}."
         warnings.warn(message, stacklevel=4)
@@ -386,7 +421,9 @@ def raise_failure(estimate: Estimate) -> Estimate:
     real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype
     # A factor rather than the value itself: a derivative is multiplied by it too, and
     # so raises where the value is not asked for.
-    one = estimate.result.error_if(jnp.ones((), real), failed)
+    one = jnp.ones((), real)
+    for result in results:
+        one = result.error_if(one, has_failed(result))
     return eqx.tree_at(
         lambda e: jtu.tree_leaves((e.value, e._standard_error)),
         estimate,

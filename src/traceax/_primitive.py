@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
     value: PyTree[Inexact[Array, "..."]]
     standard_error: PyTree[Float[Array, "..."]]  # infinite where it cannot be known
-    result: RESULTS
+    result: PyTree[RESULTS]
     stats: dict[str, PyTree]
     kept: PyTree[Array] | None  # for a later estimate to go on from
 

@@ -83,7 +83,7 @@ def trace(
         Of a [`traceax.InverseLinearOperator`][] two terms of a series, see there;
     2. the rest is exact if the budget allows a product with every coordinate vector;
     3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
-        semidefinite (and `k >= 2`). If not, [`traceax.AdaptiveXTraceEstimator`][] (and
+        semidefinite (and `k >= 3`). If not, [`traceax.AdaptiveXTraceEstimator`][] (and
         `k >= 8`), or [`traceax.XTraceEstimator`][] with a tolerance (and `k >= 4`);
         [`traceax.HutchinsonEstimator`][] for smaller budgets.
 
@@ -246,7 +246,8 @@ def _choose(
         given = NormalSampler(), True
     semidefinite = is_semidefinite(state.operator)
     fixed = fixed and isinstance(state.functional, Trace)
-    if semidefinite and k >= 2:
+    # Two products leave XNysTrace a single sample pair: intervals hold less often.
+    if semidefinite and k >= 3:
         return XNysTraceEstimator(*given), CHOICES.xnystrace
     if not semidefinite and fixed and k >= 8:
         return AdaptiveXTraceEstimator(), CHOICES.adaptive

@@ -19,6 +19,7 @@ from .._progress import NO_PROGRESS_METER, ProgressMeter
 from .base import (
     SpectralEstimator,
     SpectralState,
+    exact_stats,
     init_spectral_state,
     spectral_outcome,
 )
@@ -96,7 +97,9 @@ def _sum_over_diagonal(
     values = [jnp.sum(f) for f in function(points)]
     errors = [jnp.zeros_like(points, shape=()) for _ in values]
     freedoms = [jnp.asarray(jnp.inf) for _ in values]
-    stats = {"num_matvecs": diagonal.num_matvecs, "result": result, **function.unit}
+    results = [result] * len(values)
+    stats = {"num_matvecs": diagonal.num_matvecs, "result": results, **function.unit}
+    stats.update(exact_stats(state, values, points))
     weights = jnp.ones_like(points)
     outcome = spectral_outcome(
         function, space, values, errors, freedoms, stats, points, weights
