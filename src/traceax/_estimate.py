@@ -114,7 +114,7 @@ class Estimate(eqx.Module):
     r"""An estimate, its error bar, and what it took to get it.
 
     A PyTree of arrays: it can be returned from `jax.jit` and `jax.vmap`, and carried
-    through loops. Only `value` is differentiable.
+    through loops. Differentiable are `value` and the ends of `stats["bracket"]`.
 
     **Attributes:**
 
