@@ -273,8 +273,8 @@ class Estimate(eqx.Module):
 
         **Returns:**
 
-        A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the
-        standard error is NaN; `low == high` where it is 0. For a complex value
+        A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the standard error
+        is unknown, NaN after a failure; `low == high` where it is 0. For a complex value
         the real parts bound the real part and the imaginary parts the imaginary part.
 
         **Raises:**
