@@ -114,11 +114,11 @@ def leaf_traces(
     divided so that the error of the total is least. Leaves smaller than a pilot are exact.
     Both ways are unbiased, differentiable with respect to `operator`, and one program.
 
-    **Arguments:** those of [`traceax.diagonal`][], and
+    **Arguments:** `key`, `operator` and `throw` of [`traceax.trace`][], and
 
     - `k`: the budget of products: of the whole, or with blocks, of which at least three a
         leaf are needed.
-    - `estimator`: for probes of the whole. Blocks are estimated by Hutchinson's.
+    - `estimator`: as of [`traceax.diagonal`][], for probes of the whole. Blocks are estimated by Hutchinson's.
 
     **Returns:** a tuple of two [`traceax.Estimate`][]s: by leaf, whose value and standard
     error have the structure of the operator's input with a scalar for each leaf; and of the
@@ -167,8 +167,8 @@ def frobenius_norm_squared(
     its trace, a product with it being two. With `k >= n`, the number of columns, the answer
     is exact, from products with A alone. Differentiable with respect to `operator`.
 
-    **Arguments:** those of [`traceax.trace`][], of `A^* A`; `k` is at least 2, unless
-    `n = 1`.
+    **Arguments:** those of [`traceax.trace`][] but tolerances, of `A^* A`; `k` is at least 2,
+    unless `n = 1`.
 
     **Returns:** a [`traceax.Estimate`][], whose value is real. `num_matvecs` counts both.
     """

@@ -47,7 +47,8 @@ def divergence(
 
     **Arguments:**
 
-    - `key`: the same in each step of a solver gives one sample path, as it needs.
+    - `key`: the same in each step of a solver gives one sample path, as it needs. Each step of
+        training takes a new one, or a network learns the probes.
     - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes. Of complex `x`
         it is taken for holomorphic.
     - `x`: a PyTree of floating-point arrays.

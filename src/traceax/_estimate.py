@@ -134,7 +134,7 @@ class Estimate(eqx.Module):
     r"""An estimate, its error bar, and what it took to get it.
 
     A PyTree of arrays: it can be returned from `jax.jit` and `jax.vmap`, and carried
-    through loops. Only `value` is differentiable.
+    through loops. Differentiable are `value` and the ends of `stats["bracket"]`.
 
     **Attributes:**
 
@@ -298,8 +298,8 @@ class Estimate(eqx.Module):
 
         **Returns:**
 
-        A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the
-        standard error is NaN; `low == high` where it is 0. For a complex value
+        A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the standard error
+        is unknown, NaN after a failure; `low == high` where it is 0. For a complex value
         the real parts bound the real part and the imaginary parts the imaginary part.
 
         **Raises:**

@@ -86,7 +86,7 @@ def inv_quad_logdet(
     | bias | of the solution, that of conjugate gradients; half of each bracket at most |
     | standard errors | as for [`traceax.logdet`][]; of `inv_quad` from its bracket alone, as nothing about it is random |
 
-    **Arguments:** those of [`traceax.trace_function`][], of which k may always be left
+    **Arguments:** those of [`traceax.logdet`][] but `trace`, of which k may always be left
     out, as [`traceax.KrylovAwareEstimator`][] describes; and
 
     - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such

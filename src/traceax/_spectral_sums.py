@@ -134,9 +134,11 @@ def logdet(
     the error of the Krylov space; the same multiple of the identity inside of the operator
     does not.
 
-    **Arguments:** those of [`traceax.trace_function`][], and
+    **Arguments:** those of [`traceax.trace_function`][] but `fn`, `lower`, `monotone`, and
 
-    - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite.
+    - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite. For a singular
+        one the value is finite below n products, though the truth is minus infinity: pass a
+        shift, or lift a null space that is known (the recipe for pseudo-determinants).
     - `shift`: a real scalar, may be traced and differentiated; or a positive number for
         each of the n unknowns, of a positive semidefinite A.
     - `preconditioner`: of a positive semidefinite A and a positive shift, or one of your own
@@ -177,7 +179,8 @@ def trace_inverse(
     `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)`, whose k
     counts solves.
 
-    Arguments, and what is returned, are those of [`traceax.logdet`][].
+    Arguments, and what is returned, are those of [`traceax.logdet`][], without a
+    preconditioner and with a scalar shift.
     """
     where = "traceax.trace_inverse"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
@@ -205,7 +208,7 @@ def schatten_norm(
 
     `p=1` is the nuclear norm, `p=2` the Frobenius norm.
 
-    **Arguments:** those of [`traceax.trace_function`][] but `atol`, and
+    **Arguments:** those of [`traceax.logdet`][] but `shift`, `preconditioner`, `atol`, and
 
     - `p`: a positive scalar, may be traced.
     - `rtol`: relative to the norm.
@@ -308,7 +311,8 @@ def spectral_density(
 ) -> SpectralDensity:
     """Estimates the distribution of eigenvalues of a symmetric or Hermitian operator.
 
-    Arguments are those of [`traceax.trace_function`][]. Not differentiable.
+    `key`, `operator`, `k`, `estimator` and `throw` are as for [`traceax.trace_function`][]; k
+    must be given. Not differentiable.
     """
     where = "traceax.spectral_density"
     estimate = estimate_function(
