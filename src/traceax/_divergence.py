@@ -150,11 +150,10 @@ def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
 
 def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:
     def as_array(leaf):
-        array = jnp.asarray(leaf)
-        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+        inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         what = "x must hold floating-point arrays"
         hint = "close over what is not differentiated"
         require(inexact, where, what, leaf, hint, TypeError)
-        return array
+        return jnp.asarray(leaf)
 
     return jtu.tree_map(as_array, x)

@@ -207,7 +207,7 @@ def _pose(
     P = make_preconditioner(key, operator, preconditioner, noise, where)
     shape, right, finite = (space.size, 0), None, jnp.asarray(True)
     if y is not None:
-        y = _check_right(y, space, where).astype(space.compute_dtype)
+        y = _check_right(y, space, where)
         shape, right = y.shape, P.apply(y.reshape(space.size, -1))
         finite = jnp.isfinite(y).all()
     lower = P.lower
@@ -390,4 +390,4 @@ def _check_right(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:
         "jnp.stack([y.real, y.imag], axis=1)"
     )
     require(real, where, what, y, hint, TypeError)
-    return jnp.asarray(y)
+    return jnp.asarray(y, space.compute_dtype)

@@ -81,7 +81,7 @@ def jvp(
     primals, tangents = tuple(primals), tuple(tangents)
     _check_tangents(primals, tangents, where)
     tangents = jtu.tree_map(
-        lambda x, t: jnp.asarray(t).astype(jnp.result_type(x)), primals, tangents
+        lambda x, t: jnp.asarray(t, jnp.result_type(x)), primals, tangents
     )
 
     def checked(*arguments):

@@ -150,7 +150,7 @@ def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Scalar:
     require(number, where, what, f"{x!r}", hint, TypeError)
     right = isinstance(x, jax.core.Tracer) or 0 <= float(np.asarray(x)) < math.inf
     require(right, where, f"{name} must be finite and not negative", f"{x}", hint)
-    return jnp.asarray(x).astype(jnp.finfo(dtype).dtype)
+    return jnp.asarray(x, jnp.finfo(dtype).dtype)
 
 
 def tolerance_result(stop: Stop, bar: ErrorBar, result: RESULTS) -> RESULTS:

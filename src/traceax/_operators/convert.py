@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
-from .._arguments import kind_of, require
+from .._arguments import inexact, kind_of, require
 from .block import ByProducts, structure_of
 
 _WHERE = "traceax.as_operator"
@@ -76,11 +76,11 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
         )
         require(x.ndim == 2, _WHERE, what, got, hint)
         if eqx.is_array(x):
-            return lx.MatrixLinearOperator(_inexact(x))
+            return lx.MatrixLinearOperator(inexact(x))
         x = x if is_bcoo else x.tocoo()
         rows, columns = x.indices.T if is_bcoo else (x.row, x.col)
         indices = jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
-        return SparseLinearOperator(_inexact(x.data), *indices, x.shape)
+        return SparseLinearOperator(inexact(x.data), *indices, x.shape)
     if is_a(x, "scipy.sparse.linalg", "LinearOperator"):
         return SciPyLinearOperator(x)
     what = "x must be a matrix, dense or sparse, a linear function, or an operator of "
@@ -94,11 +94,6 @@ def is_a(x: Any, module: str, name: str) -> bool:
     """Whether x is of a class, whose module is imported where there is such an object."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(x, getattr(loaded, name))
-
-
-def _inexact(x: Any) -> Inexact[Array, "..."]:
-    x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 
 class SparseLinearOperator(ByProducts):

@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
-from .._arguments import require
+from .._arguments import check_integers, require
 from .block import ByProducts, structure_of, tags_of
 from .check import check_scalar, is_real
 
@@ -75,7 +75,7 @@ class HessianLinearOperator(Curvature):
         _check_functions(where, fn=fn)
         self.x, fixed = _arrays_of(x, where)
         self.args = args
-        self.fn = _converted(fn, self.x, fixed, args)
+        self.fn = _converted(fn, self.x, fixed, args, where)
         check_scalar(self.fn, (self.x, args), "fn", where, _HINT)
 
     def mv(self, vector):
@@ -122,11 +122,11 @@ class GaussNewtonLinearOperator(Curvature):
         self.x, fixed = _arrays_of(x, where)
         self.args = args
 
-        self.model = _converted(model, self.x, fixed, args)
+        self.model = _converted(model, self.x, fixed, args, where)
         outputs = eqx.filter_eval_shape(self.model, self.x, args)
         _check_real(outputs, "the outputs of model", where)
         nothing = jtu.tree_map(lambda _: None, outputs)
-        self.loss = _converted(loss, outputs, nothing, args)
+        self.loss = _converted(loss, outputs, nothing, args, where)
         check_scalar(self.loss, (outputs, args), "loss", where, _HINT)
 
     def mv(self, vector):
@@ -150,8 +150,10 @@ def _arrays_of(x: PyTree[Any], where: str) -> tuple[PyTree[Array], PyTree[Any]]:
     return jtu.tree_map(jnp.asarray, arrays), fixed
 
 
-def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree) -> Any:
+def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree, where: str) -> Any:
     """`fn` of the arrays and `args`. What it closes over, and what is fixed, are leaves."""
+    for leaf in jtu.tree_leaves(args):
+        check_integers(leaf, "args", where)
 
     def of_arrays(x, args):
         x = eqx.combine(x, fixed)

@@ -231,7 +231,7 @@ def init_spectral_state(
     lower = checked_lower(lower, real, where)
     if trace is not None:
         check_real_scalar(trace, "trace", where, "it is that of the operator")
-        trace = jnp.asarray(trace).astype(real)
+        trace = jnp.asarray(trace, real)
     return SpectralState(key, operator, function, lower, trace=trace)
 
 
