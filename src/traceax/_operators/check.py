@@ -90,7 +90,7 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
     else:
         # Of other leaves the products may have changed since.
         products = jax.eval_shape(operator.mv, structure)
-    pairs = zip(*map(jtu.tree_leaves, (structure, products)), strict=True)
+    pairs = zip(*map(jtu.tree_leaves, (structure, products)), strict=False)
     if any(x.dtype != y.dtype and complex_dtype(x.dtype) == y.dtype for x, y in pairs):
         return ComplexLinearOperator(operator)
     return operator
