@@ -349,6 +349,8 @@ def test_frobenius_norm(kind):
     np.testing.assert_allclose(exact.value, truth, rtol=1e-5)
     assert is_rounding(exact)
     assert exact.stats["num_matvecs"] == N
+    with pytest.raises(ValueError, match="k must be at least 2, got 1"):
+        tx.frobenius_norm_squared(jr.key(0), lx.MatrixLinearOperator(A), 1)
 
 
 @pytest.mark.x64
@@ -357,5 +359,3 @@ def test_frobenius_norm_between_pytrees():
     jacobian = lx.JacobianLinearOperator(lambda x, _: jnp.sum(x["a"]) * x["b"], x)
     norm = tx.frobenius_norm_squared(jr.key(0), jacobian, 5)
     np.testing.assert_allclose(norm.value, 2 * 3 + 2 * 6**2)
-    with pytest.raises(ValueError, match="k must be at least 2, got 1"):
-        tx.frobenius_norm_squared(jr.key(0), lx.MatrixLinearOperator(A), 1)

@@ -194,8 +194,7 @@ def run_estimator(
     if kept is not None:
         kept = kept if isinstance(kept, Grown) else Grown(kept, budget=total)
         state = with_grown(state, dataclasses.replace(kept, estimator=estimator))
-    by = "exact" if exact else type(estimator).__name__
-    result = Estimate(*outcome[:4], state, by)
+    result = Estimate(*outcome[:4], state, (type(estimator).__name__, size))
     return raise_failure(result) if throw else result
 
 

@@ -1,6 +1,7 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
 import functools as ft
+import inspect
 import math
 import warnings
 from typing import Any
@@ -21,6 +22,7 @@ from ._student_t import student_t_quantile
 SLOPES = jax.make_user_context(False)
 # So many estimates of a `vmap` are printed.
 _LANES = 8
+_OURS = "traceax", "equinox", "jaxtyping", "beartype"
 
 
 class RESULTS(eqx.Enumeration):
@@ -151,7 +153,8 @@ class Estimate(eqx.Module):
     result: RESULTS
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
-    _by: str = eqx.field(static=True, repr=False)  # the estimator's name, or "exact"
+    # The estimator's name, and the products of an exact answer.
+    _by: tuple[str, float] = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class Estimate(eqx.Module):
         result: RESULTS,
         stats: dict[str, PyTree],
         state: PyTree,
-        by: str = "",
+        by: tuple[str, float] = ("", math.inf),
     ):
         # A number that must not be used is none.
         failed = (result != RESULTS.successful) & (result != RESULTS.tolerance_not_met)
@@ -170,7 +173,7 @@ class Estimate(eqx.Module):
             lambda x: jnp.where(failed, jnp.inf, x), standard_error
         )
         self.value = value
-        self._by = by.removesuffix("Estimator")
+        self._by = by
         # Not differentiable: 0 times infinity would spoil slopes of values.
         standard_error = jtu.tree_map(
             lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), standard_error
@@ -185,7 +188,6 @@ class Estimate(eqx.Module):
     @property
     def standard_error(self) -> Any:
         """An estimate of the root mean square error; NaN where it cannot be known."""
-
         with jax.debug_nans(False):
             return jtu.tree_map(
                 lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
@@ -233,7 +235,8 @@ class Estimate(eqx.Module):
         used = int(self.stats["num_matvecs"])
         lines[-1] += f", {used} product{'s' * (used != 1)}"
         lines[-1] += self._bracket_in_words()
-        lines[-1] += f", {self._by}" if self._by else ""
+        name = "exact" if used >= self._by[1] else self._by[0].removesuffix("Estimator")
+        lines[-1] += f", {name}" if name else ""
         if bool(self.result == RESULTS.tolerance_not_met):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
         elif bool(self.result != RESULTS.successful):
@@ -257,9 +260,7 @@ class Estimate(eqx.Module):
         needed = float(np.max(self.stats.get("products_needed", math.inf)))
         if not math.isfinite(needed):
             return "how many products it would take is not known"
-        # Rounded, not to more than n.
-        needed = min(float(f"{needed:.2g}"), math.ceil(needed))
-        return f"at this rate it would take about {needed:.0f} products"
+        return f"at this rate it would take about {math.ceil(needed)} products"
 
     def confidence_interval(self, level: float = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.
@@ -371,16 +372,21 @@ def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     return f"{number} +- {rounded(error, 2)} (95 %: {low} to {high})"
 
 
-def raise_failure(estimate: Estimate) -> Estimate:
+def raise_failure(estimate: Estimate, *, warn: bool = True) -> Estimate:
     """The estimate; using it, or a derivative of it, raises if it failed.
 
     A tolerance that is not met is no failure: outside of a program it is a warning.
     """
     unmet = estimate.result == RESULTS.tolerance_not_met
     failed = (estimate.result != RESULTS.successful) & ~unmet
-    if not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0 and bool(unmet):
-        message = f"The tolerance was not met; {estimate._forecast()}."
-        warnings.warn(message, stacklevel=4)
+    known = not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0
+    if warn and known and bool(unmet):
+        # We point at the user's line, which wrappers of methods may hide.
+        frame, level = inspect.currentframe(), 1
+        while frame and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+            frame, level = frame.f_back, level + 1
+        text = f"The tolerance was not met; {estimate._forecast()}."
+        warnings.warn(text, stacklevel=level)
     if not isinstance(failed, jax.core.Tracer) and not bool(failed):
         return estimate
     real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype

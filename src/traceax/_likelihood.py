@@ -121,7 +121,8 @@ def inv_quad_logdet(
     logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
     solution = problem.solution(estimate)
     if throw:
-        logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad)
+        # One warning for both.
+        logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad, warn=False)
     return InvQuadLogdet(logdet, inv_quad, solution)
 
 
