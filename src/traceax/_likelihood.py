@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
 from ._accuracy.tolerance import Stop
-from ._arguments import check_key, require
+from ._arguments import check_key, check_real_scalar, require
 from ._drive import limits, run_estimator
 from ._estimate import (
     RESULTS,
@@ -185,7 +185,9 @@ def preconditioned_logdet(
     options: Options,
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
-    throw = options.throw
+    throw, hint = options.throw, "it is that of the operator, without its shift"
+    if options.trace is not None:
+        check_real_scalar(options.trace, "trace", where, hint)
     problem = _pose(where, key, operator, shift, preconditioner, None, throw)
     estimate = problem.logdet(problem.estimate(k, estimator, options))
     return raise_failure(estimate) if throw else estimate
@@ -262,15 +264,10 @@ class _Problem(NamedTuple):
         )
         most, stop = limits(estimator, state, k, stop, options.progress_meter, where)
         least = 1 + self.number
-        if k is None and most < least:
-            most, stop = space.size, None  # the exact answer
-        require(
-            most >= min(least, space.size),
-            where,
-            f"k must be at least {least}, a product for a probe and for each column of y",
-            str(most),
-            "more steps make it accurate",
-        )
+        what = f"k must be at least {least}, a product for a probe and for each column of y"
+        got = "none, and its default is too small" if k is None else str(most)
+        hint = f"more steps make it accurate; n = {space.size} give the exact answer"
+        require(most >= min(least, space.size), where, what, got, hint)
         if isinstance(stop, Stop):
             stop = self._stop(stop)
         return run_estimator(estimator, state, most, stop, throw=False)

@@ -27,7 +27,7 @@ from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
 from ._linalg.small import matmul
 from ._linalg.tall import column_dots, inner, side_by_side
 from ._operators.block import derived, product_tangent
-from ._primitive import Blocks, StandIn
+from ._primitive import Blocks, StandIn, refuse_slope
 from ._state import TraceState, functional_of
 
 
@@ -97,6 +97,9 @@ def jvp(
     with SLOPES(True):
         value, tangent = eqx.filter_jvp(checked, primals, tangents)
 
+    if not isinstance(functional_of(value.state), Trace):
+        refuse_slope()  # of what no rule saw, such as an identity
+
     def slope_of(x, t):
         return jnp.zeros_like(x) if t is None else t
 
@@ -148,14 +151,11 @@ class TestedBlocks(StandIn):
         return Blocks([(self.V, self.Z)], self.count).derivative(state, tangent)
 
     def slope(self, state, tangent):
-        functional = functional_of(state)
-        if not isinstance(functional, Trace):
-            return super().slope(state, tangent)
         W = product_tangent(state.operator, tangent.operator, self.V)
         if W is None:
             return None
         _, error, freedom = self.bar(self.V, W)
-        return functional.pair(self.Z, W), error, freedom
+        return functional_of(state).pair(self.Z, W), error, freedom
 
 
 def with_bar(blocks: Any, bar: Callable[..., ErrorBar], *arguments: Any) -> Any:
