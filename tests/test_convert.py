@@ -269,6 +269,62 @@ def test_functions_of_pytrees():
     near(tx.trace(jr.key(0), operator, 5).value, 10.0)
 
 
+class Like:
+    """What PyLops has of an operator of SciPy."""
+
+    shape, dtype = (2, 3), "int32"
+
+    def matvec(self, x):
+        return np.asarray([[1, 2, 3], [4, 5, 6]]) @ x
+
+
+class Callable(Like):
+    def __call__(self, x):
+        return 10 * jnp.asarray([[1.0, 2, 3], [4, 5, 6]]) @ x
+
+
+def test_objects_that_are_like_an_operator_of_scipy():
+    exact = np.asarray([[1, 2, 3], [4, 5, 6.0]])
+    near(tx.as_operator(Like()).as_matrix(), exact)
+    near(tx.as_operator(Callable()).as_matrix(), exact)
+    # With an example of its input it is a function.
+    near(tx.as_operator(Callable(), jnp.ones(3)).as_matrix(), 10 * exact)
+
+
+class Evaluated:
+    """A matrix whose call is no product, as the `hamiltonian` of quspin."""
+
+    shape, dtype = (3, 3), "float64"
+
+    def __call__(self, time):
+        return self
+
+
+@jax.tree_util.register_pytree_node_class
+class Converting:
+    """A PyTree that converts its leaves."""
+
+    def __init__(self, convert, x):
+        self.convert, self.x = convert, convert(x)
+
+    def tree_flatten(self):
+        return (self.x,), self.convert
+
+    @classmethod
+    def tree_unflatten(cls, convert, leaves):
+        return cls(convert, *leaves)
+
+
+@pytest.mark.x64
+def test_objects_that_are_refused():
+    with pytest.raises(TypeError, match=r"Evaluated; pass its array, such as x.toarr"):
+        tx.as_operator(Evaluated())
+    for convert in (jnp.asarray, np.asarray):
+        like = Converting(convert, jnp.ones(3))
+        with pytest.raises(TypeError, match=r"like must.*Converting; .*ravel_pytree"):
+            tx.as_operator(lambda x: x, like)
+
+
 @pytest.mark.x64
 def test_wrong_arguments():
     batches = jsparse.BCOO.fromdense(np.ones((2, 3)), n_batch=1)
