@@ -70,9 +70,9 @@ class HessianLinearOperator(Curvature):
     x: PyTree[Float[Array, "..."]]
     args: PyTree[Any]
 
-    def __init__(self, fn: Callable, x: PyTree[Any], args: PyTree[Any] = None):
+    def __init__(self, fn: Callable, x: PyTree[Any], args: Any = None, *more: Any):
         where = "traceax.HessianLinearOperator"
-        _check_functions(where, fn=fn)
+        _check_functions(where, more, fn=fn)
         self.x, fixed = _arrays_of(x, where)
         self.args = args
         self.fn = _converted(fn, self.x, fixed, args, where)
@@ -115,10 +115,10 @@ class GaussNewtonLinearOperator(Curvature):
     args: PyTree[Any]
 
     def __init__(
-        self, model: Callable, loss: Callable, x: PyTree[Any], args: PyTree[Any] = None
+        self, model: Callable, loss: Callable, x: Any, args: Any = None, *more: Any
     ):
         where = "traceax.GaussNewtonLinearOperator"
-        _check_functions(where, model=model, loss=loss)
+        _check_functions(where, more, model=model, loss=loss)
         self.x, fixed = _arrays_of(x, where)
         self.args = args
 
@@ -162,7 +162,10 @@ def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree, where: str) -> A
     return eqx.filter_closure_convert(of_arrays, x, args)
 
 
-def _check_functions(where: str, **functions: Any) -> None:
+def _check_functions(where: str, more: tuple, **functions: Any) -> None:
+    what, got = "args must be a single argument", f"{1 + len(more)} of them"
+    hint = "pass a tuple, such as (X, Y), which fn(x, args) takes apart"
+    require(not more, where, what, got, hint, TypeError)
     hint = f"pass ({', '.join(functions)}, x, args)"
     for name, fn in functions.items():
         require(callable(fn), where, f"{name} must be a function", fn, hint, TypeError)
