@@ -29,6 +29,7 @@ each_file = pytest.mark.parametrize(
 LAYERS = [
     "_arguments",
     "_student_t",
+    "_results",
     "_estimate",
     "_progress",
     "_functional",

@@ -15,7 +15,7 @@ from ._accuracy.tolerance import make_stop
 from ._arguments import check_budget, check_key, require
 from ._base import TraceEstimator
 from ._by_block import ByBlock
-from ._estimate import Estimate, finite_or_failed, raise_failure
+from ._estimate import Estimate, raise_failure
 from ._functional import Diagonal, LeafSums
 from ._linalg.small import divisor, squares
 from ._linalg.tall import power_of_two_scale
@@ -34,6 +34,7 @@ from ._operators.inverse import errors_of_solves, solve_of_column
 from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
 from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._results import finite_or_failed
 from ._samplers import RademacherSampler
 from ._state import TraceState, init_state
 from ._trace import estimate_whole, trace

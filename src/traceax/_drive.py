@@ -22,11 +22,12 @@ from ._accuracy.tolerance import (
     tolerance_result,
 )
 from ._arguments import budget_of, most_products
-from ._estimate import Estimate, any_unmet, raise_failure
+from ._estimate import Estimate, raise_failure
 from ._operators.block import as_data, columns_at_once, space_of
 from ._operators.entries import unit_columns
 from ._primitive import Algorithm, Outcome, StandIn, estimate
 from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._results import any_unmet
 from ._state import Grown, check_state, grown_of, with_grown
 
 
@@ -194,8 +195,7 @@ def run_estimator(
     if kept is not None:
         kept = kept if isinstance(kept, Grown) else Grown(kept, budget=total)
         state = with_grown(state, dataclasses.replace(kept, estimator=estimator))
-    by = "exact" if exact else type(estimator).__name__
-    result = Estimate(*outcome[:4], state, by)
+    result = Estimate(*outcome[:4], state, (type(estimator).__name__, size))
     return raise_failure(result) if throw else result
 
 

@@ -1,10 +1,10 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
 import functools as ft
+import inspect
 import math
 import operator as op
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -13,9 +13,16 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Bool, Float, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._arguments import check_level
+from ._results import (
+    RESULTS,
+    any_unmet,
+    has_failed,
+    map_results,
+    results_of,
+)
 from ._student_t import student_t_quantile
 
 # Whether the tangents of standard errors and of degrees of freedom are those of slopes, see
@@ -23,85 +30,7 @@ from ._student_t import student_t_quantile
 SLOPES = jax.make_user_context(False)
 # So many estimates of a `vmap` are printed.
 _LANES = 8
-
-
-class RESULTS(eqx.Enumeration):
-    """What became of an estimate: `successful`, or what went wrong and the mend.
-
-    Compare with `==`; `RESULTS[estimate.result]` is the message.
-    """
-
-    successful = ""
-    nonfinite = (
-        "The estimate is not finite: the operator's parameters hold NaN or infinite "
-        "values; or the operator returned NaN or infinite values from finite parameters "
-        "(a division by zero, a logarithm or root of a negative number, a linear solve "
-        "that failed); or products with it, or the sums that are taken of them, exceed "
-        "the largest number of their dtype. Check the parameters, what the operator "
-        "computes and its solvers; scale the operator down and the estimate up again, or "
-        "use a dtype of wider range."
-    )
-    not_semidefinite = (
-        "The operator is tagged positive (or negative) semidefinite, but its products "
-        "show that it is not. Remove the tag, or use an estimator that does not need "
-        "it, such as traceax.XTraceEstimator."
-    )
-    not_hermitian = (
-        "A function of the operator's eigenvalues was asked for, but its products show "
-        "that it is not symmetric (complex: Hermitian). Check what it computes; "
-        "functions of other operators are not estimated."
-    )
-    below_lower = (
-        "The operator has an eigenvalue below the number that none is said to be below, by "
-        "more than rounding: `lower`, the shift of an operator that is tagged positive "
-        "semidefinite, or the noise of a likelihood, beside which the covariance must be "
-        "positive semidefinite. Give a number below the spectrum, or none; or remove the tag."
-    )
-    noise_not_positive = (
-        "The noise is not positive, or rounds to 0: `shift` of a likelihood, or of a "
-        "preconditioner. Keep it positive, by its logarithm as a parameter for example, and "
-        "above the smallest number of its dtype."
-    )
-    y_not_finite = (
-        "y, the observations of a likelihood, holds NaN or infinite numbers, and so nothing "
-        "is known of it. Leave these rows out, of y, of the operator (the points of a "
-        "kernel) and of `shift`; or give each of them a finite y, such as 0, and a large "
-        "noise, such as 1e10 in `shift`."
-    )
-    tolerance_not_met = (
-        "The tolerance was not met with the products that were allowed. "
-        "The value and its error bar are those of the products that were taken; "
-        'stats["products_needed"] is how many it would take at this rate, and n at most, '
-        "which give the exact answer without a tolerance. Allow for more products, 2 n to "
-        "be sure, or a larger tolerance."
-    )
-    outside_domain = (
-        "The function is not finite at an eigenvalue of the operator, such as a "
-        "logarithm at 0 or of a negative number, or at one that rounding can't tell from "
-        "it. Shift the operator (traceax.logdet takes shift=), check that it is positive "
-        "definite, or give a function that is finite on its spectrum. Rounding hides "
-        "eigenvalues, and a shift, of less than about 1e-6 (32 bits) or 2e-15 (64 bits) "
-        'of the largest eigenvalue, which stats["ritz_values"] shows: take a larger shift, '
-        "or 64 bits: jax.config.update('jax_enable_x64', True)."
-    )
-
-
-def _is_result(x: Any) -> bool:
-    return isinstance(x, type(RESULTS.successful))
-
-
-def map_results(fn: Callable[..., Any], result: PyTree[RESULTS], *trees: Any) -> Any:
-    """`fn(result, *parts)` for each result, and the part of each tree that it is about."""
-    return jtu.tree_map(fn, result, *trees, is_leaf=_is_result)
-
-
-def results_of(result: PyTree[RESULTS]) -> list[RESULTS]:
-    return jtu.tree_leaves(result, is_leaf=_is_result)
-
-
-def any_unmet(result: PyTree[RESULTS]) -> Bool[Array, "..."]:
-    unmet = [x == RESULTS.tolerance_not_met for x in results_of(result)]
-    return ft.reduce(op.or_, unmet)
+_OURS = "traceax", "equinox", "jaxtyping", "beartype"
 
 
 class _Box(eqx.Module):
@@ -172,7 +101,8 @@ class Estimate(eqx.Module):
     result: Any
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
-    _by: str = eqx.field(static=True, repr=False)  # the estimator's name, or "exact"
+    # The estimator's name, and the products of an exact answer.
+    _by: tuple[str, float] = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
@@ -181,7 +111,7 @@ class Estimate(eqx.Module):
         result: PyTree[RESULTS],
         stats: dict[str, PyTree],
         state: PyTree,
-        by: str = "",
+        by: tuple[str, float] = ("", math.inf),
     ):
 
         def usable(result, value):
@@ -195,7 +125,7 @@ class Estimate(eqx.Module):
 
         self.value = map_results(usable, result, value)
         standard_error = map_results(known, result, standard_error)
-        self._by = by.removesuffix("Estimator")
+        self._by = by
         # Not differentiable: 0 times infinity would spoil slopes of values.
         standard_error = jtu.tree_map(
             lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), standard_error
@@ -210,7 +140,6 @@ class Estimate(eqx.Module):
     @property
     def standard_error(self) -> Any:
         """An estimate of the root mean square error; NaN where it cannot be known."""
-
         with jax.debug_nans(False):
             return jtu.tree_map(
                 lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
@@ -258,7 +187,8 @@ class Estimate(eqx.Module):
         used = int(self.stats["num_matvecs"])
         lines[-1] += f", {used} product{'s' * (used != 1)}"
         lines[-1] += self._bracket_in_words()
-        lines[-1] += f", {self._by}" if self._by else ""
+        name = "exact" if used >= self._by[1] else self._by[0].removesuffix("Estimator")
+        lines[-1] += f", {name}" if name else ""
         if bool(any_unmet(self.result)):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
         failures = [RESULTS[x] for x in results_of(self.result) if bool(has_failed(x))]
@@ -282,9 +212,7 @@ class Estimate(eqx.Module):
         needed = float(np.max(self.stats.get("products_needed", math.inf)))
         if not math.isfinite(needed):
             return "how many products it would take is not known"
-        # Rounded, not to more than n.
-        needed = min(float(f"{needed:.2g}"), math.ceil(needed))
-        return f"at this rate it would take about {needed:.0f} products"
+        return f"at this rate it would take about {math.ceil(needed)} products"
 
     def confidence_interval(self, level: float = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.
@@ -368,23 +296,6 @@ def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
     )
 
 
-def has_failed(result: RESULTS) -> Bool[Array, "..."]:
-    """Whether a value must not be used."""
-    return (result != RESULTS.successful) & (result != RESULTS.tolerance_not_met)
-
-
-def finite_or_failed(value: PyTree[Array], result: PyTree[RESULTS]) -> Any:
-    """`result`, or that the value that is returned isn't finite."""
-
-    def check(result, value):
-        leaves = jtu.tree_leaves(value)
-        finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
-        failed = ~finite & (result == RESULTS.successful)
-        return RESULTS.where(failed, RESULTS.nonfinite, result)
-
-    return map_results(check, result, value)
-
-
 def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     """A number with the digits that its error leaves, and its interval."""
     if np.ndim(value):
@@ -406,16 +317,21 @@ def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     return f"{number} +- {rounded(error, 2)} (95 %: {low} to {high})"
 
 
-def raise_failure(estimate: Estimate) -> Estimate:
+def raise_failure(estimate: Estimate, *, warn: bool = True) -> Estimate:
     """The estimate; using it, or a derivative of it, raises if it failed.
 
     A tolerance that is not met is no failure: outside of a program it is a warning.
     """
     results, unmet = results_of(estimate.result), any_unmet(estimate.result)
     failed = ft.reduce(op.or_, map(has_failed, results))
-    if not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0 and bool(unmet):
-        message = f"The tolerance was not met; {estimate._forecast()}."
-        warnings.warn(message, stacklevel=4)
+    known = not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0
+    if warn and known and bool(unmet):
+        # We point at the user's line, which wrappers of methods may hide.
+        frame, level = inspect.currentframe(), 1
+        while frame and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+            frame, level = frame.f_back, level + 1
+        text = f"The tolerance was not met; {estimate._forecast()}."
+        warnings.warn(text, stacklevel=level)
     if not isinstance(failed, jax.core.Tracer) and not bool(failed):
         return estimate
     real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype

@@ -14,13 +14,7 @@ from ._accuracy.tolerance import Stop, make_stop, products_of_loop
 from ._arguments import budget_of
 from ._base import TraceEstimator
 from ._drive import run_estimator
-from ._estimate import (
-    RESULTS,
-    Estimate,
-    finite_or_failed,
-    raise_failure,
-    scaled_error,
-)
+from ._estimate import Estimate, raise_failure, scaled_error
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
@@ -31,6 +25,7 @@ from ._operators.check import as_complex
 from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._operators.inverse import InverseLinearOperator, expand_inverse
 from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._results import RESULTS, finite_or_failed
 from ._samplers import NormalSampler, RademacherSampler
 from ._state import TraceState, init_state
 

@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PyTree
 
 from .._arguments import check_level, kind_of, require
-from .._estimate import RESULTS, map_results
 from .._linalg.small import divisor
 from .._progress import ProgressMeter
+from .._results import RESULTS, map_results
 from .._student_t import student_t_quantile
 from .error_bar import ErrorBar
 
@@ -158,7 +158,7 @@ def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Scalar:
     require(number, where, what, f"{x!r}", hint, TypeError)
     right = isinstance(x, jax.core.Tracer) or 0 <= float(np.asarray(x)) < math.inf
     require(right, where, f"{name} must be finite and not negative", f"{x}", hint)
-    return jnp.asarray(x).astype(jnp.finfo(dtype).dtype)
+    return jnp.asarray(x, jnp.finfo(dtype).dtype)
 
 
 def tolerance_result(stop: Stop, bar: ErrorBar, result: PyTree[RESULTS]) -> Any:

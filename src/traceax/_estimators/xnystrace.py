@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
-from .._estimate import RESULTS
 from .._functional import Trace
 from .._growing import GrowingEstimator, put_units
 from .._linalg.leave_one_out import make_probe_set
@@ -18,6 +17,7 @@ from .._operators.block import (
     is_positive_semidefinite,
     is_semidefinite,
 )
+from .._results import RESULTS
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .._slope import leave_one_out_blocks
 

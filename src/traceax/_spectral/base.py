@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 from .._accuracy.error_bar import ErrorBar
 from .._arguments import StoredKey, check_key, check_real_scalar
 from .._drive import Estimator
-from .._estimate import RESULTS, finite_or_failed, joint_error
+from .._estimate import joint_error
 from .._linalg.krylov import RitzPairs
 from .._linalg.small import divisor, eigh, frobenius, squares
 from .._linalg.tall import combine, inner, power_of_two_scale
@@ -30,6 +30,7 @@ from .._operators.block import (
 from .._operators.check import checked_operator
 from .._operators.inverse import errors_of_solves, solve_of_column
 from .._primitive import Outcome, make_outcome
+from .._results import RESULTS, finite_or_failed
 from .._state import State
 from .blocks import SpectralBlocks, Terms
 from .function import (
@@ -234,7 +235,7 @@ def init_spectral_state(
     lower = checked_lower(lower, real, where)
     if trace is not None:
         check_real_scalar(trace, "trace", where, "it is that of the operator")
-        trace = jnp.asarray(trace).astype(real)
+        trace = jnp.asarray(trace, real)
     return SpectralState(key, operator, function, lower, trace=trace)
 
 

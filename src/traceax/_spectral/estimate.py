@@ -11,11 +11,12 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from .._accuracy.tolerance import Stop, make_stop
 from .._arguments import check_budget
 from .._drive import limits, run_estimator
-from .._estimate import RESULTS, Estimate, raise_failure, with_slopes
+from .._estimate import Estimate, raise_failure, with_slopes
 from .._linalg.tall import largest_entry
 from .._operators.block import is_known
 from .._operators.entries import known_diagonal
 from .._progress import NO_PROGRESS_METER, ProgressMeter
+from .._results import RESULTS
 from .base import (
     SpectralEstimator,
     SpectralState,

@@ -139,7 +139,7 @@ def checked_lower(
     if lower is None:
         return None
     check_real_scalar(lower, "lower", where, "no eigenvalue may be below it")
-    return jnp.asarray(lower).astype(dtype)
+    return jnp.asarray(lower, dtype)
 
 
 def derivative(
