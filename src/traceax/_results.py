@@ -23,7 +23,8 @@ class RESULTS(eqx.Enumeration):
         "values; or the operator returned NaN or infinite values from finite parameters "
         "(a division by zero, a logarithm or root of a negative number, a linear solve "
         "that failed); or products with it, or the sums that are taken of them, exceed "
-        "the largest number of their dtype. Check the parameters, what the operator "
+        "the largest number of their dtype; or a basis of products could not be made "
+        "orthonormal. Check the parameters, what the operator "
         "computes and its solvers; scale the operator down and the estimate up again, or "
         "use a dtype of wider range."
     )

@@ -294,9 +294,7 @@ def outside_if(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
 
 
 def exact_stats(
-    state: SpectralState,
-    values: list[Inexact[Array, ""]],
-    eigenvalues: Float[Array, " n"],
+    state: SpectralState, values: list[Array], eigenvalues: Float[Array, " n"]
 ) -> dict[str, PyTree]:
     """The `stats` of an exact answer that an estimate would have, too."""
     stats: dict[str, PyTree] = {"known_trace": jnp.asarray(False)}
@@ -345,11 +343,6 @@ def _exact(state: SpectralState, *, bracketed: bool) -> SpectralOutcome:
         coordinates = forms.coordinates
     blocks = SpectralBlocks(pairs, identity, solutions=coordinates)
     return SpectralOutcome(leaves, errors, infinite, stats, blocks, forms)
-
-
-#
-# What estimators share
-#
 
 
 def has_bracket(state: SpectralState) -> bool:

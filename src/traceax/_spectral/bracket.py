@@ -156,8 +156,9 @@ def end_errors(
 ) -> list[Float[Array, ""]]:
     """The error that an end adds to each leaf, given the changes from f(T) to f(E)."""
     leaves = zip(function(end.value), function(theta), changes, strict=True)
+    # Rounding may take eigenvalues of E out of the function's domain.
     return [
-        jnp.minimum(2 * jnp.abs(weight) * jnp.abs(moved - here), change / 2)
+        jnp.fmin(2 * jnp.abs(weight) * jnp.abs(moved - here), change / 2)
         for moved, here, change in leaves
     ]
 
