@@ -27,6 +27,14 @@ def eps(dtype=None):
     return float(jnp.finfo(float_dtype() if dtype is None else dtype).eps)
 
 
+def combined(result):
+    """The first failure among the results of a function; success if there is none."""
+    kind = type(tx.RESULTS.successful)
+    items = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, kind))
+    failures = [x for x in items if x != tx.RESULTS.successful]
+    return (failures or items)[0]
+
+
 def wide(x):
     """As NumPy in double precision."""
     x = np.asarray(x)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ each_file = pytest.mark.parametrize(
 LAYERS = [
     "_arguments",
     "_student_t",
+    "_results",
     "_estimate",
     "_progress",
     "_functional",
@@ -73,6 +75,16 @@ def _imports(path):
 
 def test_every_module_has_a_layer():
     assert {_name(path)[0] for path in FILES} == set(LAYERS)
+
+
+def test_the_table_of_files_is_right():
+    text = (DOCS.parent / "CONTRIBUTING.md").read_text()
+    table = text.partition("| module | what it holds |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)(?:\.py|/)` \| (.*) \|$", table, re.MULTILINE)
+    assert [name for name, _ in rows] == LAYERS
+    for name, cell in rows:
+        for file in re.findall(r"`(\w+\.py)`", cell):
+            assert SOURCE / name / file in FILES
 
 
 @each_file
@@ -146,7 +158,11 @@ for check in (
 
 def test_few_modules_lie_before_the_first_product():
     entered, before = set(), []
-    operator = Recording(50, lambda: before.append(set(entered)))
+
+    def record():
+        # The first product gives the door the dtype of products. It is no estimator's.
+        if any(name.startswith("_estimators") for name in entered):
+            before.append(set(entered))
 
     def profile(frame, event, _):
         file = frame.f_code.co_filename
@@ -157,10 +173,10 @@ def test_few_modules_lie_before_the_first_product():
     previous = sys.getprofile()
     sys.setprofile(profile)
     try:
-        tx.trace(jax.random.key(0), operator, 20)
+        tx.trace(jax.random.key(0), Recording(50, record), 20)
     finally:
         sys.setprofile(previous)
-    assert 0 < len(before[0]) <= 10, sorted(before[0])
+    assert 5 < len(before[0]) <= 13, sorted(before[0])
 
 
 def _classes():

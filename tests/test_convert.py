@@ -10,9 +10,10 @@ import pytest
 import scipy.sparse
 import scipy.sparse.linalg
 from operator_catalogue import MatVec, near
-from problems import PSD, complex_dtype, float_dtype
+from problems import PSD, complex_dtype, float_dtype, is_x64
 
 import traceax as tx
+from traceax._spectral.base import init_spectral_state
 
 N = 6
 
@@ -195,11 +196,133 @@ def test_other_dtypes():
     assert tx.as_operator(np.eye(3, dtype=np.float32)).in_structure().dtype == "float32"
 
 
+BIG = 3_000_000_000
+SPARSE = [f"{name}_array" for name in ("bsr", "coo", "csc", "csr", "dia", "dok", "lil")]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_large_integers(dtype):
+    # Without 64-bit mode JAX would take it for -1,294,967,296.
+    entries = np.diag(np.asarray([BIG, 1, 2], dtype))
+    forms = [getattr(scipy.sparse, name) for name in SPARSE]
+    for form in (np.asarray, scipy.sparse.linalg.aslinearoperator, *forms):
+        operator = tx.as_operator(form(entries))
+        near(operator.as_matrix(), entries)
+
+
+def test_small_integers_do_not_overflow():
+    entries, places = np.asarray([100, 100], np.int8), np.zeros((2, 2), np.int32)
+    sparse = jsparse.BCOO((jnp.asarray(entries), places), shape=(2, 2))
+    coo = scipy.sparse.coo_array((entries, tuple(places)), shape=(2, 2))
+    for x in (sparse, jsparse.BCSR.from_bcoo(sparse), coo, np.diag([200, 0])):
+        near(tx.as_operator(x).as_matrix(), np.diag([200.0, 0]))
+    boolean = tx.as_operator(np.eye(300, dtype=bool))
+    near(boolean.mv(jnp.ones(300)), np.ones(300))
+
+
+@pytest.mark.skipif(is_x64(), reason="64 bits hold them")
+def test_large_integers_as_arguments():
+    key, d = jr.key(0), np.asarray([1.0, 2.0, 4.0])
+    diagonal = lx.DiagonalLinearOperator(jnp.asarray(d))
+    for big in (BIG, np.int64(BIG), np.asarray(BIG)):
+        near(tx.logdet(key, diagonal, 1, shift=big).value, np.sum(np.log(d + BIG)))
+        state = init_spectral_state("here", key, diagonal, jnp.exp, -big, trace=big)
+        near(state.lower, -BIG)
+        near(state.trace, BIG)
+        assert tx.trace(key, diagonal, 9, atol=big).result == tx.RESULTS.successful
+        density = tx.SpectralDensity(jnp.asarray(d), jnp.ones(3))
+        near(density.count(big), 3.0)
+        near(density.density(0, big), 3 / (BIG * np.sqrt(2 * np.pi)))
+    _, slope = tx.jvp(lambda s: tx.trace(key, s * diagonal, 9), (1.0,), (big,))
+    near(slope.value, 7 * BIG)
+    y, dense = np.asarray([BIG, 1, -2]), lx.MatrixLinearOperator(jnp.diag(d))
+    terms = tx.inv_quad_logdet(key, dense, y, 3, shift=big, throw=False)
+    near(terms.logdet.value, np.sum(np.log(d + BIG)))
+    near(terms.solution, y / (d + BIG))
+
+
+@pytest.mark.skipif(is_x64(), reason="64 bits hold them")
+def test_integers_that_do_not_fit():
+    # Points may be categories: as floating-point numbers these two would be equal.
+    points, where = (
+        np.asarray([[BIG], [BIG + 1]]),
+        "got 3000000000 to 300000000[01]; conv",
+    )
+    with pytest.raises(ValueError, match=f"Kernel.*: x must hold integers.*{where}"):
+        tx.KernelLinearOperator(lambda a, b: jnp.sum(a * b), points)
+    with pytest.raises(ValueError, match=f"Mean.*: batches must hold.*{where}"):
+        tx.MeanLinearOperator(lx.DiagonalLinearOperator, points)
+    for make in (
+        lambda: tx.HessianLinearOperator(lambda p, a: p @ a, jnp.ones(2), points[0]),
+        lambda: tx.GaussNewtonLinearOperator(
+            lambda p, a: p, lambda o, a: jnp.sum(o), jnp.ones(2), {"y": points}
+        ),
+    ):
+        with pytest.raises(ValueError, match="Operator: args must hold integers"):
+            make()
+
+
 def test_functions_of_pytrees():
     like = {"a": np.ones(2), "b": jax.ShapeDtypeStruct((3,), float_dtype())}
     operator = tx.as_operator(lambda x: jax.tree.map(lambda v: 2 * v, x), like)
     assert operator.in_structure()["a"].dtype == float_dtype()
     near(tx.trace(jr.key(0), operator, 5).value, 10.0)
+
+
+class Like:
+    """What PyLops has of an operator of SciPy."""
+
+    shape, dtype = (2, 3), "int32"
+
+    def matvec(self, x):
+        return np.asarray([[1, 2, 3], [4, 5, 6]]) @ x
+
+
+class Callable(Like):
+    def __call__(self, x):
+        return 10 * jnp.asarray([[1.0, 2, 3], [4, 5, 6]]) @ x
+
+
+def test_objects_that_are_like_an_operator_of_scipy():
+    exact = np.asarray([[1, 2, 3], [4, 5, 6.0]])
+    near(tx.as_operator(Like()).as_matrix(), exact)
+    near(tx.as_operator(Callable()).as_matrix(), exact)
+    # With an example of its input it is a function.
+    near(tx.as_operator(Callable(), jnp.ones(3)).as_matrix(), 10 * exact)
+
+
+class Evaluated:
+    """A matrix whose call is no product, as the `hamiltonian` of quspin."""
+
+    shape, dtype = (3, 3), "float64"
+
+    def __call__(self, time):
+        return self
+
+
+@jax.tree_util.register_pytree_node_class
+class Converting:
+    """A PyTree that converts its leaves."""
+
+    def __init__(self, convert, x):
+        self.convert, self.x = convert, convert(x)
+
+    def tree_flatten(self):
+        return (self.x,), self.convert
+
+    @classmethod
+    def tree_unflatten(cls, convert, leaves):
+        return cls(convert, *leaves)
+
+
+@pytest.mark.x64
+def test_objects_that_are_refused():
+    with pytest.raises(TypeError, match=r"Evaluated; pass its array, such as x.toarr"):
+        tx.as_operator(Evaluated())
+    for convert in (jnp.asarray, np.asarray):
+        like = Converting(convert, jnp.ones(3))
+        with pytest.raises(TypeError, match=r"like must.*Converting; .*ravel_pytree"):
+            tx.as_operator(lambda x: x, like)
 
 
 @pytest.mark.x64

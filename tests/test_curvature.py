@@ -297,3 +297,18 @@ def test_wrong_functions():
         tx.GaussNewtonLinearOperator(jnp.sin, x, x)  # pyright: ignore
     with pytest.raises(TypeError, match=r"outputs of model must be real.*dtype int32"):
         tx.GaussNewtonLinearOperator(lambda x: jnp.int32(2), jnp.sum, x)
+
+
+def test_several_arguments_are_a_tuple():
+    x, args = jnp.ones(2), (jnp.ones(3), jnp.ones(3))
+    for make in (
+        lambda *y: tx.HessianLinearOperator(lambda x, y: jnp.sum(x), x, *y),
+        lambda *y: tx.GaussNewtonLinearOperator(
+            lambda x, y: x, lambda out, y: jnp.sum(out), x, *y
+        ),
+    ):
+        with pytest.raises(
+            TypeError, match=r"args must be a single.*2 of them; .*tuple"
+        ):
+            make(*args)
+        make(args)

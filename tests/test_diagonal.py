@@ -368,3 +368,11 @@ def test_frobenius_norm(kind):
     assert exact.stats["num_matvecs"] == N
     with pytest.raises(ValueError, match="k must be at least 2, got 1"):
         tx.frobenius_norm_squared(jr.key(0), lx.MatrixLinearOperator(A), 1)
+
+
+@pytest.mark.x64
+def test_frobenius_norm_between_pytrees():
+    x = {"a": jnp.asarray([1.0, 2.0, 3.0]), "b": jnp.ones(2)}
+    jacobian = lx.JacobianLinearOperator(lambda x, _: jnp.sum(x["a"]) * x["b"], x)
+    norm = tx.frobenius_norm_squared(jr.key(0), jacobian, 5)
+    np.testing.assert_allclose(norm.value, 2 * 3 + 2 * 6**2)

@@ -123,6 +123,21 @@ def test_pytrees_and_scalars():
     assert is_rounding(estimate)
     value, gradient, estimate = tx.laplacian(jr.key(0), jnp.exp, 0.0, 1)
     assert (value, gradient, estimate.value) == (1, 1, 1)
+    assert tx.laplacian(jr.key(0), jnp.exp, 0.0)[2].value == 1
+
+
+def test_laplacians_with_colours():
+    def energy(x):  # of a chain, whose Hessian is tridiagonal
+        return jnp.sum(jnp.sin(x)) + jnp.sum(x[1:] ** 2 * x[:-1] ** 2)
+
+    colours = jnp.arange(N) % 3
+    _, _, estimate = tx.laplacian(jr.key(0), energy, X, colours=colours)
+    np.testing.assert_allclose(
+        estimate.value, jnp.trace(jax.hessian(energy)(X)), rtol=1e-5
+    )
+    assert estimate.stats["num_matvecs"] == 3
+    with pytest.raises(ValueError, match="laplacian: estimator must be left out"):
+        tx.laplacian(jr.key(0), energy, X, 3, tx.XTraceEstimator(), colours=colours)
 
 
 def test_complex_fields():

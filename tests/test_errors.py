@@ -152,6 +152,25 @@ def test_options_that_a_function_does_not_have():
                 fn(*arguments, 4, **{option: 0.5})
 
 
+def test_a_trace_that_is_not_used_is_checked():
+    key, operator = jr.key(0), _operator()
+    for options in ({"preconditioner": 2, "shift": 1.0}, {"shift": jnp.ones(N)}):
+        with pytest.raises(
+            TypeError, match="logdet: trace must be a real scalar, got 'no"
+        ):
+            tx.logdet(key, operator, 4, trace="nonsense", **options)
+
+
+def test_more_right_hand_sides_than_a_default_budget_has_products():
+    operator = as_operator(matrix("flat", 40))
+    for columns in (39, 45):
+        y = jnp.ones((40, columns))
+        with pytest.raises(
+            ValueError, match=f"k must be at least {columns + 1}, .*none"
+        ):
+            tx.inv_quad_logdet(jr.key(0), operator, y, shift=1.0)
+
+
 class _Wrong(tx.TraceEstimator):
     columns: int
     stats: dict = eqx.field(static=True, default_factory=dict)

@@ -563,3 +563,54 @@ def test_what_rounding_carries_into_spaces_is_in_the_bar():
     keys = jr.split(jr.key(0), 3)
     value, error = jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
     assert jnp.all(jnp.abs(value - truth) < 4 * error)
+
+
+@pytest.mark.parametrize(
+    ("n", "right"), [(5, "first"), (30, "first"), (30, "smooth"), (30, "white")]
+)
+def test_rounding_of_quadratic_forms_is_in_the_bar(n, right):
+    # Sixty draws of points, in 32 bits; exact answers, so that rounding is all there is.
+    rng, single = np.random.default_rng(n), np.float32
+    x = np.sort(rng.random((60, n)), axis=1).astype(single)
+    K = np.exp(-((x[:, :, None] - x[:, None, :]) ** 2) / 2).astype(single)
+    y = {
+        "first": np.broadcast_to(np.eye(n)[0], x.shape),
+        "smooth": np.sin(5 * x) + 0.1 * rng.normal(size=x.shape),
+        "white": rng.normal(size=x.shape),
+    }[right].astype(single)
+    noise = single(0.01)
+
+    def one(arguments):
+        K, y = arguments
+        operator = lx.MatrixLinearOperator(K, PSD)
+        terms = tx.inv_quad_logdet(jr.key(0), operator, y, n, shift=noise, throw=False)
+        return terms.inv_quad.confidence_interval()
+
+    low, high = jax.jit(lambda *x: jax.lax.map(one, x))(jnp.asarray(K), jnp.asarray(y))
+    A, y = K.astype(np.float64) + np.float64(noise) * np.eye(n), y.astype(np.float64)
+    truth = np.sum(y * np.linalg.solve(A, y[..., None])[..., 0], axis=1)
+    assert np.mean((low <= truth) & (truth <= high)) >= 0.93
+    assert np.median((high - low) / truth) < 0.05
+
+
+@pytest.mark.x64
+def test_bars_of_a_loop_are_widened():
+    # A loop stops at a bar that is short by chance.
+    x, y = observations()
+    p, estimator = process(), tx.KrylovAwareEstimator(3)
+
+    @jax.jit
+    def run(rtol):
+        stopped = likelihood(p, x, y, 80, estimator=estimator, rtol=rtol, throw=False)
+        logdet = tx.logdet(
+            jr.key(3), p.kernel(x), 60, estimator, shift=p.noise, rtol=rtol, throw=False
+        )
+        return stopped, logdet
+
+    stopped, logdet = run(0.3)
+    used = int(stopped.stats["num_matvecs"]), int(logdet.stats["num_matvecs"])
+    fixed = likelihood(p, x, y, used[0], estimator=estimator)
+    assert_close(stopped.value, fixed.value, 1e-9)
+    assert_close(stopped.standard_error / fixed.standard_error, 5 / 3, 1e-6)
+    fixed = tx.logdet(jr.key(3), p.kernel(x), used[1], estimator, shift=p.noise)
+    assert_close(logdet.standard_error / fixed.standard_error, 5 / 3, 1e-6)

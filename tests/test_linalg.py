@@ -10,6 +10,8 @@ from helpers import (
 )
 from problems import as_operator, complex_dtype, float_dtype, haar, matrix
 
+import traceax as tx
+from traceax._linalg import tall
 from traceax._linalg.small import inverse_root
 from traceax._linalg.tall import (
     column_norms,
@@ -235,3 +237,18 @@ def test_programs_do_not_grow_with_lanes(key):
         return len(str(jax.make_jaxpr(jax.vmap(value))(keys)).splitlines())
 
     assert length(3) == length(7)
+
+
+@pytest.mark.x64
+def test_a_block_that_stays_short_of_orthonormal_is_a_failure(monkeypatch):
+    # A pass too few, of a block that lacks rank.
+    monkeypatch.setattr(tall, "_MOST_PASSES", 1)
+    diagonal = jnp.zeros(2109).at[:2].set(1.0)
+    operator = tx.as_operator(lambda x: diagonal * x, diagonal)
+    estimate = tx.trace(
+        jax.random.key(0), operator, 8, tx.XTraceEstimator(), throw=False
+    )
+    assert estimate.result == tx.RESULTS.nonfinite
+    # Nor is there room for two columns in one dimension.
+    basis = jnp.pad(jnp.eye(4)[:, :3], ((0, 0), (0, 2)))
+    assert jnp.isnan(extend(basis, jnp.ones((4, 2)), 3)[0]).all()

@@ -184,3 +184,20 @@ def test_roots_of_singular_operators(complex, end, dtype):
         found = wide(root(a, jnp.asarray(1 / order, dtype)))
         off = np.linalg.norm(found - truth) / np.linalg.norm(truth)
         assert off < 100 * eps(dtype)
+
+
+def test_complex_functions_of_real_operators():
+    a, vector = hermitian("flat", N), normal(N)
+    dense = function_of(a, lambda x: np.exp(1j * x))
+
+    @jax.jit
+    def run(a, vector):
+        operator = _function(a, lambda x: jnp.exp(1j * x))
+        transposed = operator.transpose().mv(vector.astype(complex))
+        trace = tx.trace(jr.key(0), operator, N)
+        return operator.mv(vector), transposed, operator.as_matrix(), trace.value
+
+    found = run(as_array(a), as_array(vector))
+    expected = dense @ vector, dense.T @ vector, dense, np.trace(dense)
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, y, rtol=0, atol=1e3 * eps())

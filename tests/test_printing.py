@@ -1,6 +1,8 @@
 """What `print` says of an estimate, and what a missed tolerance says."""
 
+import inspect
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +113,40 @@ def test_a_missed_tolerance_keeps_the_value_and_forecasts():
     assert needed > used
     assert needed == len(A) < used * float(half) ** 2
     assert str(estimate).endswith(f"about {needed} products")
+
+
+def test_forecasts_are_rounded_up():
+    estimate = tx.trace(KEY, FLAT, 20, tx.XTraceEstimator())
+    unmet = tx.RESULTS.tolerance_not_met
+    for needed, said in ((144.0, 144), (143.2, 144), (1001.0, 1001)):
+        stats = {**estimate.stats, "products_needed": jnp.asarray(needed)}
+        parts = estimate.value, estimate.standard_error, unmet, stats, None
+        assert str(tx.Estimate(*parts)).endswith(f"would take about {said} products")
+
+
+def test_a_loop_that_ended_with_the_exact_answer():
+    estimator = tx.HutchinsonEstimator()
+    met, exact = (tx.trace(KEY, FLAT, 120, estimator, rtol=x) for x in (0.3, 1e-9))
+    assert met.stats["num_matvecs"] < 60 < exact.stats["num_matvecs"]
+    assert str(met).endswith(" products, Hutchinson")
+    assert str(exact).endswith(" products, exact")
+    assert abs(exact.value - jnp.trace(A)) <= 4 * exact.standard_error
+
+
+@pytest.mark.parametrize("throw", [True, False])
+def test_warnings_point_at_the_line_of_the_user(throw):
+    matrix = lx.MatrixLinearOperator(A, lx.positive_semidefinite_tag)
+    y, options = jnp.ones(60), {"rtol": 1e-12, "throw": throw}
+    state = tx.HutchinsonEstimator().init(KEY, FLAT)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        lines = [inspect.currentframe().f_lineno + 1]  # pyright: ignore
+        tx.HutchinsonEstimator().estimate(state, 9, **options)
+        tx.inv_quad_logdet(KEY, matrix, y, 9, shift=0.1, **options)
+        tx.gaussian_log_likelihood(KEY, matrix, y, 9, shift=0.1, **options)
+        tx.schatten_norm(KEY, matrix, 9, p=3.0, rtol=1e-12, throw=throw)
+    lines = [lines[0] + i for i in range(4)] if throw else []
+    assert [(x.filename, x.lineno) for x in found] == [(__file__, x) for x in lines]
 
 
 def test_a_missed_tolerance_of_few_products():

@@ -141,7 +141,7 @@ def test_wrong_entries_are_refused(key, scale, shape):
     if scale == 1 and len(shape) == 1:
         check_entries(operator)
     elif len(shape) == 1:
-        with pytest.raises(AssertionError, match="checks: diagonal_entries"):
+        with pytest.raises(AssertionError, match="checks:\n- diagonal_entries"):
             check_entries(operator)
     else:
         with pytest.raises(ValueError, match=r"diagonal_entries: that of Wrong"):

@@ -376,8 +376,18 @@ def test_what_is_refused(key):
     def by_quadrature(t):
         return tx.logdet(key, t * operator, 3, tx.LanczosQuadratureEstimator())
 
-    with pytest.raises(NotImplementedError, match="no error bar"):
-        tx.jvp(by_quadrature, (1.0,), (1.0,))
+    identity = lx.IdentityLinearOperator(jax.eval_shape(lambda: jnp.ones(5)))
+    signs = tx.HutchinsonEstimator()
+    for refused in (
+        by_quadrature,
+        lambda t: tx.diagonal(key, t * operator, 3, signs),
+        lambda t: tx.diagonal(key, t * operator, 5),
+        lambda t: tx.diagonal(key, t * identity, 5),
+        lambda t: tx.leaf_traces(key, t * operator, 3, signs)[1],
+        lambda t: tx.leaf_traces(key, t * operator, 5)[0],
+    ):
+        with pytest.raises(NotImplementedError, match="no error bar"):
+            tx.jvp(refused, (1.0,), (1.0,))
 
 
 @pytest.mark.skipif(is_x64(), reason="one mode is enough")

@@ -13,7 +13,16 @@ from helpers import (
     rounding,
     z_score,
 )
-from problems import PSD, as_operator, float_dtype, is_x64, matrix, spectrum
+from problems import (
+    PSD,
+    as_array,
+    as_operator,
+    float_dtype,
+    haar,
+    is_x64,
+    matrix,
+    spectrum,
+)
 
 import traceax as tx
 
@@ -175,3 +184,30 @@ def test_gradients_and_hessians_are_unbiased(estimator, complex):
     assert z_score(first, d1, rounding()) < 4
     assert z_score(second, 2 * d2, rounding()) < 4
     assert z_score(np.asarray(second) * 1.02, 2 * d2, rounding()) > 5
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize(
+    ("estimator", "k"),
+    [(None, 4), (None, 6), ("xnystrace", 3), ("xnystrace", 6), ("xnystrace", 10)],
+)
+def test_few_probes_may_miss_a_large_eigenvalue(estimator, k):
+    # One eigenvalue that most samples come from, and few probes see.
+    n = 60
+    basis = haar(n)
+    spectra = np.array([[large] + (n - 1) * [0.5] for large in (10.0, 30.0, 100.0)])
+    matrices = as_array(np.einsum("ij,sj,kj->sik", basis, spectra, basis))
+    tag = lx.symmetric_tag if estimator is None else PSD
+
+    def one(key):
+        def of_matrix(a):
+            operator = lx.MatrixLinearOperator(a, tag)
+            e = tx.trace(key, operator, k, ESTIMATORS.get(estimator), throw=False)
+            return e.confidence_interval()
+
+        return jax.lax.map(of_matrix, matrices)
+
+    run = jax.jit(lambda keys: jax.lax.map(one, keys))
+    low, high = map(np.asarray, run(jr.split(jr.key(0), 1500)))
+    truth = spectra.sum(axis=1)
+    assert np.all(np.mean((low <= truth) & (truth <= high), axis=0) >= 0.93)

@@ -13,7 +13,6 @@ from ._diagonal import frobenius_norm_squared as frobenius_norm_squared
 from ._diagonal import leaf_traces as leaf_traces
 from ._divergence import divergence as divergence
 from ._divergence import laplacian as laplacian
-from ._estimate import RESULTS as RESULTS
 from ._estimate import Estimate as Estimate
 from ._estimators.adaptive_xtrace import (
     AdaptiveXTraceEstimator as AdaptiveXTraceEstimator,
@@ -45,6 +44,7 @@ from ._progress import NoProgressMeter as NoProgressMeter
 from ._progress import ProgressMeter as ProgressMeter
 from ._progress import TextProgressMeter as TextProgressMeter
 from ._progress import TqdmProgressMeter as TqdmProgressMeter
+from ._results import RESULTS as RESULTS
 from ._samplers import IndexedSampler as IndexedSampler
 from ._samplers import NormalSampler as NormalSampler
 from ._samplers import OrthogonalSampler as OrthogonalSampler

@@ -8,7 +8,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array, Inexact, Key
 
 # Of a budget that isn't given.
 _FEWEST_OF_CAP, _MOST_OF_CAP, _ENTRIES_OF_CAP = 64, 1000, 2**27
@@ -78,6 +78,23 @@ def check_key(key: Any, where: str) -> Key[Array, ""]:
         "jax.random.key(0), split several with jax.random.split and use jax.vmap over "
         "them. It is the first argument."
     )
+
+
+def inexact(x: Any) -> Inexact[Array, "..."]:
+    """Floating-point numbers. Without 64-bit mode `jnp.asarray(x)` cuts integers to 32 bits."""
+    given = x if isinstance(x, jax.Array) else np.asarray(x)
+    return jnp.asarray(x, None if jnp.issubdtype(given.dtype, jnp.inexact) else float)
+
+
+def check_integers(x: Any, name: str, where: str) -> None:
+    """Refuses NumPy integers that JAX would cut to 32 bits."""
+    if isinstance(x, np.ndarray | np.generic) and x.size and x.dtype.kind in "iu":
+        least, largest = int(x.min()), int(x.max())
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        limits, what = np.iinfo(dtype), f"{name} must hold integers that fit in {dtype}"
+        hint = "convert them by x.astype(float), or enable 64-bit mode"
+        fits = limits.min <= least and largest <= limits.max
+        require(fits, where, what, f"{least} to {largest}", hint)
 
 
 class StoredKey(eqx.Module):

@@ -90,7 +90,7 @@ def _slope_bar(V, W) -> ErrorBar:
 
 def _bar(tests: Deflated, n: int) -> ErrorBar:
     norms = column_norms(tests.AG)
-    return independent_samples(tests.samples, norms, tests.gram(n))
+    return independent_samples(tests.samples, norms, tests.gram(n), may_miss=True)
 
 
 def average(state: TraceState, k: int, sampler: Sampler, *, resphere: bool):

@@ -15,7 +15,7 @@ from ._accuracy.tolerance import make_stop
 from ._arguments import check_budget, check_key, require
 from ._base import TraceEstimator
 from ._by_block import ByBlock
-from ._estimate import Estimate, finite_or_failed, raise_failure
+from ._estimate import Estimate, raise_failure
 from ._functional import Diagonal, LeafSums
 from ._linalg.small import divisor, squares
 from ._linalg.tall import power_of_two_scale
@@ -34,6 +34,7 @@ from ._operators.inverse import errors_of_solves, solve_of_column
 from ._primitive import Outcome, make_outcome
 from ._primitive import estimate as run
 from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._results import finite_or_failed
 from ._samplers import RademacherSampler
 from ._state import TraceState, init_state
 from ._trace import estimate_whole, trace
@@ -114,11 +115,11 @@ def leaf_traces(
     divided so that the error of the total is least. Leaves smaller than a pilot are exact.
     Both ways are unbiased, differentiable with respect to `operator`, and one program.
 
-    **Arguments:** those of [`traceax.diagonal`][], and
+    **Arguments:** `key`, `operator` and `throw` of [`traceax.trace`][], and
 
     - `k`: the budget of products: of the whole, or with blocks, of which at least three a
         leaf are needed.
-    - `estimator`: for probes of the whole. Blocks are estimated by Hutchinson's.
+    - `estimator`: as of [`traceax.diagonal`][], for probes of the whole. Blocks are estimated by Hutchinson's.
 
     **Returns:** a tuple of two [`traceax.Estimate`][]s: by leaf, whose value and standard
     error have the structure of the operator's input with a scalar for each leaf; and of the
@@ -167,8 +168,8 @@ def frobenius_norm_squared(
     its trace, a product with it being two. With `k >= n`, the number of columns, the answer
     is exact, from products with A alone. Differentiable with respect to `operator`.
 
-    **Arguments:** those of [`traceax.trace`][], of `A^* A`; `k` is at least 2, unless
-    `n = 1`.
+    **Arguments:** those of [`traceax.trace`][] but tolerances, of `A^* A`; `k` is at least 2,
+    unless `n = 1`.
 
     **Returns:** a [`traceax.Estimate`][], whose value is real. `num_matvecs` counts both.
     """

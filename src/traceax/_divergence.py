@@ -47,7 +47,8 @@ def divergence(
 
     **Arguments:**
 
-    - `key`: the same in each step of a solver gives one sample path, as it needs.
+    - `key`: the same in each step of a solver gives one sample path, as it needs. Each step of
+        training takes a new one, or a network learns the probes.
     - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes. Of complex `x`
         it is taken for holomorphic.
     - `x`: a PyTree of floating-point arrays.
@@ -81,24 +82,17 @@ def divergence(
             f"{got}; a divergence is of a field that has as many components as x."
         )
     operator = lx.FunctionLinearOperator(linear, asked)
-    if colours is not None:
-        what, hint = "estimator must be left out with colours", "pass one of the two"
-        require(estimator is None, where, what, repr(estimator), hint)
-        given = isinstance(colours, ColouredSampler)
-        sampler = colours if given else ColouredSampler(colours)
-        estimator = HutchinsonEstimator(sampler)
-        k = sampler.num_colours if k is None else k
-    k = 1 if k is None else k
-    return value, _trace(where, key, operator, k, estimator, throw)
+    return value, _trace(where, key, operator, k, estimator, colours, throw)
 
 
 def laplacian(
     key: Key[Array, ""],
     fn: Callable[[PyTree[Array]], Inexact[Array, ""]],
     x: PyTree[ArrayLike],
-    k: int,
+    k: int | None = None,
     estimator: TraceEstimator | None = None,
     *,
+    colours: ColouredSampler | Colours | Int[ArrayLike, " n"] | None = None,
     throw: bool = False,
 ) -> tuple[Inexact[Array, ""], PyTree[Array], Estimate]:
     r"""A scalar function, its gradient and its Laplacian, from one pass through it.
@@ -111,8 +105,8 @@ def laplacian(
     Monte Carlo. The gradient is linearised once; a product is one evaluation of its
     derivative, forward over reverse.
 
-    **Arguments:** those of [`traceax.divergence`][], of which `fn` maps a real `x` to a real
-    scalar.
+    **Arguments:** those of [`traceax.divergence`][], where `fn` maps a real `x` to a real
+    scalar, and `colours` are for its Hessian.
 
     **Returns:** a tuple of `fn(x)`, its gradient, and a [`traceax.Estimate`][] of the
     Laplacian.
@@ -133,10 +127,18 @@ def laplacian(
     with forward_mode():
         gradient, hessian, value = jax.linearize(gradient_and_value, x, has_aux=True)
     operator = lx.FunctionLinearOperator(hessian, structure_of(x), lx.symmetric_tag)
-    return value, gradient, _trace(where, key, operator, k, estimator, throw)
+    return value, gradient, _trace(where, key, operator, k, estimator, colours, throw)
 
 
-def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
+def _trace(where: str, key, operator, k, estimator, colours, throw: bool) -> Estimate:
+    if colours is not None:
+        what, hint = "estimator must be left out with colours", "pass one of the two"
+        require(estimator is None, where, what, repr(estimator), hint)
+        given = isinstance(colours, ColouredSampler)
+        sampler = colours if given else ColouredSampler(colours)
+        estimator = HutchinsonEstimator(sampler)
+        k = sampler.num_colours if k is None else k
+    k = 1 if k is None else k
     state = init_state(key, operator, where)
     k = check_budget(k, where)
     # Batched over points the others take longer than signs for the same error.
@@ -150,11 +152,10 @@ def _trace(where: str, key, operator, k, estimator, throw: bool) -> Estimate:
 
 def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:
     def as_array(leaf):
-        array = jnp.asarray(leaf)
-        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+        inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         what = "x must hold floating-point arrays"
         hint = "close over what is not differentiated"
         require(inexact, where, what, leaf, hint, TypeError)
-        return array
+        return jnp.asarray(leaf)
 
     return jtu.tree_map(as_array, x)

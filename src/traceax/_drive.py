@@ -22,12 +22,13 @@ from ._accuracy.tolerance import (
     tolerance_result,
 )
 from ._arguments import budget_of, most_products
-from ._estimate import RESULTS, Estimate, raise_failure
+from ._estimate import Estimate, raise_failure
 from ._operators.block import as_data, columns_at_once, space_of
 from ._operators.entries import unit_columns
 from ._operators.solvers import solver_tolerance
 from ._primitive import Algorithm, Outcome, StandIn, estimate, with_solvers
 from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._results import any_unmet
 from ._state import Grown, check_state, grown_of, with_grown
 
 
@@ -110,8 +111,7 @@ class Estimator(Algorithm):
             # Where it isn't known, it stays infinite, and where products don't help.
             needed = jnp.where(jnp.isfinite(needed), jnp.minimum(needed, size), needed)
             if solvers is not None and part is None:
-                unmet = result == RESULTS.tolerance_not_met
-                needed = jnp.where(unmet, jnp.inf, needed)
+                needed = jnp.where(any_unmet(result), jnp.inf, needed)
             stats = {**outcome.stats, "products_needed": needed}
             outcome = outcome._replace(result=result, stats=stats)
         error = with_solvers(outcome.value, outcome.standard_error, part)
@@ -209,8 +209,7 @@ def run_estimator(
     if kept is not None:
         kept = kept if isinstance(kept, Grown) else Grown(kept, budget=total)
         state = with_grown(state, dataclasses.replace(kept, estimator=estimator))
-    by = "exact" if exact else type(estimator).__name__
-    result = Estimate(*outcome[:4], state, by)
+    result = Estimate(*outcome[:4], state, (type(estimator).__name__, size))
     return raise_failure(result) if throw else result
 
 
@@ -221,7 +220,7 @@ def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Stop) -> 
     outcome = estimate(estimator, state, k, stop)
     stats = estimator.stats_of_size(outcome.stats, size)
     parts = (*outcome[:3], stats)
-    unmet = outcome.result == RESULTS.tolerance_not_met
+    unmet = any_unmet(outcome.result)
 
     def exactly():
         found = estimate(estimator, state, size, stop)

@@ -1,7 +1,9 @@
 """What an estimate is: a value, how far to trust it, and what it took."""
 
 import functools as ft
+import inspect
 import math
+import operator as op
 import warnings
 from typing import Any
 
@@ -14,6 +16,13 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._arguments import check_level
+from ._results import (
+    RESULTS,
+    any_unmet,
+    has_failed,
+    map_results,
+    results_of,
+)
 from ._student_t import student_t_quantile
 
 # Whether the tangents of standard errors and of degrees of freedom are those of slopes, see
@@ -21,69 +30,7 @@ from ._student_t import student_t_quantile
 SLOPES = jax.make_user_context(False)
 # So many estimates of a `vmap` are printed.
 _LANES = 8
-
-
-class RESULTS(eqx.Enumeration):
-    """What became of an estimate: `successful`, or what went wrong and the mend.
-
-    Compare with `==`; `RESULTS[estimate.result]` is the message.
-    """
-
-    successful = ""
-    nonfinite = (
-        "The estimate is not finite: the operator's parameters hold NaN or infinite "
-        "values; or the operator returned NaN or infinite values from finite parameters "
-        "(a division by zero, a logarithm or root of a negative number, a linear solve "
-        "that failed); or products with it, or the sums that are taken of them, exceed "
-        "the largest number of their dtype. Check the parameters, what the operator "
-        "computes and its solvers; scale the operator down and the estimate up again, or "
-        "use a dtype of wider range."
-    )
-    not_semidefinite = (
-        "The operator is tagged positive (or negative) semidefinite, but its products "
-        "show that it is not. Remove the tag, or use an estimator that does not need "
-        "it, such as traceax.XTraceEstimator."
-    )
-    not_hermitian = (
-        "A function of the operator's eigenvalues was asked for, but its products show "
-        "that it is not symmetric (complex: Hermitian). Check what it computes; "
-        "functions of other operators are not estimated."
-    )
-    below_lower = (
-        "The operator has an eigenvalue below the number that none is said to be below, by "
-        "more than rounding: `lower`, the shift of an operator that is tagged positive "
-        "semidefinite, or the noise of a likelihood, beside which the covariance must be "
-        "positive semidefinite. Give a number below the spectrum, or none; or remove the tag."
-    )
-    noise_not_positive = (
-        "The noise is not positive, or rounds to 0: `shift` of a likelihood, or of a "
-        "preconditioner. Keep it positive, by its logarithm as a parameter for example, and "
-        "above the smallest number of its dtype."
-    )
-    y_not_finite = (
-        "y, the observations of a likelihood, holds NaN or infinite numbers, and so nothing "
-        "is known of it. Leave these rows out, of y, of the operator (the points of a "
-        "kernel) and of `shift`; or give each of them a finite y, such as 0, and a large "
-        "noise, such as 1e10 in `shift`."
-    )
-    tolerance_not_met = (
-        "The tolerance was not met with the products that were allowed. "
-        "The value and its error bar are those of the products that were taken; "
-        'stats["products_needed"] is how many it would take at this rate, and n at most, '
-        "which give the exact answer without a tolerance. Allow for more products, 2 n to "
-        "be sure, or a larger tolerance. It is infinite where it is not known, as where an "
-        "iterative solver within the operator leaves too large an error: then give the "
-        "solver a smaller tolerance."
-    )
-    outside_domain = (
-        "The function is not finite at an eigenvalue of the operator, such as a "
-        "logarithm at 0 or of a negative number, or at one that rounding can't tell from "
-        "it. Shift the operator (traceax.logdet takes shift=), check that it is positive "
-        "definite, or give a function that is finite on its spectrum. Rounding hides "
-        "eigenvalues, and a shift, of less than about 1e-6 (32 bits) or 2e-15 (64 bits) "
-        'of the largest eigenvalue, which stats["ritz_values"] shows: take a larger shift, '
-        "or 64 bits: jax.config.update('jax_enable_x64', True)."
-    )
+_OURS = "traceax", "equinox", "jaxtyping", "beartype"
 
 
 class _Box(eqx.Module):
@@ -116,7 +63,7 @@ class Estimate(eqx.Module):
     r"""An estimate, its error bar, and what it took to get it.
 
     A PyTree of arrays: it can be returned from `jax.jit` and `jax.vmap`, and carried
-    through loops. Only `value` is differentiable.
+    through loops. Differentiable are `value` and the ends of `stats["bracket"]`.
 
     **Attributes:**
 
@@ -128,7 +75,8 @@ class Estimate(eqx.Module):
     - `standard_error`: an estimate of the root mean square error, a real scalar in the
         unit of `value`. Of exact answers that of rounding, 0 where nothing is rounded; NaN
         where it cannot be known (from one probe).
-    - `result`: a [`traceax.RESULTS`][] item.
+    - `result`: a [`traceax.RESULTS`][] item; for a function with several results, one for
+        each of them.
     - `stats`: a dictionary. `"num_matvecs"` is how many products with the operator
         were used, `"degrees_of_freedom"` how many the error bar rests on; the front
         door [`traceax.trace`][] adds `"choice"`, which says how the estimate was made
@@ -150,29 +98,34 @@ class Estimate(eqx.Module):
     value: PyTree[Inexact[Array, "..."]]
     # Infinite where it cannot be known: `jax_debug_nans` would take NaN for a failure.
     _standard_error: PyTree[Float[Array, "..."]]
-    result: RESULTS
+    result: Any
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
-    _by: str = eqx.field(static=True, repr=False)  # the estimator's name, or "exact"
+    # The estimator's name, and the products of an exact answer.
+    _by: tuple[str, float] = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
         value: PyTree[Inexact[Array, "..."]],
         standard_error: PyTree[Float[Array, "..."]],
-        result: RESULTS,
+        result: PyTree[RESULTS],
         stats: dict[str, PyTree],
         state: PyTree,
-        by: str = "",
+        by: tuple[str, float] = ("", math.inf),
     ):
-        # A number that must not be used is none.
-        failed = (result != RESULTS.successful) & (result != RESULTS.tolerance_not_met)
-        unusable = jnp.where(failed, jnp.nan, 1.0)  # a factor, so of derivatives too
-        value = jtu.tree_map(lambda x: x * unusable.astype(x.dtype), value)
-        standard_error = jtu.tree_map(
-            lambda x: jnp.where(failed, jnp.inf, x), standard_error
-        )
-        self.value = value
-        self._by = by.removesuffix("Estimator")
+
+        def usable(result, value):
+            # A number that must not be used is none, and neither is its derivative.
+            factor = jnp.where(has_failed(result), jnp.nan, 1.0)
+            return jtu.tree_map(lambda x: x * factor.astype(x.dtype), value)
+
+        def known(result, error):
+            failed = has_failed(result)
+            return jtu.tree_map(lambda x: jnp.where(failed, jnp.inf, x), error)
+
+        self.value = map_results(usable, result, value)
+        standard_error = map_results(known, result, standard_error)
+        self._by = by
         # Not differentiable: 0 times infinity would spoil slopes of values.
         standard_error = jtu.tree_map(
             lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), standard_error
@@ -187,7 +140,6 @@ class Estimate(eqx.Module):
     @property
     def standard_error(self) -> Any:
         """An estimate of the root mean square error; NaN where it cannot be known."""
-
         with jax.debug_nans(False):
             return jtu.tree_map(
                 lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
@@ -213,7 +165,7 @@ class Estimate(eqx.Module):
     def __str__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(self)):
             return eqx.tree_pformat(self)
-        lanes = np.shape(self.result._value)
+        lanes = np.shape(results_of(self.result)[0]._value)
         if not lanes:
             return self._in_words()
         shown = list(np.ndindex(*lanes))[:_LANES]
@@ -235,11 +187,12 @@ class Estimate(eqx.Module):
         used = int(self.stats["num_matvecs"])
         lines[-1] += f", {used} product{'s' * (used != 1)}"
         lines[-1] += self._bracket_in_words()
-        lines[-1] += f", {self._by}" if self._by else ""
-        if bool(self.result == RESULTS.tolerance_not_met):
+        name = "exact" if used >= self._by[1] else self._by[0].removesuffix("Estimator")
+        lines[-1] += f", {name}" if name else ""
+        if bool(any_unmet(self.result)):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
-        elif bool(self.result != RESULTS.successful):
-            lines.append(RESULTS[self.result])
+        failures = [RESULTS[x] for x in results_of(self.result) if bool(has_failed(x))]
+        lines += dict.fromkeys(failures)
         return "\n".join(lines)
 
     def _bracket_in_words(self) -> str:
@@ -262,9 +215,7 @@ class Estimate(eqx.Module):
                 "how many products it would take is not known; an iterative solver within "
                 "the operator, if there is one, may need a smaller tolerance"
             )
-        # Rounded, not to more than n.
-        needed = min(float(f"{needed:.2g}"), math.ceil(needed))
-        return f"at this rate it would take about {needed:.0f} products"
+        return f"at this rate it would take about {math.ceil(needed)} products"
 
     def confidence_interval(self, level: float = 0.95) -> tuple[Any, Any]:
         """The interval that holds the truth with probability `level`.
@@ -278,8 +229,8 @@ class Estimate(eqx.Module):
 
         **Returns:**
 
-        A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the
-        standard error is NaN; `low == high` where it is 0. For a complex value
+        A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the standard error
+        is unknown, NaN after a failure; `low == high` where it is 0. For a complex value
         the real parts bound the real part and the imaginary parts the imaginary part.
 
         **Raises:**
@@ -348,13 +299,6 @@ def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
     )
 
 
-def finite_or_failed(value: PyTree[Array], result: RESULTS) -> RESULTS:
-    """`result`, or that the value that is returned isn't finite."""
-    finite = jnp.stack([jnp.isfinite(x).all() for x in jtu.tree_leaves(value)]).all()
-    failed = ~finite & (result == RESULTS.successful)
-    return RESULTS.where(failed, RESULTS.nonfinite, result)
-
-
 def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     """A number with the digits that its error leaves, and its interval."""
     if np.ndim(value):
@@ -376,22 +320,29 @@ def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     return f"{number} +- {rounded(error, 2)} (95 %: {low} to {high})"
 
 
-def raise_failure(estimate: Estimate) -> Estimate:
+def raise_failure(estimate: Estimate, *, warn: bool = True) -> Estimate:
     """The estimate; using it, or a derivative of it, raises if it failed.
 
     A tolerance that is not met is no failure: outside of a program it is a warning.
     """
-    unmet = estimate.result == RESULTS.tolerance_not_met
-    failed = (estimate.result != RESULTS.successful) & ~unmet
-    if not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0 and bool(unmet):
-        message = f"The tolerance was not met; {estimate._forecast()}."
-        warnings.warn(message, stacklevel=4)
+    results, unmet = results_of(estimate.result), any_unmet(estimate.result)
+    failed = ft.reduce(op.or_, map(has_failed, results))
+    known = not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0
+    if warn and known and bool(unmet):
+        # We point at the user's line, which wrappers of methods may hide.
+        frame, level = inspect.currentframe(), 1
+        while frame and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+            frame, level = frame.f_back, level + 1
+        text = f"The tolerance was not met; {estimate._forecast()}."
+        warnings.warn(text, stacklevel=level)
     if not isinstance(failed, jax.core.Tracer) and not bool(failed):
         return estimate
     real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype
     # A factor rather than the value itself: a derivative is multiplied by it too, and
     # so raises where the value is not asked for.
-    one = estimate.result.error_if(jnp.ones((), real), failed)
+    one = jnp.ones((), real)
+    for result in results:
+        one = result.error_if(one, has_failed(result))
     return eqx.tree_at(
         lambda e: jtu.tree_leaves((e.value, e._standard_error)),
         estimate,

@@ -13,10 +13,10 @@ from jaxtyping import Array, Int, PyTree
 from ._accuracy.error_bar import ErrorBar
 from ._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until, step_width
 from ._base import TraceEstimator
-from ._estimate import RESULTS
 from ._linalg.tall import put, side_by_side
 from ._operators.block import space_of
 from ._primitive import Blocks, Columns
+from ._results import RESULTS
 from ._samplers import with_drawn
 from ._state import Grown, grown_of, with_grown
 

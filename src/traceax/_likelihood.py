@@ -11,22 +11,16 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
 from ._accuracy.tolerance import Stop
-from ._arguments import check_key, require
+from ._arguments import check_key, check_real_scalar, require
 from ._drive import limits, run_estimator
-from ._estimate import (
-    RESULTS,
-    Estimate,
-    finite_or_failed,
-    joint_error,
-    raise_failure,
-    with_slopes,
-)
+from ._estimate import Estimate, joint_error, raise_failure, with_slopes
 from ._linalg.whitening import Preconditioner, Whitening
 from ._operators.block import Space, as_data, space_of
 from ._operators.check import checked_operator
 from ._operators.entries import diagonal_of, has_known_entries
 from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
 from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._results import RESULTS, finite_or_failed
 from ._spectral.base import SpectralState, likelihood_bar
 from ._spectral.blocks import Terms
 from ._spectral.estimate import Options
@@ -86,7 +80,7 @@ def inv_quad_logdet(
     | bias | of the solution, that of conjugate gradients; half of each bracket at most |
     | standard errors | as for [`traceax.logdet`][]; of `inv_quad` from its bracket alone, as nothing about it is random |
 
-    **Arguments:** those of [`traceax.trace_function`][], of which k may always be left
+    **Arguments:** those of [`traceax.logdet`][] but `trace`, of which k may always be left
     out, as [`traceax.KrylovAwareEstimator`][] describes; and
 
     - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such
@@ -121,7 +115,8 @@ def inv_quad_logdet(
     logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
     solution = problem.solution(estimate)
     if throw:
-        logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad)
+        # One warning for both.
+        logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad, warn=False)
     return InvQuadLogdet(logdet, inv_quad, solution)
 
 
@@ -184,7 +179,9 @@ def preconditioned_logdet(
     options: Options,
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
-    throw = options.throw
+    throw, hint = options.throw, "it is that of the operator, without its shift"
+    if options.trace is not None:
+        check_real_scalar(options.trace, "trace", where, hint)
     problem = _pose(where, key, operator, shift, preconditioner, None, throw)
     estimate = problem.logdet(problem.estimate(k, estimator, options))
     return raise_failure(estimate) if throw else estimate
@@ -207,7 +204,7 @@ def _pose(
     P = make_preconditioner(key, operator, preconditioner, noise, where)
     shape, right, finite = (space.size, 0), None, jnp.asarray(True)
     if y is not None:
-        y = _check_right(y, space, where).astype(space.compute_dtype)
+        y = _check_right(y, space, where)
         shape, right = y.shape, P.apply(y.reshape(space.size, -1))
         finite = jnp.isfinite(y).all()
     lower = P.lower
@@ -261,15 +258,10 @@ class _Problem(NamedTuple):
         )
         most, stop = limits(estimator, state, k, stop, options.progress_meter, where)
         least = 1 + self.number
-        if k is None and most < least:
-            most, stop = space.size, None  # the exact answer
-        require(
-            most >= min(least, space.size),
-            where,
-            f"k must be at least {least}, a product for a probe and for each column of y",
-            str(most),
-            "more steps make it accurate",
-        )
+        what = f"k must be at least {least}, a product for a probe and for each column of y"
+        got = "none, and its default is too small" if k is None else str(most)
+        hint = f"more steps make it accurate; n = {space.size} give the exact answer"
+        require(most >= min(least, space.size), where, what, got, hint)
         if isinstance(stop, Stop):
             stop = self._stop(stop)
         return run_estimator(estimator, state, most, stop, throw=False)
@@ -330,17 +322,12 @@ class _Problem(NamedTuple):
         return eqx.tree_at(lambda e: e.stats, likelihood, stats)
 
     def _bracket(self, estimate: Estimate) -> tuple[Array, Array]:
-        """Of an exact answer its value, twice."""
-        value, _ = _of_terms(jax.lax.stop_gradient(estimate), "logdet")
-        return estimate.stats.get("bracket", (value, value))
+        return jax.lax.stop_gradient(estimate.stats["bracket"])
 
     def _made(self, estimate: Estimate, value, error, stats) -> Estimate:
         P = self.preconditioner
         # Those of B say little of A.
         kept = {name: x for name, x in stats.items() if name not in _OF_B}
-        # Of exact answers the ends are equal.
-        exact = jnp.asarray(True)
-        kept["bracket_is_proven"] = estimate.stats.get("bracket_is_proven", exact)
         stats, result = kept, estimate.result
         failures = [(~self.finite, RESULTS.y_not_finite)]
         if isinstance(P, Whitening):
@@ -390,4 +377,4 @@ def _check_right(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:
         "jnp.stack([y.real, y.imag], axis=1)"
     )
     require(real, where, what, y, hint, TypeError)
-    return jnp.asarray(y)
+    return jnp.asarray(y, space.compute_dtype)

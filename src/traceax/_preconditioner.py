@@ -250,5 +250,5 @@ def noise_of(
     if throw and positive and not traced:
         least = float(np.min(given))
         require(least > 0, where, "shift must be positive", f"{least:.3g}", hint)
-    shift = jnp.asarray(given)
-    return jnp.broadcast_to(shift.astype(space.real_dtype), (space.size,))
+    shift = jnp.asarray(given, space.real_dtype)
+    return jnp.broadcast_to(shift, (space.size,))

@@ -17,7 +17,7 @@ an estimator, and an estimator may use anything inside `compute`.
 """
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -31,8 +31,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
 
 from ._accuracy.error_bar import exact_bar
-from ._estimate import RESULTS, SLOPES, finite_or_failed
-from ._functional import Functional
+from ._estimate import SLOPES
+from ._functional import Functional, Trace
 from ._linalg.tall import side_by_side
 from ._operators.block import (
     apply_block,
@@ -43,6 +43,7 @@ from ._operators.block import (
 )
 from ._operators.entries import diagonal_by_products, unit_columns, unit_vectors
 from ._operators.solvers import solver_tolerance
+from ._results import RESULTS, finite_or_failed
 from ._state import functional_of
 
 
@@ -51,7 +52,7 @@ class Outcome(NamedTuple):
 
     value: PyTree[Inexact[Array, "..."]]
     standard_error: PyTree[Float[Array, "..."]]  # infinite where it cannot be known
-    result: RESULTS
+    result: PyTree[RESULTS]
     stats: dict[str, PyTree]
     kept: PyTree[Array] | None  # for a later estimate to go on from
 
@@ -109,12 +110,16 @@ class StandIn(eqx.Module):
 
     def slope(self, state: PyTree, tangent: PyTree) -> tuple[Any, ...] | None:
         """The derivative, its standard error and degrees of freedom. Optional."""
-        raise NotImplementedError(
-            "traceax.jvp: derivatives of this estimate have no error bar; use jax.jvp of "
-            "its value, or one of traceax.HutchinsonEstimator, HutchPlusPlusEstimator, "
-            "XTraceEstimator, XNysTraceEstimator, AdaptiveXTraceEstimator and "
-            "KrylovAwareEstimator, of a trace or a spectral function; diagonals have none."
-        )
+        refuse_slope()
+
+
+def refuse_slope() -> NoReturn:
+    raise NotImplementedError(
+        "traceax.jvp: derivatives of this estimate have no error bar; use jax.jvp of "
+        "its value, or one of traceax.HutchinsonEstimator, HutchPlusPlusEstimator, "
+        "XTraceEstimator, XNysTraceEstimator, AdaptiveXTraceEstimator and "
+        "KrylovAwareEstimator, of a trace or a spectral function; diagonals have none."
+    )
 
 
 class Algorithm(eqx.Module):
@@ -185,6 +190,8 @@ def _jvp(primals, tangents):
 
     t_outcome = jtu.tree_map(lambda _: None, outcome)
     if slopes:
+        if not isinstance(functional_of(state), Trace):
+            refuse_slope()
         found = stand_in.slope(state, tangents[1])
         value, error, freedom = (None, None, None) if found is None else found
         space = space_of(state.operator)

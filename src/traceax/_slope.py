@@ -21,13 +21,14 @@ from jaxtyping import Array, Inexact, Int
 
 from ._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from ._arguments import kind_of, require
-from ._estimate import SLOPES, Estimate, finite_or_failed
+from ._estimate import SLOPES, Estimate
 from ._functional import Trace
 from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
 from ._linalg.small import matmul
 from ._linalg.tall import column_dots, inner, side_by_side
 from ._operators.block import derived, product_tangent
-from ._primitive import Blocks, StandIn
+from ._primitive import Blocks, StandIn, refuse_slope
+from ._results import finite_or_failed
 from ._state import TraceState, functional_of
 
 
@@ -81,7 +82,7 @@ def jvp(
     primals, tangents = tuple(primals), tuple(tangents)
     _check_tangents(primals, tangents, where)
     tangents = jtu.tree_map(
-        lambda x, t: jnp.asarray(t).astype(jnp.result_type(x)), primals, tangents
+        lambda x, t: jnp.asarray(t, jnp.result_type(x)), primals, tangents
     )
 
     def checked(*arguments):
@@ -96,6 +97,9 @@ def jvp(
 
     with SLOPES(True):
         value, tangent = eqx.filter_jvp(checked, primals, tangents)
+
+    if not isinstance(functional_of(value.state), Trace):
+        refuse_slope()  # of what no rule saw, such as an identity
 
     def slope_of(x, t):
         return jnp.zeros_like(x) if t is None else t
@@ -148,14 +152,11 @@ class TestedBlocks(StandIn):
         return Blocks([(self.V, self.Z)], self.count).derivative(state, tangent)
 
     def slope(self, state, tangent):
-        functional = functional_of(state)
-        if not isinstance(functional, Trace):
-            return super().slope(state, tangent)
         W = product_tangent(state.operator, tangent.operator, self.V)
         if W is None:
             return None
         _, error, freedom = self.bar(self.V, W)
-        return functional.pair(self.Z, W), error, freedom
+        return functional_of(state).pair(self.Z, W), error, freedom
 
 
 def with_bar(blocks: Any, bar: Callable[..., ErrorBar], *arguments: Any) -> Any:

@@ -13,12 +13,13 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._accuracy.tolerance import check_tolerance
-from ._arguments import check_real_scalar, known_number, require
-from ._estimate import Estimate, finite_or_failed, raise_failure, scaled_error
+from ._arguments import check_real_scalar, inexact, known_number, require
+from ._estimate import Estimate, raise_failure, scaled_error
 from ._likelihood import Given, preconditioned_logdet
 from ._operators.block import is_positive_semidefinite, space_of
 from ._operators.check import ShiftedLinearOperator, checked_operator
 from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._results import finite_or_failed
 from ._spectral.base import SpectralEstimator
 from ._spectral.estimate import Options, estimate_function
 from ._spectral.function import (
@@ -134,9 +135,11 @@ def logdet(
     the error of the Krylov space; the same multiple of the identity inside of the operator
     does not.
 
-    **Arguments:** those of [`traceax.trace_function`][], and
+    **Arguments:** those of [`traceax.trace_function`][] but `fn`, `lower`, `monotone`, and
 
-    - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite.
+    - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite. For a singular
+        one the value is finite below n products, though the truth is minus infinity: pass a
+        shift, or lift a null space that is known (the recipe for pseudo-determinants).
     - `shift`: a real scalar, may be traced and differentiated; or a positive number for
         each of the n unknowns, of a positive semidefinite A.
     - `preconditioner`: of a positive semidefinite A and a positive shift, or one of your own
@@ -177,7 +180,8 @@ def trace_inverse(
     `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)`, whose k
     counts solves.
 
-    Arguments, and what is returned, are those of [`traceax.logdet`][].
+    Arguments, and what is returned, are those of [`traceax.logdet`][], without a
+    preconditioner and with a scalar shift.
     """
     where = "traceax.trace_inverse"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
@@ -205,7 +209,7 @@ def schatten_norm(
 
     `p=1` is the nuclear norm, `p=2` the Frobenius norm.
 
-    **Arguments:** those of [`traceax.trace_function`][] but `atol`, and
+    **Arguments:** those of [`traceax.logdet`][] but `shift`, `preconditioner`, `atol`, and
 
     - `p`: a positive scalar, may be traced.
     - `rtol`: relative to the norm.
@@ -279,7 +283,7 @@ class SpectralDensity(eqx.Module):
         def count_below(bound):
             return jnp.sum(jnp.where(self.points <= bound, self.weights, 0))
 
-        return jnp.vectorize(count_below)(jnp.asarray(upper))
+        return jnp.vectorize(count_below)(inexact(upper))
 
     def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
         """Eigenvalues per unit, every point spread to a normal density of `width`."""
@@ -289,12 +293,13 @@ class SpectralDensity(eqx.Module):
         known = known_number(width)
         right = known is None or known > 0
         require(right, where, "width must be positive", f"{width}", hint)
+        width = inexact(width)
 
         def at_point(point):
             z = (point.astype(self.points.dtype) - self.points) / width
             return jnp.sum(self.weights * jnp.exp(-(z**2) / 2))
 
-        heights = jnp.vectorize(at_point)(jnp.asarray(at))
+        heights = jnp.vectorize(at_point)(inexact(at))
         return heights / (width * math.sqrt(2 * math.pi))
 
 
@@ -308,7 +313,8 @@ def spectral_density(
 ) -> SpectralDensity:
     """Estimates the distribution of eigenvalues of a symmetric or Hermitian operator.
 
-    Arguments are those of [`traceax.trace_function`][]. Not differentiable.
+    `key`, `operator`, `k`, `estimator` and `throw` are as for [`traceax.trace_function`][]; k
+    must be given. Not differentiable.
     """
     where = "traceax.spectral_density"
     estimate = estimate_function(
@@ -330,12 +336,12 @@ def _shifted(
     hint = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"
     check_real_scalar(shift, "shift", where, hint)
     space = space_of(operator)
-    scalar = jnp.asarray(shift).astype(jnp.finfo(space.dtype).dtype)
+    scalar = jnp.asarray(shift, jnp.finfo(space.dtype).dtype)
     total = ShiftedLinearOperator(operator, scalar)
     if options.trace is not None:
         hint = "it is that of the operator without its shift"
         check_real_scalar(options.trace, "trace", where, hint)
-        trace = jnp.asarray(options.trace).astype(scalar.dtype)
+        trace = jnp.asarray(options.trace, scalar.dtype)
         options = options._replace(trace=trace + space.size * scalar)
     if not is_positive_semidefinite(operator):
         return total, None, options

@@ -15,13 +15,7 @@ from ._accuracy.tolerance import Stop, make_stop, products_of_loop
 from ._arguments import budget_of
 from ._base import TraceEstimator
 from ._drive import run_estimator
-from ._estimate import (
-    RESULTS,
-    Estimate,
-    finite_or_failed,
-    raise_failure,
-    scaled_error,
-)
+from ._estimate import Estimate, raise_failure, scaled_error
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
@@ -32,6 +26,7 @@ from ._operators.check import as_complex
 from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._operators.inverse import InverseLinearOperator, expand_inverse
 from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._results import RESULTS, finite_or_failed
 from ._samplers import NormalSampler, RademacherSampler
 from ._state import TraceState, init_state
 
@@ -84,7 +79,7 @@ def trace(
         Of a [`traceax.InverseLinearOperator`][] two terms of a series, see there;
     2. the rest is exact if the budget allows a product with every coordinate vector;
     3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
-        semidefinite (and `k >= 2`). If not, [`traceax.AdaptiveXTraceEstimator`][] (and
+        semidefinite (and `k >= 3`). If not, [`traceax.AdaptiveXTraceEstimator`][] (and
         `k >= 8`), or [`traceax.XTraceEstimator`][] with a tolerance (and `k >= 4`);
         [`traceax.HutchinsonEstimator`][] for smaller budgets.
 
@@ -250,7 +245,8 @@ def _choose(
         given = NormalSampler(), True
     semidefinite = is_semidefinite(state.operator)
     fixed = fixed and isinstance(state.functional, Trace)
-    if semidefinite and k >= 2:
+    # Two products leave XNysTrace a single sample pair: intervals hold less often.
+    if semidefinite and k >= 3:
         return XNysTraceEstimator(*given), CHOICES.xnystrace
     if not semidefinite and fixed and k >= 8:
         return AdaptiveXTraceEstimator(), CHOICES.adaptive

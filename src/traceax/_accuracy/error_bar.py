@@ -50,6 +50,7 @@ def independent_samples(
     dimension: int | None = None,
     active: Active = None,
     off_diagonal: Float[Array, ""] | None = None,
+    may_miss: bool = False,
 ) -> ErrorBar:
     r"""The error bar of the mean of independent samples `w_j^* A w_j`.
 
@@ -72,7 +73,7 @@ def independent_samples(
     samples, and fewer the larger their skewness gamma (see `skewness_term`). Few samples
     don't show it; their products do. Its square for `w^* A w` and a Hermitian A is
     `8 (tr A^3)^2 / (tr A^2)^3`, and `M_ij M_jl M_li`, of three probes with the Gram matrix
-    M, is an unbiased estimate of `tr A^3`.
+    M, is an unbiased estimate of `tr A^3`. With `may_miss` they are at most `most_freedom`.
     """
     m = len(samples) if active is None else jnp.sum(active).astype(norms.dtype)
     samples, norms = leading(samples, active), leading(norms, active)
@@ -100,9 +101,21 @@ def independent_samples(
         gram_squared_skewness(gram / unit.astype(gram.dtype), active),
     )
     inverse_freedom = 1 / (m - 1) + skewness_term(skewness, m)
+    if may_miss:
+        inverse_freedom = jnp.maximum(inverse_freedom, 1 / most_freedom(m))
     if exact is not None:
         magnitude = magnitude + jnp.sum(jnp.abs(exact))
     return _error_bar(mean, unit, variance, inverse_freedom, magnitude)
+
+
+def most_freedom(m: ArrayLike) -> Float[Array, ""]:
+    """Degrees of freedom that m probes have at most, `exp((m - 3) / 6)`.
+
+    A single large eigenvalue may be seen by one probe in several. The chance that none of m
+    probes sees it falls exponentially in m, and neither samples nor products show it then.
+    The rate was chosen by the coverage for spectra with one or two large eigenvalues.
+    """
+    return jnp.exp((jnp.asarray(m) - 3) / 6)
 
 
 def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
@@ -134,7 +147,9 @@ def gram_of(probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]) -> A
     return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
 
 
-def leave_one_out_bar(paired: PairedSamples, active: Active = None) -> ErrorBar:
+def leave_one_out_bar(
+    paired: PairedSamples, active: Active = None, *, may_miss: bool = False
+) -> ErrorBar:
     r"""The error bar of the mean of leave-one-out samples.
 
     The sample variance of `t_i`, which share probes, understates the error of their mean up
@@ -168,7 +183,7 @@ def leave_one_out_bar(paired: PairedSamples, active: Active = None) -> ErrorBar:
     Satterthwaite's rule `nu = 2 V^2 / var V`. V is the sum of what each probe contributes,
     `h_i`, and those that differ tell of its variance: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`.
     For normal samples `J = 1/m`; where few probes make up V, J is larger. Weights are
-    chosen, not derived.
+    chosen, not derived. With `may_miss` they are at most `most_freedom`.
     """
     t_i, t_j, t_ij, t_ji, is_pair, magnitude, dimension = paired
     room = t_i.shape[-1]
@@ -205,6 +220,8 @@ def leave_one_out_bar(paired: PairedSamples, active: Active = None) -> ErrorBar:
     skewness = squared_skewness(square_sums, cube_sums, m)
     inverse_freedom = _NORMAL_WEIGHT / (m - 1) + _UNEVEN_WEIGHT * uneven
     inverse_freedom = inverse_freedom + skewness_term(skewness, m)
+    if may_miss:
+        inverse_freedom = jnp.maximum(inverse_freedom, 1 / most_freedom(m))
     return _error_bar(mean, unit, variance, inverse_freedom, magnitude)
 
 

@@ -16,12 +16,12 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PyTree
 
 from .._arguments import check_level, kind_of, require
-from .._estimate import RESULTS
 from .._linalg.small import divisor
 from .._progress import ProgressMeter
+from .._results import RESULTS, map_results
 from .._student_t import student_t_quantile
 from .error_bar import ErrorBar
 
@@ -79,6 +79,9 @@ class Stop(eqx.Module):
         dtype = np.result_type(bar.mean.dtype, self.factor.dtype, self.offset.dtype)
         value = self.factor.astype(dtype) * bar.mean.astype(dtype)
         size = jnp.abs(value + self.offset.astype(dtype)).astype(error.dtype)
+        # A value that isn't finite has failed, and no tolerance is for it.
+        finite = jnp.isfinite(bar.mean)
+        half_width, size = (jnp.where(finite, x, 0) for x in (half_width, size))
         rtol, atol = self.rtol.astype(error.dtype), self.atol.astype(error.dtype)
         norms = {None: jnp.asarray, "largest": jnp.max}
         norm = {**norms, "root mean square": root_mean_square}[self.norm]
@@ -115,6 +118,11 @@ class Depth(eqx.Module):
         allowed = jnp.maximum(_SHARE_LEFT * error, self.negligible)
         ratio = jnp.where(left == 0, 0, left / divisor(allowed))
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
+
+
+def widened(error: Float[Array, "*g"], m: int | Int[Array, ""]) -> Float[Array, "*g"]:
+    """Standard error of m samples, for a loop: it stops at bars too short by chance."""
+    return error * (1 + _WIDENING / jnp.asarray(m).astype(error.dtype))
 
 
 def root_mean_square(x: Float[Array, " g"]) -> Scalar:
@@ -155,14 +163,16 @@ def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Scalar:
     require(number, where, what, f"{x!r}", hint, TypeError)
     right = isinstance(x, jax.core.Tracer) or 0 <= float(np.asarray(x)) < math.inf
     require(right, where, f"{name} must be finite and not negative", f"{x}", hint)
-    return jnp.asarray(x).astype(jnp.finfo(dtype).dtype)
+    return jnp.asarray(x, jnp.finfo(dtype).dtype)
 
 
-def tolerance_result(stop: Stop, bar: ErrorBar, result: RESULTS) -> RESULTS:
-    """`result`, or that the tolerance was not met if it is a success, of a finite value."""
-    met = (stop.ratio(bar) <= 1) | ~jnp.isfinite(bar.mean).all()
+def tolerance_result(stop: Stop, bar: ErrorBar, result: PyTree[RESULTS]) -> Any:
+    """`result`, or that the tolerance was not met if it is a success."""
+    met = stop.ratio(bar) <= 1
     unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
-    return RESULTS.where(result == RESULTS.successful, unmet, result)
+    return map_results(
+        lambda x: RESULTS.where(x == RESULTS.successful, unmet, x), result
+    )
 
 
 class Check(NamedTuple):
@@ -233,16 +243,13 @@ def run_until(
         found = judge(buffers, count)
         bar, ratio = found.bar, found.ratio
         if isinstance(stop, Stop):
-            # Stopping at the first short bar picks bars that are too short by chance.
-            error = bar.standard_error
-            m = jnp.asarray(count if num_samples is None else num_samples)
-            widening = 1 + _WIDENING / m.astype(error.dtype)
-            bar = bar._replace(standard_error=error * widening)
+            m = count if num_samples is None else num_samples
+            bar = bar._replace(standard_error=widened(bar.standard_error, m))
             ratio = stop.ratio(bar)
         assert ratio is not None
         forecast = forecast.after(ratio, jnp.asarray(count))
         done = (ratio <= 1) & (count >= minimum)
-        done = done | ~jnp.isfinite(bar.mean).all()
+        done = done | ~jnp.isfinite(bar.mean).any()
         return found._replace(bar=bar), forecast, done
 
     def body(loop: Loop) -> Loop:

@@ -175,6 +175,7 @@ class HutchinsonEstimator(GrowingEstimator):
                 dimension=n,
                 active=active,
                 off_diagonal=variation,
+                may_miss=True,
             )
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.

@@ -165,6 +165,14 @@ def ritz_pairs(
     return jnp.where(row < number, values, values[number - 1]), vectors
 
 
+def residual_norms(
+    R: Inexact[Array, "m m"], vectors: Square, steps: Steps
+) -> Float[Array, " k"]:
+    """`|A v_i - theta_i v_i|` of the Ritz pairs: an eigenvalue is that close to theta_i."""
+    last = jax.lax.dynamic_slice_in_dim(vectors, len(R) * (steps - 1), len(R), 0)
+    return column_norms(matmul(R, last))
+
+
 def smallest_extension(
     T: Square,
     R: Inexact[Array, "m m"],
@@ -236,6 +244,7 @@ class KrylovSpaces(NamedTuple):
 
     basis: Inexact[Array, "s m n"]
     projected: Float[Array, "m s s"]  # tridiagonal matrices
+    following: Float[Array, " m"]  # their next entry beside the diagonal
     norms: Float[Array, " m"]  # of the starting vectors, `norms * basis[0]`
     asymmetry: Float[Array, ""]
 
@@ -274,7 +283,7 @@ def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
         return vectors - einsum("jmn,jm->mn", basis, inside(basis, vectors))
 
     def step(j, carry):
-        basis, T, alive, scale, foreign = carry
+        basis, T, alive, scale, foreign, _ = carry
         W = product(basis[j].T).T
         parts = inside(basis, W)
         alpha = jnp.where(alive, jnp.real(parts[j]), T[:, 0, 0])
@@ -294,11 +303,12 @@ def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
         basis = basis.at[j + 1].set(following, mode="drop")
         T = T.at[:, j, j + 1].set(beta, mode="drop")
         T = T.at[:, j + 1, j].set(beta, mode="drop")
-        return basis, T, alive, scale, foreign
+        return basis, T, alive, scale, foreign, beta
 
     norms = column_norms(start)
     basis = jnp.zeros((steps, m, n), dtype).at[0].set(normalised(start.T, norms))
     T, zeros = jnp.zeros((m, steps, steps), real), jnp.zeros(m, real)
-    carry = (basis, T, jnp.ones(m, bool), zeros, jnp.zeros((), real))
-    basis, T, _, scale, foreign = jax.lax.fori_loop(0, steps, step, carry)
-    return KrylovSpaces(basis, T, norms, foreign / divisor(jnp.max(scale)))
+    carry = (basis, T, jnp.ones(m, bool), zeros, jnp.zeros((), real), zeros)
+    basis, T, _, scale, foreign, beta = jax.lax.fori_loop(0, steps, step, carry)
+    asymmetry = foreign / divisor(jnp.max(scale))
+    return KrylovSpaces(basis, T, beta, norms, asymmetry)

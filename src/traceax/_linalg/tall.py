@@ -83,7 +83,8 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
     - A block that lacks rank is given random numbers of size eps. Its own rounding errors
         need not fill all of Q, if entries are exactly 0.
 
-    `k <= n`. O(n k^2) a pass; one block besides the given one and the result.
+    NaN if the last pass has not found an orthonormal block. `k <= n`. O(n k^2) a pass; one
+    block besides the given one and the result.
     """
     (n, k), dtype = block.shape, block.dtype
     largest, scale = largest_entry(block), power_of_two_scale(block).astype(dtype)
@@ -107,11 +108,12 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
 
     one = jnp.eye(k, dtype=dtype)
     eps = jnp.finfo(dtype).eps.astype(dtype)
-    rows, R, _, _ = jax.lax.while_loop(
+    rows, R, settled, _ = jax.lax.while_loop(
         lambda state: ~state[2] & (state[3] < _MOST_PASSES),
         another_pass,
         (rows, one, jnp.array(False), 0),
     )
+    rows = jnp.where(settled, rows, jnp.nan)
     # 0 for a block of zeros, of which Q is the fill.
     return rows.T, R * jnp.where(largest == 0, 0, scale)
 
@@ -197,11 +199,13 @@ def extend(
     scale = power_of_two_scale(block).astype(dtype)
     nothing = jnp.zeros((basis.shape[1], m), dtype)
     unknown = jnp.zeros((), jnp.finfo(dtype).dtype)
-    Q, common, factor, *_ = jax.lax.while_loop(
+    Q, common, factor, shared, _ = jax.lax.while_loop(
         lambda state: (state[4] < 2) | ((state[3] > 0.5) & (state[4] < 5)),
         another_pass,
         (block / scale, nothing, jnp.eye(m, dtype=dtype), unknown, 0),
     )
+    # NaN, as of a block without an orthonormal basis.
+    Q = jnp.where(shared > 0.5, jnp.nan, Q)
     columns = jnp.pad(common, ((0, most - common.shape[0]), (0, 0)))
     columns = jax.lax.dynamic_update_slice_in_dim(columns, factor, start, 0)
     return Q, columns * scale

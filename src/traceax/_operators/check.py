@@ -11,7 +11,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
-from .._arguments import kind_of, require
+from .._arguments import check_integers, kind_of, require
 from .block import (
     ByProducts,
     complex_dtype,
@@ -90,7 +90,7 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
     else:
         # Of other leaves the products may have changed since.
         products = jax.eval_shape(operator.mv, structure)
-    pairs = zip(*map(jtu.tree_leaves, (structure, products)), strict=True)
+    pairs = zip(*map(jtu.tree_leaves, (structure, products)), strict=False)
     if any(x.dtype != y.dtype and complex_dtype(x.dtype) == y.dtype for x, y in pairs):
         return ComplexLinearOperator(operator)
     return operator
@@ -152,6 +152,7 @@ def with_leading_axis(tree: Any, where: str, name: str, items: str, fn: str) -> 
     """The argument `name`, arrays of one length over `items`, each of which `fn` takes."""
 
     def as_array(x):
+        check_integers(x, name, where)
         x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
         what = f"the leaves of {name} must be arrays with a leading axis of {items}"
         hint = f"let {fn} close over what they share"

@@ -1,5 +1,6 @@
 """Linear operators from matrices, sparse matrices, SciPy's operators and functions."""
 
+import contextlib
 import sys
 from typing import Any
 
@@ -11,11 +12,12 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
-from .._arguments import kind_of, require
+from .._arguments import inexact, kind_of, require
 from .block import ByProducts, structure_of
 from .solvers import solver_tags
 
 _WHERE = "traceax.as_operator"
+_SCIPY = "scipy.sparse.linalg", "LinearOperator"
 
 
 def as_operator(
@@ -34,10 +36,11 @@ def as_operator(
     | 2-dimensional JAX or NumPy array, of shape `(m, n)` | a dense product | yes |
     | `BCOO` or `BCSR` of `jax.experimental.sparse` | O(nse), gather and scatter | with respect to the entries |
     | sparse matrix or array of SciPy | the same, of its entries on the device | no |
-    | `LinearOperator` of SciPy | a call of its own `matmat`, or of `matvec` for each `(n,)`, on the host | in forward mode |
+    | `LinearOperator` of SciPy, or an object like it | its `matmat`, or `matvec` for each `(n,)`, on the host | in forward mode |
     | linear function of what is like `like` | a call of it | as the function is |
     | lineax operator | its own | as it is |
 
+    An object is like one of SciPy's if it has `shape`, `dtype` and `matvec`, as in PyLops.
     Operators of one shape and dtype compile once, whatever their entries. Functions, and
     SciPy's operators, compile for each operator. Integers become floating-point numbers;
     without 64-bit mode, 64 bits become 32.
@@ -77,16 +80,26 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
         )
         require(x.ndim == 2, _WHERE, what, got, hint)
         if eqx.is_array(x):
-            return lx.MatrixLinearOperator(_inexact(x))
+            return lx.MatrixLinearOperator(inexact(x))
         x = x if is_bcoo else x.tocoo()
         rows, columns = x.indices.T if is_bcoo else (x.row, x.col)
         indices = jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
-        return SparseLinearOperator(_inexact(x.data), *indices, x.shape)
-    if is_a(x, "scipy.sparse.linalg", "LinearOperator"):
+        return SparseLinearOperator(inexact(x.data), *indices, x.shape)
+    shape = getattr(x, "shape", None)
+    is_matrix = isinstance(shape, tuple) and len(shape) == 2
+    known = is_matrix and callable(getattr(x, "matvec", None))
+    if is_a(x, *_SCIPY) or (known and (like is None or not callable(x))):
         return SciPyLinearOperator(x)
     what = "x must be a matrix, dense or sparse, a linear function, or an operator of "
     hint = "turn it into an array by jax.numpy.asarray, or write a function that multiplies"
     right = callable(x) and not isinstance(x, type)
+    if right and is_matrix and like is None:
+        # A call need not be a product: a `hamiltonian` of quspin evaluates itself.
+        right, hint = (
+            False,
+            "pass its array, such as x.toarray() or x.full(), or a function",
+        )
+        hint = f"{hint} that multiplies"
     require(right, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
     return lx.FunctionLinearOperator(x, _structure(like), solver_tags(x))
 
@@ -95,11 +108,6 @@ def is_a(x: Any, module: str, name: str) -> bool:
     """Whether x is of a class, whose module is imported where there is such an object."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(x, getattr(loaded, name))
-
-
-def _inexact(x: Any) -> Inexact[Array, "..."]:
-    x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(float)
 
 
 class SparseLinearOperator(ByProducts):
@@ -144,7 +152,7 @@ class SparseLinearOperator(ByProducts):
 
 
 class SciPyLinearOperator(ByProducts):
-    """A `scipy.sparse.linalg.LinearOperator`, applied on the host."""
+    """A `scipy.sparse.linalg.LinearOperator`, or what is like one, applied on the host."""
 
     operator: Any = eqx.field(static=True)
 
@@ -192,6 +200,8 @@ class SciPyLinearOperator(ByProducts):
 
 def _takes_blocks(operator: Any) -> bool:
     """Whether a SciPy operator has a `matmat` of its own: others call `matvec` of `(n, 1)`."""
+    if not is_a(operator, *_SCIPY):
+        return callable(getattr(operator, "matmat", None))
     base = sys.modules["scipy.sparse.linalg"].LinearOperator
     cls = type(operator)
     if cls.__module__ != base.__module__:
@@ -219,4 +229,13 @@ def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
-    return structure_of(jtu.tree_map(struct, like))
+    leaves, treedef = jtu.tree_flatten(like)
+    structs = [struct(leaf) for leaf in leaves]
+    kept = False
+    with contextlib.suppress(Exception):  # of a class that converts its leaves
+        held = jtu.tree_leaves(treedef.unflatten(structs))
+        kept = all(x is y for x, y in zip(held, structs, strict=True))
+    what = "like must be a PyTree that keeps its leaves as they are"
+    hint = "pass a function of the flat vector of jax.flatten_util.ravel_pytree(like)"
+    require(kept, _WHERE, what, like, hint, TypeError)
+    return structure_of(treedef.unflatten(structs))

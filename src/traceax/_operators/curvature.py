@@ -10,7 +10,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
-from .._arguments import require
+from .._arguments import check_integers, require
 from .block import ByProducts, structure_of, tags_of
 from .check import check_scalar, is_real
 
@@ -70,12 +70,12 @@ class HessianLinearOperator(Curvature):
     x: PyTree[Float[Array, "..."]]
     args: PyTree[Any]
 
-    def __init__(self, fn: Callable, x: PyTree[Any], args: PyTree[Any] = None):
+    def __init__(self, fn: Callable, x: PyTree[Any], args: Any = None, *more: Any):
         where = "traceax.HessianLinearOperator"
-        _check_functions(where, fn=fn)
+        _check_functions(where, more, fn=fn)
         self.x, fixed = _arrays_of(x, where)
         self.args = args
-        self.fn = _converted(fn, self.x, fixed, args)
+        self.fn = _converted(fn, self.x, fixed, args, where)
         check_scalar(self.fn, (self.x, args), "fn", where, _HINT)
 
     def mv(self, vector):
@@ -115,18 +115,18 @@ class GaussNewtonLinearOperator(Curvature):
     args: PyTree[Any]
 
     def __init__(
-        self, model: Callable, loss: Callable, x: PyTree[Any], args: PyTree[Any] = None
+        self, model: Callable, loss: Callable, x: Any, args: Any = None, *more: Any
     ):
         where = "traceax.GaussNewtonLinearOperator"
-        _check_functions(where, model=model, loss=loss)
+        _check_functions(where, more, model=model, loss=loss)
         self.x, fixed = _arrays_of(x, where)
         self.args = args
 
-        self.model = _converted(model, self.x, fixed, args)
+        self.model = _converted(model, self.x, fixed, args, where)
         outputs = eqx.filter_eval_shape(self.model, self.x, args)
         _check_real(outputs, "the outputs of model", where)
         nothing = jtu.tree_map(lambda _: None, outputs)
-        self.loss = _converted(loss, outputs, nothing, args)
+        self.loss = _converted(loss, outputs, nothing, args, where)
         check_scalar(self.loss, (outputs, args), "loss", where, _HINT)
 
     def mv(self, vector):
@@ -150,8 +150,10 @@ def _arrays_of(x: PyTree[Any], where: str) -> tuple[PyTree[Array], PyTree[Any]]:
     return jtu.tree_map(jnp.asarray, arrays), fixed
 
 
-def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree) -> Any:
+def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree, where: str) -> Any:
     """`fn` of the arrays and `args`. What it closes over, and what is fixed, are leaves."""
+    for leaf in jtu.tree_leaves(args):
+        check_integers(leaf, "args", where)
 
     def of_arrays(x, args):
         x = eqx.combine(x, fixed)
@@ -160,7 +162,10 @@ def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree) -> Any:
     return eqx.filter_closure_convert(of_arrays, x, args)
 
 
-def _check_functions(where: str, **functions: Any) -> None:
+def _check_functions(where: str, more: tuple, **functions: Any) -> None:
+    what, got = "args must be a single argument", f"{1 + len(more)} of them"
+    hint = "pass a tuple, such as (X, Y), which fn(x, args) takes apart"
+    require(not more, where, what, got, hint, TypeError)
     hint = f"pass ({', '.join(functions)}, x, args)"
     for name, fn in functions.items():
         require(callable(fn), where, f"{name} must be a function", fn, hint, TypeError)

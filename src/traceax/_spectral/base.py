@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 from .._accuracy.error_bar import ErrorBar
 from .._arguments import StoredKey, check_key, check_real_scalar
 from .._drive import Estimator
-from .._estimate import RESULTS, finite_or_failed, joint_error
+from .._estimate import joint_error
 from .._linalg.krylov import RitzPairs
 from .._linalg.small import divisor, eigh, frobenius, squares
 from .._linalg.tall import combine, inner, power_of_two_scale
@@ -30,6 +30,7 @@ from .._operators.block import (
 from .._operators.check import checked_operator
 from .._operators.inverse import errors_of_solves, solve_of_column
 from .._primitive import Outcome, make_outcome
+from .._results import RESULTS, finite_or_failed
 from .._state import State
 from .blocks import SpectralBlocks, Terms
 from .function import (
@@ -96,7 +97,7 @@ class SpectralOutcome(NamedTuple):
     """What an estimator computes, a list entry for each leaf of the function.
 
     - `values`, `standard_errors`, `degrees_of_freedom`: scalars.
-    - `stats`: a dictionary with at least `"num_matvecs"`.
+    - `stats`: a dictionary with at least `"num_matvecs"` and a list of results.
     - `blocks`: what the derivative is made of.
     - `forms`: of the state's right-hand sides.
     """
@@ -134,6 +135,8 @@ class SpectralEstimator(Estimator):
 
     # By errors of Ritz values.
     _bars_hold_solvers: ClassVar[bool] = True
+    # Whether estimates have brackets, where functions and operators have them.
+    _gives_brackets: ClassVar[bool] = False
 
     def init(
         self,
@@ -172,7 +175,7 @@ class SpectralEstimator(Estimator):
         """
 
     def _exact(self, state):
-        return _exact(state)
+        return _exact(state, bracketed=self._gives_brackets)
 
     def _finish(self, state, computed):
         blocks = computed.blocks
@@ -234,7 +237,7 @@ def init_spectral_state(
     lower = checked_lower(lower, real, where)
     if trace is not None:
         check_real_scalar(trace, "trace", where, "it is that of the operator")
-        trace = jnp.asarray(trace).astype(real)
+        trace = jnp.asarray(trace, real)
     return SpectralState(key, operator, function, lower, trace=trace)
 
 
@@ -252,10 +255,12 @@ def spectral_outcome(
     real = not any(jnp.iscomplexobj(x) for x in values)
     dtype = space.compute_dtype
     dtype = dtype if real else complex_dtype(dtype)
+    results = stats.get("result", [RESULTS.successful] * len(values))
+    results = _in_domain(results, function, points)
     values, errors, freedoms = (
         function.tree(x, space.real_dtype) for x in (values, errors, freedoms)
     )
-    result = _in_domain(stats.get("result", RESULTS.successful), function, points)
+    result = function.tree(results, space.real_dtype)
     stats = {
         **stats,
         "degrees_of_freedom": freedoms,
@@ -272,14 +277,16 @@ def spectral_outcome(
 
 
 def _in_domain(
-    result: RESULTS, function: SpectralFunction, points: Float[Array, " p"]
-) -> RESULTS:
-    """`result`, unless finite points are outside of the function's domain: it is no
-    number, or infinite at 0."""
-    leaves = jnp.stack([jnp.abs(x) for x in function(points)])
-    infinite = jnp.isinf(leaves) & (points == 0)[None, :]
-    outside = jnp.any(jnp.isnan(leaves) | infinite) & jnp.isfinite(points).all()
-    return outside_if(outside, result)
+    results: list[RESULTS], function: SpectralFunction, points: Float[Array, " p"]
+) -> list[RESULTS]:
+    """`results`, unless finite points are outside of a leaf's domain: it is no number, or
+    infinite at 0."""
+    leaves = [jnp.abs(x) for x in function(points)]
+    finite = jnp.isfinite(points).all()
+    outside = [
+        jnp.any(jnp.isnan(x) | (jnp.isinf(x) & (points == 0))) & finite for x in leaves
+    ]
+    return list(map(outside_if, outside, results))
 
 
 def outside_if(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
@@ -288,7 +295,19 @@ def outside_if(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
     return RESULTS.where(outside, RESULTS.outside_domain, result)
 
 
-def _exact(state: SpectralState) -> SpectralOutcome:
+def exact_stats(
+    state: SpectralState, values: list[Array], eigenvalues: Float[Array, " n"]
+) -> dict[str, PyTree]:
+    """The `stats` of an exact answer that an estimate would have, too."""
+    stats: dict[str, PyTree] = {"known_trace": jnp.asarray(False)}
+    if has_bracket(state):
+        value = state.function.tree(values, eigenvalues.dtype)
+        stats["bracket"], stats["bracket_is_proven"] = (value, value), jnp.asarray(True)
+        stats["bottom"] = jnp.min(eigenvalues, initial=jnp.inf)
+    return stats
+
+
+def _exact(state: SpectralState, *, bracketed: bool) -> SpectralOutcome:
     operator, space = state.operator, state.space
     identity = jnp.eye(space.size, dtype=space.compute_dtype)
     A = apply_block(operator, identity)
@@ -312,24 +331,18 @@ def _exact(state: SpectralState) -> SpectralOutcome:
         function, values, jnp.ones_like(values), noise, state.lower
     )
     infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]
-    result = outside_if(decided, result)
-    stats = {"num_matvecs": space.size, "result": result, **function.unit}
-    if has_bracket(state):
-        value = function.tree(leaves, values.dtype)
-        stats["bracket"] = value, value
+    results = [outside_if(x, result) for x in decided]
+    stats = {"num_matvecs": space.size, "result": results, **function.unit}
+    if bracketed:
+        stats.update(exact_stats(state, leaves, values))
     pairs = RitzPairs(identity, values, vectors, identity, space.size)
     forms, coordinates = None, None
     if state.right is not None:
         inside = inner(vectors, state.right)
-        forms = forms_between(inside, values, None, form_rounding(state, values))
+        forms = forms_between(inside, values, None, state.size)
         coordinates = forms.coordinates
     blocks = SpectralBlocks(pairs, identity, solutions=coordinates)
     return SpectralOutcome(leaves, errors, infinite, stats, blocks, forms)
-
-
-#
-# What estimators share
-#
 
 
 def has_bracket(state: SpectralState) -> bool:
@@ -342,33 +355,22 @@ def forms_between(
     inside: Inexact[Array, "p q"],
     values: Float[Array, " p"],
     highs: tuple[Float[Array, " q"], Float[Array, " q"]] | None,
-    rounding: Float[Array, ""],
+    size: Float[Array, ""] | None,
 ) -> Forms:
-    """`Forms` from coordinates in Ritz vectors, with their values.
+    """`Forms` from coordinates of b in Ritz vectors, and the Ritz values.
 
-    That of T is below the truth. `highs` are those of E, which are above: for a bound of the
-    spectrum, and for what the value takes for its lower end. `rounding` is the relative
-    error that rounding makes.
+    T gives a lower bound. `highs` are upper bounds from E: for a bound of the spectrum, and
+    for the number that the value takes in its place. Rounding changes A by about `eps |A|`,
+    or by `eps size` if larger, and so the form by that times `|A^-1 b|^2`.
     """
     coordinates = inside / values[:, None].astype(inside.dtype)
     low = jnp.sum(squares(inside) / values[:, None], axis=0)
     high, side = (low, low) if highs is None else highs
     bracket = jnp.minimum(low, high), jnp.maximum(low, high)
-    error = jnp.hypot((side - low) / 2, rounding * high)
+    largest = jnp.max(values) if size is None else jnp.maximum(jnp.max(values), size)
+    changed = largest * jnp.sum(squares(coordinates), axis=0) + high
+    error = jnp.hypot((side - low) / 2, jnp.finfo(values.dtype).eps * changed)
     return Forms((low + side) / 2, error, bracket, coordinates)
-
-
-def form_rounding(state: SpectralState, values: Float[Array, " p"]) -> Float[Array, ""]:
-    """The relative error that rounding makes of `b^* A^-1 b`, of an A near I.
-
-    A quarter of eps times the size of products. Measured were up to 0.11 of it: four kernels
-    in 2 to 8 dimensions, noise 1e-1 to 1e-4, n = 1,000, 0 and 300 columns, 32 bits.
-    """
-    size = jnp.sqrt(jnp.sum(values**2) / state.space.size)
-    size = size / jnp.clip(jnp.min(values), jnp.finfo(values.dtype).tiny, 1)
-    if state.size is not None:
-        size = jnp.maximum(size, state.size)
-    return jnp.finfo(values.dtype).eps * jnp.maximum(size, 1) / 4
 
 
 def likelihood_bar(value: Terms, error: Terms, freedom: Float[Array, ""]) -> ErrorBar:

@@ -1,14 +1,30 @@
-"""What a Krylov space leaves of a spectral function: a bracket, or an extrapolation."""
+r"""Truncation error of the Krylov approximation.
+
+For an operator monotone function it is bracketed, see `smallest_extension`. For any other
+function it is extrapolated from the last two steps. Both can miss what happens between the
+outermost Ritz values and the ends of the spectrum, where the function may vary although it is
+flat on the Ritz values: `1 / (1 + 1e6 t)`, or a heat kernel. So each end adds an error of its
+own, the smaller one of two estimates:
+
+- half of the change from f(T) to f(E), where E is extended down (or up) to the number that
+    the outermost Ritz value may still reach;
+- twice the change of f between that Ritz value and this number, times its weight.
+
+The first estimate is too large where the outermost eigenvalue is isolated and found, as E
+then adds more eigenvalues next to it. The second one is too large where the Ritz value moves
+less than its residual says. A Ritz value theta with the residual norm r has an eigenvalue
+within r, and so may reach `theta - r`, but no known bound of the spectrum.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from .._linalg.krylov import Projected, ritz_pairs
+from .._linalg.krylov import Projected, ritz_pairs, smallest_extension
 from .._linalg.left_out_krylov import LeftOut, Samples, coupling_of_fewer
 from .._linalg.small import matmul
 from .._linalg.tall import column_dots
@@ -45,18 +61,106 @@ def lower_ends(
     return end, jnp.where(loose, least / 4, end), finite & proven
 
 
-def of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> Any:
-    """`fn` of both, computed once where they are equal, and compiled once."""
-    shapes = jax.eval_shape(fn, lower)
+class End(NamedTuple):
+    """A number that no eigenvalue is beyond.
+
+    - `sign`: 1 for a lower end, -1 for an upper one.
+    """
+
+    sign: Float[Array, ""]
+    value: Float[Array, ""]
+
+
+def at_both(fn: Callable[[End], Any], first: End, second: End) -> Any:
+    """`fn` of two ends, computed once if they are equal, and compiled once."""
+    shapes = jax.eval_shape(fn, first)
     both = jtu.tree_map(lambda x: jnp.zeros((2, *x.shape), x.dtype), shapes)
-    ends = jnp.stack([lower, bottom])
+    ends = jtu.tree_map(lambda *x: jnp.stack(x), first, second)
 
     def step(i, both):
-        return jtu.tree_map(lambda x, new: x.at[i].set(new), both, fn(ends[i]))
+        end = jtu.tree_map(lambda x: x[i], ends)
+        return jtu.tree_map(lambda x, new: x.at[i].set(new), both, fn(end))
 
-    number = 1 + (bottom != lower).astype(jnp.int32)
+    same = (first.sign == second.sign) & (first.value == second.value)
+    number = 2 - same.astype(jnp.int32)
     both = jax.lax.fori_loop(0, number, step, both)
     return tuple(jtu.tree_map(lambda x, i=i: x[i], both) for i in (0, number - 1))
+
+
+def extended_pairs(
+    T: Inexact[Array, "k k"],
+    R: Inexact[Array, "w w"],
+    pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
+    end: End,
+    steps: int | Int[Array, ""],
+    orders: tuple[int, ...] = (),
+) -> tuple[Float[Array, " kw"], Inexact[Array, "k kw"]]:
+    """Eigenvalues of T extended to an end, and the part of their vectors in the space."""
+    width, (theta, S) = len(R), pairs
+    sign, value = end.sign, end.sign * end.value
+    E = smallest_extension(sign.astype(T.dtype) * T, R, (sign * theta, S), value, steps)
+    nodes, vectors = ritz_pairs(E, width * steps, width, orders)
+    return sign * jnp.maximum(nodes, value), vectors[: len(T)]
+
+
+def reach(
+    function: Callable[[Array], list[Array]],
+    theta: Float[Array, ""],
+    residual: Float[Array, ""],
+    bound: Float[Array, ""],
+    sign: int,
+) -> End:
+    """How far down (up, for a sign of -1) an outermost Ritz value may still move.
+
+    By its residual norm, but not beyond the bound. Where a leaf isn't finite there, a quarter
+    of the Ritz value stands in, or the Ritz value itself.
+    """
+
+    def is_finite(x):
+        return jnp.stack([jnp.isfinite(f) for f in function(x)]).all()
+
+    end = sign * jnp.maximum(sign * theta - residual, sign * bound)
+    nearer = jnp.where((sign * theta > 0) & is_finite(theta / 4), theta / 4, theta)
+    return End(jnp.full_like(theta, sign), jnp.where(is_finite(end), end, nearer))
+
+
+def outer_ends(
+    function: Callable[[Array], list[Array]],
+    theta: Float[Array, " k"],
+    last: int | Int[Array, ""],
+    residuals: Float[Array, " k"],
+    state: SpectralState,
+) -> tuple[End, End]:
+    """The reach of the smallest Ritz value, and of the largest, at the index `last`.
+
+    Where all Ritz values are of one sign, so are all eigenvalues, by assumption.
+    """
+    low, high = theta[0], theta[last]
+    unknown = jnp.asarray(jnp.inf, theta.dtype)
+    bottom = jnp.where(low >= 0, 0, -unknown)
+    if state.lower is not None:
+        bottom = jnp.maximum(bottom, state.lower)
+    top = jnp.where(high <= 0, 0, unknown)
+    return (
+        reach(function, low, residuals[0], bottom, 1),
+        reach(function, high, residuals[last], top, -1),
+    )
+
+
+def end_errors(
+    function: Callable[[Array], list[Array]],
+    theta: Float[Array, ""],
+    weight: Float[Array, ""],
+    end: End,
+    changes: list[Float[Array, ""]],
+) -> list[Float[Array, ""]]:
+    """The error that an end adds to each leaf, given the changes from f(T) to f(E)."""
+    leaves = zip(function(end.value), function(theta), changes, strict=True)
+    # Rounding may take eigenvalues of E out of the function's domain.
+    return [
+        jnp.fmin(2 * jnp.abs(weight) * jnp.abs(moved - here), change / 2)
+        for moved, here, change in leaves
+    ]
 
 
 def middles_of(

@@ -11,14 +11,16 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from .._accuracy.tolerance import Stop, make_stop
 from .._arguments import check_budget
 from .._drive import limits, run_estimator
-from .._estimate import RESULTS, Estimate, raise_failure, with_slopes
+from .._estimate import Estimate, raise_failure, with_slopes
 from .._linalg.tall import largest_entry
 from .._operators.block import is_known
 from .._operators.entries import known_diagonal
 from .._progress import NO_PROGRESS_METER, ProgressMeter
+from .._results import RESULTS
 from .base import (
     SpectralEstimator,
     SpectralState,
+    exact_stats,
     init_spectral_state,
     spectral_outcome,
 )
@@ -96,7 +98,9 @@ def _sum_over_diagonal(
     values = [jnp.sum(f) for f in function(points)]
     errors = [jnp.zeros_like(points, shape=()) for _ in values]
     freedoms = [jnp.asarray(jnp.inf) for _ in values]
-    stats = {"num_matvecs": diagonal.num_matvecs, "result": result, **function.unit}
+    results = [result] * len(values)
+    stats = {"num_matvecs": diagonal.num_matvecs, "result": results, **function.unit}
+    stats.update(exact_stats(state, values, points))
     weights = jnp.ones_like(points)
     outcome = spectral_outcome(
         function, space, values, errors, freedoms, stats, points, weights

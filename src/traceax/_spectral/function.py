@@ -139,7 +139,7 @@ def checked_lower(
     if lower is None:
         return None
     check_real_scalar(lower, "lower", where, "no eigenvalue may be below it")
-    return jnp.asarray(lower).astype(dtype)
+    return jnp.asarray(lower, dtype)
 
 
 def derivative(
@@ -227,8 +227,8 @@ def rounding_errors(
     weights: Float[Array, " k"],
     noise: Float[Array, ""],
     lower: Float[Array, ""] | None,
-) -> tuple[list[Float[Array, ""]], Bool[Array, ""]]:
-    """What errors of the eigenvalues make of each leaf's sum, and whether they decide it.
+) -> tuple[list[Float[Array, ""]], list[Bool[Array, ""]]]:
+    """The error of each leaf's sum by those of eigenvalues, and whether they decide it.
 
     They are up to a few times `noise |A|`: nothing to most functions, much to a root or a
     logarithm of a small one. They decide a sum where an eigenvalue that can't be told from
@@ -243,7 +243,7 @@ def rounding_errors(
     down = values - moved if lower is None else jnp.maximum(values - moved, lower)
     down = jnp.where(jnp.abs(values) <= hidden, 0, down)
     counts = jnp.abs(weights) > jnp.sqrt(eps)
-    errors, decided = [], jnp.array(False)
+    errors, decided = [], []
     for f, *ends in zip(*map(function, (values, down, values + moved)), strict=True):
         changes = jnp.stack([jnp.abs(end - f) for end in ends])
         change = jnp.max(jnp.where(jnp.isfinite(changes), changes, 0), axis=0)
@@ -256,7 +256,7 @@ def rounding_errors(
         # Where all around is infinite as well, it is an overflow.
         alone = jnp.isinf(f)[None, :] & ~jnp.isinf(jnp.stack(ends))
         bad = bad & (jnp.isfinite(f)[None, :] | alone) & counts[None, :]
-        decided = decided | jnp.any(bad)
+        decided.append(jnp.any(bad))
     return errors, decided
 
 

@@ -2,12 +2,13 @@
 
 import functools as ft
 import math
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._accuracy.tolerance import LEAST_PRODUCTS, Check, Depth, run_until
+from .._accuracy.tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened
 from .._arguments import check_optional_integer, without_numpy
 from .._linalg.krylov import (
     arnoldi,
@@ -102,6 +103,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         default=None, static=True, converter=without_numpy
     )
     sampler: Sampler = NormalSampler()
+    _gives_brackets: ClassVar[bool] = True
 
     def __check_init__(self):
         name = type(self).__name__
@@ -177,17 +179,19 @@ class KrylovAwareEstimator(SpectralEstimator):
             minimum=min(2, most),
             num_samples=m,
         )
-        bar, sums, _ = loop.check
+        _, sums, _ = loop.check
         basis, factor, _ = loop.buffers
         used, of_sizes = width * loop.count, tuple(width * size for size in sizes)
         blocks = sums.blocks(basis, factor[:, :width], used, of_sizes)
-        errors, stats = sums.errors, {"num_matvecs": used, **sums.stats}
+        errors, forms = sums.errors, sums.forms
+        stats = {"num_matvecs": used, **sums.stats}
         if not to_depth:
-            if sums.forms is None:
-                errors = list(jnp.atleast_1d(bar.standard_error))
+            errors = [widened(x, m) for x in errors]
+            if forms is not None:
+                error = widened(forms.standard_errors, m)
+                forms = forms._replace(standard_errors=error)
             stats["products_needed"] = width * loop.forecast.needed
-        leaves = sums.means, errors, sums.freedoms
-        return SpectralOutcome(*leaves, stats, blocks, sums.forms)
+        return SpectralOutcome(sums.means, errors, sums.freedoms, stats, blocks, forms)
 
     def _begin(self, state: SpectralState, m: int):
         """Products, and what the space starts from: right-hand sides, and m probes."""

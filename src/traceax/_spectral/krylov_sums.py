@@ -13,8 +13,8 @@ from .._estimate import SLOPES
 from .._linalg.krylov import (
     RitzPairs,
     block_lanczos,
+    residual_norms,
     ritz_pairs,
-    smallest_extension,
 )
 from .._linalg.left_out_krylov import (
     Samples,
@@ -30,14 +30,23 @@ from . import control
 from .base import (
     Forms,
     SpectralState,
-    form_rounding,
     forms_between,
     has_bracket,
     likelihood_bar,
     outside_if,
 )
 from .blocks import SpectralBlocks, Terms
-from .bracket import lower_ends, middles_of, of_both, quadrature_errors
+from .bracket import (
+    End,
+    at_both,
+    end_errors,
+    extended_pairs,
+    lower_ends,
+    middles_of,
+    outer_ends,
+    quadrature_errors,
+    reach,
+)
 from .function import rounding_errors, weighted_sums
 from .ritz import ritz_values
 from .slope import Tests
@@ -188,40 +197,48 @@ def krylov_sums(
         rounding = list(map(jnp.hypot, rounding, map(control.bias_of, controls)))
     samples = _samples(weights, leaves, controls)
 
-    # What the space leaves of every sample.
+    # Truncation errors, from extensions of T to the ends of the spectrum.
     stats = {
-        "result": outside_if(decided, result),
+        "result": [outside_if(x, result) for x in decided],
         "known_trace": jnp.asarray(trace is not None),
         **function.unit,
     }
-    forms = None
+    right = omega[:, :q]
+    if state.right is not None:
+        lengths = column_norms(state.right)[None, :] / math.sqrt(n)
+        right = right * lengths.astype(omega.dtype)
+
+    def at_end(end: End):
+        nodes, vectors = extended_pairs(T, R, (theta, S), end, steps, orders)
+        form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
+        of_end = sample_weights(left_out, vectors[:rows])
+        # Controlled as those of T: no part of the bracket.
+        return _samples(of_end, function(nodes), controls), form
+
+    def changes(others):
+        pairs = zip(samples, others, strict=True)
+        return [jnp.abs(y[0].mean() - x[0].mean()) for x, y in pairs]
+
+    forms, last = None, width * steps - 1
+    residuals = residual_norms(R, S, steps)
+    weight = jnp.mean(weights[0], axis=0)
     if has_bracket(state):
         lower, bottom, proven = lower_ends(function, theta, state)
-        right = omega[:, :q]
-        if state.right is not None:
-            lengths = column_norms(state.right)[None, :] / math.sqrt(n)
-            right = right * lengths.astype(omega.dtype)
-
-        def of_extension(end):
-            E = smallest_extension(T, R, (theta, S), end, steps)
-            nodes, vectors = ritz_pairs(E, width * steps, width, orders)
-            nodes, vectors = jnp.maximum(nodes, end), vectors[: len(T)]
-            form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
-            of_end = sample_weights(left_out, vectors[:rows])
-            # Controlled as those of T: no part of the bracket.
-            return _samples(of_end, function(nodes), controls), form
-
-        both = of_both(of_extension, lower, bottom)
+        one = jnp.ones_like(lower)
+        both = at_both(at_end, End(one, lower), End(one, bottom))
         (of_lower, form_of_lower), (of_bottom, form_of_bottom) = both
+        end = reach(function, theta[0], residuals[0], lower, 1)
+        of_reach = end_errors(function, theta[0], weight[0], end, changes(of_lower))
         if state.right is not None:
-            highs, error = (form_of_lower, form_of_bottom), form_rounding(state, theta)
-            forms = forms_between(inner(S, right), theta, highs, error)
+            highs = form_of_lower, form_of_bottom
+            forms = forms_between(inner(S, right), theta, highs, state.size)
         positive = jnp.min(theta) >= 0
         _, brackets = middles_of(samples, of_lower, positive)
         samples, sides = middles_of(samples, of_bottom, positive)
         # Before convergence the truth may be close to either end.
         unfound = [
-            jnp.where(positive, jnp.abs(high - low) / 2, jnp.inf) for low, high in sides
+            jnp.where(positive, jnp.maximum(jnp.abs(high - low) / 2, more), jnp.inf)
+            for (low, high), more in zip(sides, of_reach, strict=True)
         ]
         stats["bracket"] = tuple(
             function.tree(list(x), theta.dtype) for x in zip(*brackets, strict=True)
@@ -229,6 +246,12 @@ def krylov_sums(
         stats["bracket_is_proven"], stats["bottom"] = proven & positive, bottom
     else:
         unfound = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
+        ends = outer_ends(function, theta, last, residuals, state)
+        for end, j, (others, _) in zip(
+            ends, (0, last), at_both(at_end, *ends), strict=True
+        ):
+            more = end_errors(function, theta[j], weight[j], end, changes(others))
+            unfound = list(map(jnp.maximum, unfound, more))
     bars = [
         leave_one_out_bar(paired_samples(sample, magnitude))
         for sample, magnitude in zip(samples, magnitudes, strict=True)

@@ -13,13 +13,20 @@ from jaxtyping import Array, Float, Inexact
 from .._accuracy.error_bar import gram_of, independent_samples
 from .._accuracy.moments import off_diagonal_size
 from .._arguments import check_optional_integer, require, without_numpy
-from .._linalg.krylov import KrylovSpaces, RitzPairs, lanczos
+from .._linalg.krylov import KrylovSpaces, RitzPairs, lanczos, residual_norms
 from .._linalg.small import divisor, eigh, matmul
 from .._linalg.tall import column_norms, largest_entry
 from .._operators.block import apply_block
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
-from .base import SpectralEstimator, SpectralOutcome, outside_if, probes_and_steps
+from .base import (
+    SpectralEstimator,
+    SpectralOutcome,
+    SpectralState,
+    outside_if,
+    probes_and_steps,
+)
 from .blocks import SpectralBlocks
+from .bracket import end_errors, extended_pairs, outer_ends
 from .function import SpectralFunction, remaining, rounding_errors, weighted_sums
 from .ritz import ritz_values
 
@@ -93,8 +100,10 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         weights = jnp.real(jnp.diagonal(coupling))
         squares = m * weights.reshape(m, steps)
         rounding, decided = rounding_errors(function, flat, weights, noise, state.lower)
-        result = outside_if(decided, result)
+        results = [outside_if(x, result) for x in decided]
         quadrature = _quadrature_errors(function, krylov, flat)
+        of_ends = _end_errors(function, krylov, flat, state)
+        quadrature = list(map(jnp.maximum, quadrature, of_ends))
         means, errors, freedoms = [], [], []
         for leaf, *others in zip(function(flat), quadrature, rounding, strict=True):
             f = leaf.reshape(m, steps)
@@ -111,7 +120,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             means.append(bar.mean)
             errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
             freedoms.append(bar.degrees_of_freedom)
-        stats = {"num_matvecs": m * steps, "result": result, **function.unit}
+        stats = {"num_matvecs": m * steps, "result": results, **function.unit}
         blocks = SpectralBlocks(pairs, coupling)
         return SpectralOutcome(means, errors, freedoms, stats, blocks)
 
@@ -160,3 +169,32 @@ def _quadrature_errors(
     if len(changes) == 1:
         return changes[0]
     return [remaining(b, a, 0.9) for b, a in zip(*changes, strict=True)]
+
+
+def _end_errors(
+    function: SpectralFunction,
+    krylov: KrylovSpaces,
+    values: Float[Array, " ms"],
+    state: SpectralState,
+) -> list[Float[Array, ""]]:
+    """The errors that the ends of the spectrum add to the mean of each leaf."""
+    m, steps, _ = krylov.projected.shape
+
+    def of_space(T, following, theta, norm):
+        _, S = eigh(T)
+        R = following.reshape(1, 1)
+        residuals = residual_norms(R, S, steps)
+        ends = outer_ends(function, theta, steps - 1, residuals, state)
+        weights, leaves, errors = (norm * S[0]) ** 2, function(theta), []
+        for end, j in zip(ends, (0, steps - 1), strict=True):
+            nodes, vectors = extended_pairs(T, R, (theta, S), end, steps)
+            moved = (norm * vectors[0]) ** 2
+            changes = [
+                jnp.abs(weighted_sums(moved, new) - weighted_sums(weights, f))
+                for new, f in zip(function(nodes), leaves, strict=True)
+            ]
+            errors.append(end_errors(function, theta[j], weights[j], end, changes))
+        return [jnp.maximum(*x) for x in zip(*errors, strict=True)]
+
+    lanes = krylov.projected, krylov.following, values.reshape(m, steps), krylov.norms
+    return [jnp.mean(x) for x in jax.vmap(of_space)(*lanes)]

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.flatten_util as jfu
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
@@ -34,7 +35,8 @@ class MatrixFunctionLinearOperator(block.Dense):
 
     - `operator`: a square lineax operator, over arrays or PyTrees, that is tagged
         symmetric (real) or semidefinite (real or complex).
-    - `fn`: a function of a real scalar.
+    - `fn`: a function of a real scalar. If it is complex, such as `exp(i t)`, f(A) acts on
+        complex vectors, and a product with it takes 2 s products with a real A.
     - `num_steps`: s, a positive int; more than n are not used.
     - `tags`: what is known of f(A), such as `lineax.positive_semidefinite_tag`.
     - `lower`: a real scalar that no eigenvalue of A is below, where one is known, so that
@@ -75,8 +77,15 @@ class MatrixFunctionLinearOperator(block.Dense):
             raise kind(f"{where}: num_steps must be a positive int, got {num_steps!r}.")
         self.operator = as_data(operator)
         self.fn = spectral_function(fn, space.real_dtype, where)
-        if len(self.fn(jnp.ones((), space.real_dtype))) != 1:
+        values = jax.eval_shape(self.fn, jnp.ones((), space.real_dtype))
+        if len(values) != 1:
             raise ValueError(f"{where}: fn must return one scalar, not several.")
+        is_complex = jnp.issubdtype(values[0].dtype, jnp.complexfloating)
+        if is_complex and not space.is_complex:
+            # The wrapped operator has lost its tag.
+            known = lower is None and block.is_positive_semidefinite(operator)
+            lower = 0.0 if known else lower
+            self.operator = ComplexLinearOperator(self.operator)
         self.num_steps = min(num_steps, space.size)
         several = isinstance(tags, set | frozenset | tuple | list)
         self.tags = frozenset(tags if several else (tags,))
@@ -84,8 +93,12 @@ class MatrixFunctionLinearOperator(block.Dense):
         self.lower = jax.lax.stop_gradient(lower)
 
     def mv(self, vector):
-        flat, unravel = jfu.ravel_pytree(vector)
         space = space_of(self.operator)
+        if space.is_complex:
+            vector = jtu.tree_map(
+                lambda x, like: x.astype(like.dtype), vector, space.structure
+            )
+        flat, unravel = jfu.ravel_pytree(vector)
         if jnp.iscomplexobj(flat) and not space.is_complex:
             return ComplexLinearOperator(self).mv(vector)
         x = flat.astype(space.compute_dtype)

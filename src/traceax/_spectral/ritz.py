@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float
 
-from .._estimate import RESULTS
 from .._linalg.small import divisor
 from .._operators.block import is_positive_semidefinite, space_of
 from .._operators.solvers import solver_tolerance
+from .._results import RESULTS
 
 # Asymmetry, relative to the operator. Rounding makes at most 50 eps of it: kernels, normal
 # equations and Hessians of networks, n = 1,000 to 36,000, 32 bits, by Lanczos (4 eps by

@@ -4,7 +4,9 @@ from .._arguments import require
 from .._base import TraceEstimator
 from ._checks import CHECKS, Subject, failures
 from ._parts import check_entries as check_entries
+from ._parts import check_operator as check_operator
 from ._parts import check_preconditioner as check_preconditioner
+from ._parts import report
 
 
 def check_trace_estimator(estimator: TraceEstimator, *, seed: int = 0) -> None:
@@ -40,7 +42,4 @@ def check_trace_estimator(estimator: TraceEstimator, *, seed: int = 0) -> None:
     right, hint = isinstance(estimator, TraceEstimator), "pass an instance"
     require(right, where, f"estimator {what}", estimator, hint, TypeError)
     subject = Subject(estimator, seed)
-    found = [line for name in CHECKS for line in failures(subject, name)]
-    title = f"{type(estimator).__name__} fails {len(found)} of traceax's checks:"
-    if found:
-        raise AssertionError("\n- ".join([title, *found]))
+    report(estimator, [line for name in CHECKS for line in failures(subject, name)])

@@ -1,14 +1,22 @@
 """What preconditioners and operators promise that estimates take them for."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
 import jax.numpy as jnp
+import jax.random as jr
 import lineax as lx
 import numpy as np
-from jaxtyping import ArrayLike
+from jaxtyping import Array, ArrayLike, Key
 
+from .._arguments import check_key, require
 from .._linalg.whitening import Preconditioner
-from .._operators.block import apply_block, space_of
-from .._operators.check import checked_operator
+from .._operators.block import apply_block, as_data, is_known, is_semidefinite, space_of
+from .._operators.check import as_complex, checked_operator
 from .._operators.entries import columns_of, diagonal_of
+from .._operators.solvers import solver_tolerances
 from .._preconditioner import check_own
 
 
@@ -64,7 +72,7 @@ def check_preconditioner(
             lower is not None and values[0] < lower - unit
         ),
     }
-    _raise(preconditioner, wrong)
+    report(preconditioner, [x for x, is_wrong in wrong.items() if is_wrong])
 
 
 def check_entries(operator: lx.AbstractLinearOperator) -> None:
@@ -89,15 +97,115 @@ def check_entries(operator: lx.AbstractLinearOperator) -> None:
         "columns": not _near(columns, A[:, indices], tolerance),
         "diagonal_entries": not _near(diagonal_of(operator), np.diag(A), tolerance),
     }
-    _raise(operator, wrong)
+    report(operator, [x for x, is_wrong in wrong.items() if is_wrong])
+
+
+def check_operator(key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> None:
+    """Checks by 30 to 50 random products that an operator A is what estimates take it for.
+
+    | check | what must hold |
+    |---|---|
+    | linear | `A (a x + b y) = a A x + b A y`, for short and long vectors; for `a = i` if they are complex |
+    | symmetric | `y^T A x = x^T A y` |
+    | semidefinite, Hermitian | `y^* A x = (x^* A y)^*`, and Ritz values have one sign |
+    | diagonal, tridiagonal, triangular | a product of a stretch of a vector ends where it must |
+    | unit diagonal | is 1 in four places |
+    | transpose, adjoint | `A.transpose()` and its conjugate have the forms of A, if they exist |
+
+    Tags are checked where lineax knows them; one that is wrong in a few entries can pass.
+    Linearity must hold to three digits, because solvers may iterate in a product, and
+    everything else to ten times the error of linearity, or to rounding.
+
+    **Arguments:** `key`, a single key, and `operator`, over arrays or PyTrees, square or not.
+
+    **Raises:** `AssertionError` that lists every failed check; `TypeError` for other arguments.
+    """
+    where, what = "traceax.testing.check_operator", "operator must be a lineax operator"
+    hint = "the arguments are (key, operator), and traceax.as_operator makes one"
+    right = isinstance(operator, lx.AbstractLinearOperator)
+    require(right, where, what, operator, hint, TypeError)
+    rng = np.random.default_rng(np.asarray(jr.key_data(check_key(key, where))))
+    found, line = _errors(rng, operator), "{}: off by {:.1g}, of {:.1g} at most"
+    report(operator, [line.format(*x) for x in found if not x[1] <= x[2]])
+
+
+def _errors(rng: Any, operator: Any) -> Iterator[tuple[str, float, float]]:
+    """Names of checks, how far the operator is off, and how far it may be."""
+    A = as_complex(operator)
+    space, data, semidefinite = space_of(A), as_data(A), is_semidefinite(A)
+    symmetric = is_known(A, lx.is_symmetric) or (semidefinite and not space.is_complex)
+    kind, of_reals = (complex, 2) if space.is_complex else (float, 1)
+    X, Y = rng.normal(size=(2, space.size, 4 * of_reals)).view(kind)
+    AX, AY = _product(data, X), _product(data, Y)
+    eps = float(jnp.finfo(space.compute_dtype).eps) * space.rounding
+    limit = max(1e-3, min(100 * eps, 0.1), 100 * np.max(solver_tolerances(A) or 0.0))
+    least, name = min(1e3 * eps, 0.3), "complex, though linear over the real numbers"
+    pairs = ("linear", -1.7, 0.6), ("linear, for long vectors", 256, 0), (name, 1j, 0)
+    for name, a, b in pairs[: 1 + of_reals]:
+        expected = a * AX + b * AY
+        error = _ratio(_product(data, a * X + b * Y) - expected, expected)
+        yield name, error, limit
+        if not error <= limit:
+            return
+        least = max(least, 10 * error)
+    W = rng.normal(size=(len(AX), 4 * of_reals)).view(kind)
+    for name, claimed, other, conj in (
+        ("symmetric", symmetric, lambda: A, np.asarray),
+        ("Hermitian", semidefinite and space.is_complex, lambda: A, np.conj),
+        ("transpose", not symmetric, A.transpose, np.asarray),
+        ("adjoint", space.is_complex, lambda: lx.conj(A.transpose()), np.conj),
+    ):
+        with contextlib.suppress(Exception):  # without a transpose nothing is claimed
+            if claimed:
+                forms = conj(W) * AX, X * conj(_product(as_data(other()), W))
+                apart = np.sum(forms[0], axis=0) - np.sum(forms[1], axis=0)
+                # Sums of random terms are as large as the root of the sum of squares.
+                yield name, _ratio(apart[None], np.vstack(forms)), least
+    if semidefinite:
+        unit = np.max(np.abs(AX), initial=0) or 1
+        V, _ = np.linalg.qr(np.hstack([X, AX, _product(data, AX / unit)]))
+        values = np.linalg.eigvalsh(V.conj().T @ _product(data, V))
+        values = values if is_known(A, lx.is_positive_semidefinite) else -values
+        yield "semidefinite", _ratio(np.minimum(values, 0), values), least
+    n, rows = len(X), np.arange(len(X))[:, None]
+    start, stop = np.sort(rng.integers(n + 1, size=(2, 4)), axis=0)
+    for name, check, before, after in (
+        ("diagonal", lx.is_diagonal, 0, 0),
+        ("tridiagonal", lx.is_tridiagonal, 1, 1),
+        ("lower triangular", lx.is_lower_triangular, 0, n),
+        ("upper triangular", lx.is_upper_triangular, n, 0),
+    ):
+        if is_known(A, check):
+            part = _product(data, np.where((start <= rows) & (rows < stop), X, 0))
+            inside = (start - before <= rows) & (rows < stop + after)
+            yield name, _ratio(np.where(inside, 0, part), AX), least
+    if is_known(A, lx.has_unit_diagonal):
+        units = np.where(rows == rng.permutation(n)[:4], 1.0, 0.0)
+        error = np.sum(units * (_product(data, units) - 1), axis=0)
+        yield "unit diagonal", _ratio(error, 1), least
+
+
+_compiled = eqx.filter_jit(apply_block)
+
+
+def _product(A: lx.AbstractLinearOperator, block: Any) -> Any:
+    """The product with a block, in 64 bits of NumPy."""
+    found = np.asarray(_compiled(A, jnp.asarray(block, space_of(A).compute_dtype)))
+    return found.astype(np.promote_types(found.dtype, np.float64))
+
+
+def _ratio(x: Any, y: Any) -> Any:
+    """The largest ratio of the norms of columns, 0 for 0 / 0."""
+    x, y = (np.linalg.norm(np.atleast_1d(z), axis=0) for z in (x, y))
+    return np.max(x / np.where(y == 0, 1, y))
 
 
 def _near(x, y, tolerance: float) -> bool:
     return bool(np.max(np.abs(np.asarray(x) - y)) <= tolerance * np.max(np.abs(y)))
 
 
-def _raise(given, wrong: dict[str, bool]) -> None:
-    found = [name for name, is_wrong in wrong.items() if is_wrong]
-    if found:
-        kind = type(given).__name__
-        raise AssertionError(f"{kind} fails traceax's checks: {'; '.join(found)}.")
+def report(given: Any, faults: list[str]) -> None:
+    """Raises an error that lists the faults."""
+    title = f"{type(given).__name__} fails {len(faults)} of traceax's checks:"
+    if faults:
+        raise AssertionError("\n- ".join([title, *faults]))

@@ -1,0 +1,153 @@
+"""`check_operator` passes right operators, and names the faults of wrong ones."""
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from operator_catalogue import CATALOGUE, arrays
+from problems import PSD
+
+import traceax as tx
+from traceax.testing import check_operator
+
+N = 12
+RNG = np.random.default_rng(3)
+A = RNG.normal(size=(N, N))
+SEMIDEFINITE = A @ A.T / N + np.eye(N)
+HERMITIAN = A + A.T + 1j * (A - A.T)
+NEGATIVE_TAG = lx.negative_semidefinite_tag
+
+
+def _of(matrix, *tags, transposed=None):
+    """A function of the matrix, whose transpose may be that of another one."""
+    matrix = jnp.asarray(matrix)
+
+    def product(v):
+        if transposed is None:
+            return matrix @ v
+        other = jnp.asarray(transposed)
+        solve, back = (lambda _, b, m=m: m @ b for m in (matrix, other))
+        return jax.lax.custom_linear_solve(lambda x: x, v, solve, back)
+
+    return tx.as_operator(product, jax.eval_shape(lambda: matrix[0]), tags=tags)
+
+
+def _map(fn, dtype=float):
+    return tx.as_operator(fn, jnp.zeros(N, dtype))
+
+
+def _faults(operator, seed=0):
+    """The names of the checks that fail."""
+    try:
+        check_operator(jr.key(seed), operator)
+    except AssertionError as error:
+        title, *lines = str(error).split("\n- ")
+        assert title.endswith(f"fails {len(lines)} of traceax's checks:")
+        return [line.partition(": off by ")[0] for line in lines]
+    return []
+
+
+def _solve(tolerance):
+    solver = lx.CG(tolerance, tolerance)
+    matrix = lx.MatrixLinearOperator(jnp.asarray(SEMIDEFINITE), PSD)
+    return lambda v: lx.linear_solve(matrix, v, solver, throw=False).value
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("name", set(CATALOGUE) - {"complex function"})  # takes long
+def test_right_operators_pass(name):
+    assert not _faults(CATALOGUE[name].make(arrays()))
+
+
+RIGHT = {
+    "tiny": lambda: _of(1e-30 * SEMIDEFINITE, PSD),
+    "huge": lambda: _of(-1e30 * SEMIDEFINITE, NEGATIVE_TAG),
+    "zero": lambda: _of(np.zeros((N, N)), PSD, lx.diagonal_tag),
+    "rank one": lambda: _of(np.ones((N, N)), PSD, lx.unit_diagonal_tag),
+    "one": lambda: _of(np.ones((1, 1)), PSD, lx.unit_diagonal_tag),
+    "no unknowns": lambda: lx.IdentityLinearOperator(()),
+    "16 bits": lambda: _of(SEMIDEFINITE.astype(jnp.bfloat16), PSD),
+    "lower": lambda: _of(np.tril(A), lx.lower_triangular_tag),
+    "upper": lambda: _of(np.triu(A), lx.upper_triangular_tag),
+    "tridiagonal": lambda: _of(np.triu(np.tril(A, 1), -1), lx.tridiagonal_tag),
+    "solver": lambda: _map(_solve(1e-5)),
+    "loose solver": lambda: tx.InverseLinearOperator(
+        lx.MatrixLinearOperator(jnp.asarray(SEMIDEFINITE), PSD), lx.CG(0.1, 0.1)
+    ),
+    "no transpose": lambda: _map(
+        lambda v: jax.lax.while_loop(
+            lambda x: x[0] < 1, lambda x: (1 + x[0], 2 * x[1]), (0, v)
+        )[1]
+    ),
+    "wide, of two leaves": lambda: lx.JacobianLinearOperator(
+        lambda x, _: x["a"][0] * x["b"], {"a": jnp.ones(3), "b": jnp.ones(2)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_hard_right_operators_pass(name):
+    assert not _faults(RIGHT[name]())
+
+
+COMPLEX = "complex, though linear over the real numbers"
+LONG = "linear, for long vectors"
+WRONG = {
+    "square": (["linear"], lambda: _map(lambda v: v**2)),
+    "affine": (["linear"], lambda: _map(lambda v: 2 * v + 0.1)),
+    "homogeneous": (["linear"], lambda: _map(jax.nn.relu)),
+    "nearly linear": ([LONG], lambda: _map(lambda v: v + 1e-4 * v**2)),
+    "NaN": (["linear"], lambda: _of(np.full((N, N), np.nan))),
+    "conjugate": (
+        [COMPLEX],
+        lambda: _map(lambda v: 2 * v + 0.5 * jnp.conj(v), complex),
+    ),
+    "real part": ([COMPLEX], lambda: _map(lambda v: v.real.astype(v.dtype), complex)),
+    "one entry": (
+        ["symmetric"],
+        lambda: _of(np.eye(N) + 0.5 * np.eye(N, k=N - 1), lx.symmetric_tag),
+    ),
+    "not Hermitian": (
+        ["Hermitian"],
+        lambda: _of(9 * np.eye(N) + A + 0j, lx.positive_semidefinite_tag),
+    ),
+    "negative": (["semidefinite"], lambda: _of(SEMIDEFINITE, NEGATIVE_TAG)),
+    "indefinite": (
+        ["semidefinite"],
+        lambda: _of(np.diag([-0.5] + [1.0] * (N - 1)), PSD),
+    ),
+    "diagonal": (
+        ["diagonal"],
+        lambda: _of(2 * np.eye(N) + np.eye(N, k=1) + np.eye(N, k=-1), lx.diagonal_tag),
+    ),
+    "tridiagonal": (
+        ["tridiagonal"],
+        lambda: _of(np.eye(N) + np.eye(N, k=2), lx.tridiagonal_tag),
+    ),
+    "lower": (["lower triangular"], lambda: _of(A, lx.lower_triangular_tag)),
+    "upper": (["upper triangular"], lambda: _of(A, lx.upper_triangular_tag)),
+    "unit": (["unit diagonal"], lambda: _of(1.1 * np.eye(N), lx.unit_diagonal_tag)),
+    "transpose": (["transpose"], lambda: _of(A, transposed=A)),
+    "adjoint": (
+        ["transpose", "adjoint"],
+        lambda: _of(HERMITIAN, transposed=HERMITIAN),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_faults_are_named(name):
+    names, make = WRONG[name]
+    assert _faults(make()) == names
+
+
+@pytest.mark.wrong_types
+@pytest.mark.x64
+def test_other_arguments():
+    for arguments in ((A, jr.key(0)), (jr.key(0), A)):
+        with pytest.raises(TypeError, match="operator must be a lineax operator, got"):
+            check_operator(*arguments)
+    with pytest.raises(TypeError, match="check_operator: key must be a single key"):
+        check_operator(0, _of(A))
