@@ -8,7 +8,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from problems import as_array, haar, matern, points
+from problems import as_array, gaussian, haar, points
 from spectral_helpers import (
     SPECTRAL,
     relaxed,  # noqa: F401
@@ -50,7 +50,7 @@ def heat(s, t):
 CASES = {
     "smoothing": (smoother(N), reciprocal, 1e5),
     "strong smoothing": (smoother(N), reciprocal, 1e7),
-    "degrees of freedom": (1e3 * matern(points(N), 0.3), reciprocal, 1.0),
+    "degrees of freedom": (1e4 * gaussian(points(N), 0.5), reciprocal, 1.0),
     "a graph": (path(N), reciprocal, 1e3),
     "heat": (path(N), heat, 1e3),
     "growth": (-path(N), heat, -1e3),
