@@ -16,7 +16,7 @@ from .._linalg.whitening import Preconditioner
 from .._operators.block import apply_block, as_data, is_known, is_semidefinite, space_of
 from .._operators.check import as_complex, checked_operator
 from .._operators.entries import columns_of, diagonal_of
-from .._operators.solvers import solver_tolerances
+from .._operators.solvers import solver_tolerance
 from .._preconditioner import check_own
 
 
@@ -138,7 +138,8 @@ def _errors(rng: Any, operator: Any) -> Iterator[tuple[str, float, float]]:
     X, Y = rng.normal(size=(2, space.size, 4 * of_reals)).view(kind)
     AX, AY = _product(data, X), _product(data, Y)
     eps = float(jnp.finfo(space.compute_dtype).eps) * space.rounding
-    limit = max(1e-3, min(100 * eps, 0.1), 100 * np.max(solver_tolerances(A) or 0.0))
+    solvers = float(solver_tolerance(A, space.real_dtype) or 0.0)
+    limit = max(1e-3, min(100 * eps, 0.1), 100 * solvers)
     least, name = min(1e3 * eps, 0.3), "complex, though linear over the real numbers"
     pairs = ("linear", -1.7, 0.6), ("linear, for long vectors", 256, 0), (name, 1j, 0)
     for name, a, b in pairs[: 1 + of_reals]:
