@@ -45,7 +45,7 @@ LAYERS = [
     "_preconditioner",
     "_drive",
     "_base",
-    "_deflation",
+    "_average",
     "_growing",
     "_estimators",
     "_spectral",

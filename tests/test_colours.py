@@ -286,7 +286,6 @@ def test_what_is_refused_and_what_to_do():
         (lambda: tx.HutchPlusPlusEstimator(sampler), "isotropic"),
         (lambda: tx.AdaptiveXTraceEstimator(sampler), "isotropic"),
         (lambda: tx.KrylovAwareEstimator(sampler=sampler), "isotropic"),
-        (lambda: tx.DeltaShiftEstimator(sampler=sampler), "isotropic"),
         (lambda: tx.ColouredSampler([0, 2]), "must occur, got colours from 0 to 2"),
         (lambda: tx.ColouredSampler([-1, 0]), "must occur"),
         (

@@ -200,7 +200,7 @@ def test_second_derivative_and_reverse_mode():
 def test_wrong_arguments():
     operator = lx.MatrixLinearOperator(jnp.eye(N))
     with pytest.raises(TypeError, match="must be one that gives diagonals"):
-        tx.diagonal(jr.key(0), operator, K, tx.DeltaShiftEstimator())
+        tx.diagonal(jr.key(0), operator, K, tx.AdaptiveXTraceEstimator())
     with pytest.raises(
         ValueError, match="norm must be 'root mean square' or 'largest'"
     ):

@@ -17,7 +17,6 @@ from ._estimate import Estimate as Estimate
 from ._estimators.adaptive_xtrace import (
     AdaptiveXTraceEstimator as AdaptiveXTraceEstimator,
 )
-from ._estimators.delta_shift import DeltaShiftEstimator as DeltaShiftEstimator
 from ._estimators.hutch_plus_plus import (
     HutchPlusPlusEstimator as HutchPlusPlusEstimator,
 )

@@ -129,7 +129,7 @@ def with_grown(state: Any, grown: Grown | None) -> Any:
 
 def check_state(state: Any, estimator: eqx.Module, where: str) -> None:
     """Refuses what isn't a state, and what another estimator took."""
-    if getattr(state, "operator", state) is state:  # a state has one, which may be None
+    if getattr(state, "operator", None) is None:
         hint = "its `.state`" if isinstance(state, Estimate) else "that of `init`"
         raise TypeError(
             f"{where}: state must be that of an estimator, got "

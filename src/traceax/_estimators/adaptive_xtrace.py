@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._accuracy.error_bar import ErrorBar, weighted_bar
+from .._average import average
 from .._base import TraceEstimator
-from .._deflation import average
 from .._linalg import adaptive, tall
 from .._linalg.small import squares
 from .._operators.block import apply_block

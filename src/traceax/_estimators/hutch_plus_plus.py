@@ -11,8 +11,8 @@ from .._accuracy.error_bar import (
     moments_bar,
 )
 from .._accuracy.moments import add_samples, empty_moments
+from .._average import average
 from .._base import TraceEstimator
-from .._deflation import average
 from .._functional import Trace
 from .._linalg.tall import (
     column_dots,

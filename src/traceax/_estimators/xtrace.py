@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 from .._accuracy.error_bar import leave_one_out_bar
-from .._deflation import average
+from .._average import average
 from .._functional import Trace
 from .._growing import GrowingEstimator, put_units
 from .._linalg.leave_one_out import (

@@ -1,0 +1,115 @@
+"""The estimator of `examples/delta_shift.py`, along paths of matrices that change slowly."""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from helpers import many as from_scratch
+from helpers import z_score
+from problems import as_operator, haar, matrix
+
+import traceax as tx
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+pytestmark = pytest.mark.x64  # the same in both modes
+
+N, K, STEPS, NUMBER = 40, 20, 5, 2000
+
+
+def _example():
+    path = pathlib.Path(__file__).parents[1] / "examples/delta_shift.py"
+    spec = importlib.util.spec_from_file_location("delta_shift", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = _example()
+ESTIMATOR = EXAMPLE.DeltaShiftEstimator()
+
+
+def path(change, name="flat"):
+    """Matrices that rotate and grow a little from each to the next."""
+    a = matrix(name, N) + 0.2 * matrix("nonsymmetric", N) / N
+    step = change * (haar(N, 7) - haar(N, 8)) / 3
+    found = []
+    for _ in range(STEPS):
+        found.append(a)
+        a = (1 + change) * (a + step @ a + a @ step.T)
+    return jnp.asarray(np.stack(found))
+
+
+def along(key, matrices, k=K):
+    """The estimates of each of the matrices, from the one before."""
+    estimates = []
+    keys = jr.split(key, len(matrices))
+    for key, a in zip(keys, matrices, strict=True):
+        past = EXAMPLE.past_of(estimates[-1]) if estimates else None
+        state = ESTIMATOR.init(key, lx.MatrixLinearOperator(a), past)
+        estimates.append(ESTIMATOR.estimate(state, k, throw=False))
+    return estimates
+
+
+@jax.jit
+def many(matrices):
+    """Values and standard errors over a fixed number of keys."""
+
+    def one(key):
+        estimates = along(key, matrices)
+        pairs = [jnp.stack([x.value, x.standard_error]) for x in estimates]
+        return jnp.stack(pairs, axis=1)
+
+    return jnp.moveaxis(jax.vmap(one)(jr.split(jr.key(3), NUMBER)), 1, 0)
+
+
+def test_estimates_are_unbiased_with_honest_error_bars():
+    matrices = path(0.02, "poly")
+    values, errors = map(np.asarray, many(matrices))
+    truth = np.trace(matrices, axis1=1, axis2=2)
+    for step in range(STEPS):
+        assert z_score(values[:, step], truth[step]) < 4
+        assert z_score(1.02 * values[:, step], truth[step]) > 4  # a bias of 2 %
+    mean_square = np.mean((values - truth) ** 2, axis=0)
+    ratio = np.sqrt(np.mean(errors**2, axis=0) / mean_square)
+    assert np.all((ratio > 0.8) & (ratio < 1.3)), ratio
+
+
+def test_the_past_is_worth_products():
+    matrices = path(0.005)
+    values, _ = map(np.asarray, many(matrices))
+    anew, _ = from_scratch(
+        tx.HutchinsonEstimator(), lx.MatrixLinearOperator(matrices[-1]), K, NUMBER
+    )
+    assert values[:, -1].std() < anew.std() / 1.4
+
+
+def test_a_jump_is_not_estimated_from_the_past():
+    last = matrix("flat", N, seed=2)
+    jump = np.stack([1e3 * (matrix("flat", N) - 2 * np.eye(N))] * (STEPS - 1) + [last])
+    values, errors = map(np.asarray, many(jnp.asarray(jump)))
+    truth = np.trace(last)
+    assert z_score(values[:, -1], truth) < 4
+    ratio = np.sqrt(np.mean(errors[:, -1] ** 2)) / np.std(values[:, -1])
+    assert 0.8 < ratio < 1.3
+
+
+def test_few_products_and_a_zero_operator(key):
+    a, zero = matrix("flat", N), np.zeros((N, N))
+    for before, now in ((a, zero), (zero, a)):
+        estimate = along(key, jnp.asarray(np.stack([before, now])))[-1]
+        assert abs(estimate.value - np.trace(now)) < 6 * estimate.standard_error + 1e-9
+    # One probe has an unknown error, which must not stay.
+    single = ESTIMATOR.estimate(ESTIMATOR.init(key, as_operator(a)), 1)
+    assert np.isnan(single.standard_error)
+    state = ESTIMATOR.init(jr.key(1), as_operator(a), EXAMPLE.past_of(single))
+    estimate = ESTIMATOR.estimate(state, K)
+    assert abs(estimate.value - np.trace(a)) < 6 * estimate.standard_error
