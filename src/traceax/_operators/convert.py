@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._arguments import kind_of, require
-from .block import ByProducts, structure_of
+from .._linalg.types import axes_of, widened
+from .block import ByProducts, linear_function
 
 _WHERE = "traceax.as_operator"
 
@@ -87,7 +88,7 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     hint = "turn it into an array by jax.numpy.asarray, or write a function that multiplies"
     right = callable(x) and not isinstance(x, type)
     require(right, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
-    return lx.FunctionLinearOperator(x, _structure(like))
+    return linear_function(x, _structure(like))
 
 
 def is_a(x: Any, module: str, name: str) -> bool:
@@ -216,6 +217,8 @@ def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
         array = eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
         require(array, _WHERE, what, f"{kind_of(leaf)} in it", hint, TypeError)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+        return jax.eval_shape(
+            lambda: widened(jnp.zeros(leaf.shape, dtype), axes_of(leaf))
+        )
 
-    return structure_of(jtu.tree_map(struct, like))
+    return jtu.tree_map(struct, like)

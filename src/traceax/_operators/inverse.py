@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
 from .._arguments import require
 from .._linalg.small import divisor
 from .._linalg.tall import column_norms, noise
+from .._linalg.types import automatic, fori_loop
 from .block import (
     Dense,
     apply_block,
@@ -73,6 +74,7 @@ class InverseLinearOperator(Dense):
         self.operator, self.solver = as_data(operator), solver
         self.options = {} if options is None else options
 
+    @automatic
     def mv(self, vector):
         solution = lx.linear_solve(
             self.operator, vector, self.solver, options=self.options, throw=False
@@ -209,7 +211,7 @@ def _divisors(
         return block / divisor(size).astype(dtype), size
 
     start = signs / max(n, 1) ** 0.5, jnp.ones((), jnp.finfo(dtype).dtype)
-    _, size = jax.lax.stop_gradient(jax.lax.fori_loop(0, _STEPS, step, start))
+    _, size = jax.lax.stop_gradient(fori_loop(_STEPS, step, start))
     return (d * jnp.maximum(size / 2, 1).astype(dtype))[:, 0]
 
 

@@ -12,6 +12,7 @@ from .._linalg.krylov import Projected, ritz_pairs
 from .._linalg.left_out_krylov import LeftOut, Samples, coupling_of_fewer
 from .._linalg.small import matmul
 from .._linalg.tall import column_dots
+from .._linalg.types import fori_loop
 from .._operators.block import is_positive_semidefinite
 from .base import SpectralState
 from .function import SpectralFunction, remaining, weighted_sums
@@ -55,7 +56,7 @@ def of_both(fn: Callable, lower: Float[Array, ""], bottom: Float[Array, ""]) -> 
         return jtu.tree_map(lambda x, new: x.at[i].set(new), both, fn(ends[i]))
 
     number = 1 + (bottom != lower).astype(jnp.int32)
-    both = jax.lax.fori_loop(0, number, step, both)
+    both = fori_loop(number, step, both)
     return tuple(jtu.tree_map(lambda x, i=i: x[i], both) for i in (0, number - 1))
 
 
