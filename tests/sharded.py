@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from problems import PSD
@@ -144,9 +145,7 @@ def lanes_on_devices(estimator, mesh):
     with within(mesh):
         found = jax.sharding.auto_axes(gradients, out_sharding=P("x"))(*spread)
         agree(found, alone)
-        each = jax.shard_map(
-            gradients, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
-        )
+        each = jax.shard_map(gradients, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
         agree(jax.jit(each)(*spread), alone)
 
 
@@ -222,16 +221,18 @@ def doors_of_each_device(_, mesh):
     n = 20
     a = jnp.asarray(rng.normal(size=(n, n)))
     positive = a @ a.T + jnp.eye(n)
-    # Points that aren't arguments of what is mapped.
-    point, rows = a[0], a[:, :2]
-    halves = {"a": a[0, :12], "b": a[0, 12:]}
 
     def values(key, scale):
+        # Points of each device: a derivative at a point of all devices is a sum over them.
+        points = a + 0 * scale
+        point, rows = points[0], points[:, :2]
+        halves = {"a": point[:12], "b": point[12:]}
+
         def energy(x):
             return scale * jnp.sum(x["a"] ** 4) + jnp.sum(jnp.sin(x["b"]))
 
         kernel = lx.MatrixLinearOperator(scale * positive, PSD)
-        hessian = tx.HessianLinearOperator(energy, {"a": a[0, :12], "b": a[0, 12:]})
+        hessian = tx.HessianLinearOperator(energy, halves)
         function = tx.as_operator(lambda v: scale * (a @ v), a[0])
         jacobian = lx.JacobianLinearOperator(
             lambda x, _: jax.tree.map(lambda leaf: jnp.sin(scale * leaf), x), halves
@@ -253,9 +254,9 @@ def doors_of_each_device(_, mesh):
                 tx.leaf_traces(key, jacobian, 9, probes="blocks", **quiet)[1].value,
                 tx.leaf_traces(key, hessian, n, **quiet)[0].value["b"],
                 tx.frobenius_norm_squared(key, function, 9, **quiet).value,
-                tx.divergence(key, lambda x: jnp.sin(scale * x), a[0], 3)[1].value,
+                tx.divergence(key, lambda x: jnp.sin(scale * x), point, 3)[1].value,
                 tx.divergence(key, lambda x: jnp.sin(scale * x), point, n)[1].value,
-                tx.laplacian(key, lambda x: jnp.sum(x**3) * scale, a[0], 3)[2].value,
+                tx.laplacian(key, lambda x: jnp.sum(x**3) * scale, point, 3)[2].value,
                 tx.gaussian_log_likelihood(
                     key, smooth, point, 9, shift=0.1, preconditioner=4, **quiet
                 ).value,
@@ -279,15 +280,137 @@ def doors_of_each_device(_, mesh):
         mesh=pair,
         in_specs=P("x"),
         out_specs=P("x"),
-        check_vma=False,
     )
     alone = jnp.stack([jax.jit(both)(*x) for x in zip(keys, scales, strict=True)])
     agree(jax.jit(mapped)(keys, scales), alone, 1e-7)
 
 
+def quadratic_loss(w, X):
+    return jnp.mean((X @ w) ** 2 + (X @ w) ** 4 / 4)
+
+
+WEIGHTS, ROWS = jnp.linspace(-0.5, 1, 6), jnp.asarray(rng.normal(size=(8, 6)))
+
+
+def data_parallel_hessians(_, mesh):
+    def mean_loss(w, X):
+        return jax.lax.pmean(quadratic_loss(w, X), "x")
+
+    def values(loss, w, X):
+        def trace(scale, k=5, estimator=None):
+            hessian = scale * tx.HessianLinearOperator(loss, w, X)
+            return tx.trace(KEY, hessian, k, estimator, throw=False).value
+
+        hessian = lx.TaggedLinearOperator(tx.HessianLinearOperator(loss, w, X), PSD)
+        given = {"key": KEY, "operator": hessian, "throw": False}
+        one = jnp.asarray(1.0)
+        return {
+            **{
+                name: tx.trace(**given, k=5, estimator=x).value
+                for name, x in ESTIMATORS.items()
+            },
+            "adaptive": trace(one, 5, tx.AdaptiveXTraceEstimator()),
+            "slope": jax.grad(trace)(one),
+            "exact": trace(one, 6),
+            "diagonal": tx.diagonal(**given, k=4).value,
+            "logdet": tx.logdet(**given, k=4, shift=0.1).value,
+            "quadrature": tx.logdet(
+                **given, k=4, shift=0.1, estimator=tx.LanczosQuadratureEstimator(2)
+            ).value,
+            "all": tx.logdet(**given, k=6, shift=0.1).value,
+        }
+
+    alone = jax.jit(lambda w, X: values(quadratic_loss, w, X))(WEIGHTS, ROWS)
+    specs = P(), P("x")
+    # Equal on all devices, as the types say.
+    found = jax.shard_map(
+        lambda *x: values(mean_loss, *x), mesh=mesh, in_specs=specs, out_specs=P()
+    )
+    agree(jax.jit(found)(WEIGHTS, ROWS), alone, 1e-7)
+
+    def exact(w, X):
+        hessian = tx.HessianLinearOperator(mean_loss, w, X)
+        return tx.trace(KEY, hessian, 6, throw=False).value[None]
+
+    # Without types gradients are those of each device's own part.
+    given = {"mesh": mesh, "in_specs": specs, "out_specs": P("x")}
+    wrong = jax.jit(jax.shard_map(exact, **given, check_vma=False))(WEIGHTS, ROWS)
+    parts = jnp.stack(
+        [
+            jnp.trace(jax.hessian(quadratic_loss)(WEIGHTS, x))
+            for x in ROWS.reshape(4, 2, 6)
+        ]
+    )
+    agree(wrong, parts)
+    agree(jnp.mean(parts), alone["exact"])
+    assert jnp.max(jnp.abs(wrong / alone["exact"] - 1)) > 0.3
+
+    def other_keys(w, X):
+        hessian = tx.HessianLinearOperator(mean_loss, w, X)
+        key = jax.random.fold_in(KEY, jax.lax.axis_index("x"))
+        return tx.trace(key, hessian, 5, throw=False).value[None]
+
+    with pytest.raises(ValueError, match="pass the same key on every device"):
+        jax.jit(jax.shard_map(other_keys, **given))(WEIGHTS, ROWS)
+
+
+def functions_of_explicit_layouts(_, mesh):
+    def values(w, X):
+        def loss(w, X):
+            return jnp.mean((jnp.sum(X * w, axis=1)) ** 4)
+
+        def vector_field(x):
+            return jnp.sin(x) * x
+
+        hessian = tx.HessianLinearOperator(loss, w, X)
+        matrix = tx.GaussNewtonLinearOperator(
+            lambda w, X: jnp.sum(X * w, axis=1), lambda y, _: jnp.sum(y**4), w, X
+        )
+        kernel = tx.KernelLinearOperator(
+            lambda a, b: jnp.exp(-jnp.sum((a - b) ** 2)), w
+        )
+        mean = tx.MeanLinearOperator(
+            lambda X: tx.HessianLinearOperator(loss, w, X), X.reshape(2, 4, 8)
+        )
+        root = tx.MatrixFunctionLinearOperator(matrix, jnp.sqrt, 3)
+        function = tx.as_operator(lambda v: w * v, w)
+        x = w, 3
+        return {
+            "hessian": tx.trace(KEY, hessian, 5, throw=False).value,
+            "exact": tx.trace(KEY, hessian, 8, throw=False).value,
+            "diagonal": tx.diagonal(KEY, matrix, 5, throw=False).value,
+            "kernel": tx.logdet(KEY, kernel, 5, shift=0.1, throw=False).value,
+            "mean": tx.trace(KEY, mean, 5, throw=False).value,
+            "root": tx.trace(KEY, root, 5, throw=False).value,
+            "function": tx.trace(KEY, function, 5, throw=False).value,
+            "divergence": tx.divergence(KEY, vector_field, *x)[1].value,
+            "laplacian": tx.laplacian(KEY, lambda x: jnp.sum(x**3), *x)[2].value,
+        }
+
+    def loss(w, X):
+        found = values(w, X)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(found)), found
+
+    w, X = jnp.linspace(0.5, 1, 8), jnp.asarray(rng.normal(size=(8, 8)))
+    differentiate = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    alone = differentiate(w, X)
+    with within(mesh):
+        spread = jax.device_put(w, P("x")), jax.device_put(X, P())
+        agree(differentiate(*spread), alone, 1e-7)
+    # Outside of `jit`, by two axes, and of functions that close over what is spread.
+    grid = jax.make_mesh((2, 2), ("x", "y"))
+    with jax.set_mesh(grid):
+        given = {"w": jax.device_put(X, P(None, "y")), "b": jax.device_put(w, P("x"))}
+        scale = given["b"]
+
+        def energy(x):
+            return jnp.sum(x["w"] ** 4) + jnp.sum(scale * x["b"] ** 3)
+
+        found = tx.trace(KEY, tx.HessianLinearOperator(energy, given), 72).value
+        agree(found, 12 * jnp.sum(X**2) + 6 * jnp.sum(w**2))
+
+
 def cases():
-    # Functions over arrays of explicit layouts are not among them: lineax makes data of
-    # what they close over under the explicit mesh, and is called under an automatic one.
     for estimator in ("hutchinson-chunks", "hutch++", "xnystrace"):
         yield rows_on_devices, "auto", estimator
     yield a_matrix_by_rows, "explicit", "xtrace"
@@ -297,6 +420,8 @@ def cases():
     yield parameters_on_devices, "auto", "xtrace"
     yield doors_of_each_device, "auto", "xtrace"
     yield rows_to_a_tolerance, "auto", "xtrace"
+    yield data_parallel_hessians, "auto", "xtrace"
+    yield functions_of_explicit_layouts, "explicit", "xtrace"
 
 
 def main(part, parts):

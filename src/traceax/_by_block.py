@@ -32,11 +32,13 @@ from ._accuracy.error_bar import (
 from ._functional import TRACE
 from ._linalg.small import divisor
 from ._linalg.tall import column_dots, column_norms
+from ._linalg.types import axes_of, fori_loop, widened
 from ._operators.block import (
     Space,
     apply_block,
     columns_at_once,
     has_real_trace,
+    linear_function,
     space_of,
     structure_of,
 )
@@ -62,9 +64,10 @@ def block_of(
         return jtu.tree_leaves(operator.mv(given))[index]
 
     def mv(x):
-        return jax.jvp(product, (zeros[index],), (x,))[1]
+        zero = widened(zeros[index], axes_of(x))
+        return jax.jvp(product, (zero,), (x,))[1]
 
-    return lx.FunctionLinearOperator(mv, structure_of(leaves[index]))
+    return linear_function(mv, structure_of(leaves[index]))
 
 
 class ByBlock(Algorithm):
@@ -166,11 +169,11 @@ class _Block(eqx.Module):
             return [jax.lax.dynamic_update_slice(x, y, (at,)) for x, y in pairs]
 
         buffers = put(buffers, (samples, norms), 0)
-        samples, norms = jax.lax.fori_loop(
-            self.pilot,
+        samples, norms = fori_loop(
             count,
             lambda j, x: put(x, self.tested(operator, j, 1)[:2], j),
             buffers,
+            self.pilot,
         )
         active = jnp.arange(self.most, dtype=jnp.int32) < count
         bar = independent_samples(

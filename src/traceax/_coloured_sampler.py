@@ -12,6 +12,7 @@ from jaxtyping import Array, ArrayLike, Bool, Int
 
 from ._arguments import kind_of, require
 from ._colours import Colours
+from ._linalg.types import fold
 from ._operators.block import Dense, apply_block, columns_at_once, parts_of
 from ._samplers import RademacherSampler, Sampler
 
@@ -150,9 +151,9 @@ class ColouredSampler(Sampler):
         if width == p:
             return add(total, 0, p).T
         # Of all colours at once p blocks would be in memory, and in a derivative's.
-        step = jax.checkpoint(lambda total, start: (add(total, start, width), None))
+        step = jax.checkpoint(lambda total, start: add(total, start, width))
         starts = jnp.arange(0, p - left, width, dtype=jnp.int32)
-        total, _ = jax.lax.scan(step, total, starts)
+        total = fold(step, total, starts)
         return (add(total, p - left, left) if left else total).T
 
     def _rounds(self, probes, products):

@@ -15,7 +15,7 @@ from ._coloured_sampler import ColouredSampler
 from ._colours import Colours
 from ._estimate import Estimate
 from ._estimators.hutchinson import HutchinsonEstimator
-from ._operators.block import forward_mode, structure_of
+from ._operators.block import forward_mode, linear_function, structure_of
 from ._operators.check import is_real
 from ._state import init_state
 from ._trace import CHOICES, estimate_whole, set_choice
@@ -81,7 +81,7 @@ def divergence(
             f"{where}: fn must return the structure, shapes and dtypes of x, {asked}, got "
             f"{got}; a divergence is of a field that has as many components as x."
         )
-    operator = lx.FunctionLinearOperator(linear, asked)
+    operator = linear_function(linear, x)
     return value, _trace(where, key, operator, k, estimator, colours, throw)
 
 
@@ -126,7 +126,7 @@ def laplacian(
 
     with forward_mode():
         gradient, hessian, value = jax.linearize(gradient_and_value, x, has_aux=True)
-    operator = lx.FunctionLinearOperator(hessian, structure_of(x), lx.symmetric_tag)
+    operator = linear_function(hessian, x, [lx.symmetric_tag])
     return value, gradient, _trace(where, key, operator, k, estimator, colours, throw)
 
 

@@ -23,6 +23,7 @@ from ._accuracy.tolerance import (
 )
 from ._arguments import budget_of, most_products
 from ._estimate import Estimate, raise_failure
+from ._linalg.types import alike
 from ._operators.block import as_data, columns_at_once, space_of
 from ._operators.entries import unit_columns
 from ._operators.solvers import solver_tolerance
@@ -235,6 +236,6 @@ def _estimate_or_exact(estimator: Estimator, state: Any, k: int, stop: Stop) -> 
 
     # One condition for all lanes of a `vmap`, or all would take n products more.
     value, error, result, stats = jax.lax.cond(
-        eqxi.unvmap_any(unmet), exactly, lambda: parts
+        eqxi.unvmap_any(unmet), *alike(exactly, lambda: parts)
     )
     return Outcome(value, error, result, stats, outcome.kept)

@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree
 
 from ._accuracy.error_bar import exact_bar
 from ._estimate import SLOPES
 from ._functional import Functional, Trace
 from ._linalg.tall import side_by_side
+from ._linalg.types import alike, automatic, fold
 from ._operators.block import (
     apply_block,
     columns_at_once,
@@ -162,19 +162,32 @@ def _abstract(*arguments):
     for i, x in enumerate(leaves):
         if isinstance(x, jax.core.ShapedArray):
             leaves[i] = jax.ShapeDtypeStruct(
-                x.shape, x.dtype, weak_type=x.weak_type, sharding=x.sharding
+                x.shape,
+                x.dtype,
+                weak_type=x.weak_type,
+                sharding=x.sharding,
+                manual_axis_type=x.manual_axis_type,
             )
 
     def to_aval(x):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
-        return x
+        return jax.typeof(x) if isinstance(x, jax.ShapeDtypeStruct) else x
 
     out = eqx.filter_eval_shape(_implementation, *treedef.unflatten(leaves))
     return jtu.tree_map(to_aval, out)
 
 
 def _jvp(primals, tangents):
+    # JAX differentiates a program in the mesh of its caller, which may have explicit axes.
+    meshes = [
+        jax.typeof(x).sharding.mesh
+        for x in jtu.tree_leaves(eqx.filter(primals[1], eqx.is_array))
+    ]
+    here = jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(next((x for x in meshes if not x.empty), here)):
+        return _derivative(primals, tangents)
+
+
+def _derivative(primals, tangents):
     algorithm, state, k, stop, blocks, slopes, x64 = primals
     outcome, stand_in = eqxi.filter_primitive_bind(
         estimate_p, algorithm, state, k, stop, True, slopes, x64
@@ -239,35 +252,22 @@ def estimate(
     Under a mesh of explicit axes the compiler finds layouts as under one of automatic
     axes, and what is returned is on every device.
     """
-    arrays, static = eqx.partition((state, algorithm, stop), eqx.is_array)
+    # Only the state is differentiated.
+    (of_algorithm, stop), static = eqx.partition((algorithm, stop), eqx.is_array)
+    frozen = jax.lax.stop_gradient((of_algorithm, stop))
+    algorithm, stop = eqx.combine(frozen, static)
+    return _bind(algorithm, state, k, stop, plain)
 
-    def bind(arrays):
-        of_state, *others = arrays
-        arrays = of_state, *jax.lax.stop_gradient(others)
-        state, algorithm, stop = eqx.combine(arrays, static)
-        slopes = SLOPES.value
-        if plain and not slopes:
-            return _run(algorithm, state, k, stop)[0]
-        x64 = jax.config.jax_enable_x64  # pyright: ignore
-        return eqxi.filter_primitive_bind(
-            estimate_p, algorithm, state, k, stop, False, slopes, x64
-        )
 
-    meshes = [jax.typeof(x).sharding.mesh for x in jtu.tree_leaves(arrays)]
-    meshes.append(jax.sharding.get_abstract_mesh())
-    meshes = [x for x in meshes if AxisType.Explicit in x.axis_types]
-    if not meshes:
-        return bind(arrays)
-    constants = []
-
-    def arrays_of(arrays):
-        results, others = eqx.partition(bind(arrays), eqx.is_array)
-        constants.append(others)
-        return results
-
-    everywhere = NamedSharding(meshes[0], PartitionSpec())
-    results = jax.sharding.auto_axes(arrays_of, out_sharding=everywhere)(arrays)
-    return eqx.combine(results, constants[0])
+@automatic
+def _bind(algorithm: Algorithm, state: PyTree, k: int, stop: Any, plain: bool):
+    slopes = SLOPES.value
+    if plain and not slopes:
+        return _run(algorithm, state, k, stop)[0]
+    x64 = jax.config.jax_enable_x64  # pyright: ignore
+    return eqxi.filter_primitive_bind(
+        estimate_p, algorithm, state, k, stop, False, slopes, x64
+    )
 
 
 #
@@ -330,13 +330,10 @@ class Columns(StandIn):
                 return pair_chunk(start)
             # Of all lanes: a condition that differs between them would be no condition.
             needed = eqxi.unvmap_any(start < self.count)
-            return jax.lax.cond(needed, pair_chunk, lambda _: zero, start)
-
-        def add(total, start):
-            return total + part(start), None
+            return jax.lax.cond(needed, *alike(pair_chunk, lambda _: zero), start)
 
         starts = jnp.arange(0, self.most, self.size, dtype=jnp.int32)
-        return jax.lax.scan(add, zero, starts)[0]
+        return fold(lambda total, start: total + part(start), zero, starts)
 
 
 class Blocks(Columns):

@@ -20,6 +20,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PyTree
 
 from .._arguments import check_level, kind_of, require
 from .._linalg.small import divisor
+from .._linalg.types import alike, while_loop
 from .._progress import ProgressMeter
 from .._results import RESULTS, map_results
 from .._student_t import student_t_quantile
@@ -261,8 +262,10 @@ def run_until(
         due = eqxi.unvmap_any(due & ~loop.done)
         last, forecast, done = jax.lax.cond(
             due,
-            lambda: check(buffers, count, loop.forecast),
-            lambda: (loop.check, loop.forecast, jnp.array(False)),
+            *alike(
+                lambda: check(buffers, count, loop.forecast),
+                lambda: (loop.check, loop.forecast, jnp.array(False)),
+            ),
         )
         next_check = count + jnp.maximum(width, count // _CHECK_DIVISOR)
         next_check = jnp.where(due, next_check, loop.next_check)
@@ -282,7 +285,7 @@ def run_until(
         last, forecast, done = check(buffers, count, forecast)
     next_check = jnp.asarray(minimum, jnp.int32)
     loop = Loop(buffers, count, next_check, last, forecast, done, meter.init())
-    loop = jax.lax.while_loop(proceed, body, loop)
+    loop = while_loop(proceed, body, loop)
     meter.close(loop.meter)
     return loop
 

@@ -27,6 +27,7 @@ from .._arguments import check_optional_integer, without_numpy
 from .._functional import Trace
 from .._growing import GrowingEstimator
 from .._linalg.tall import column_dots, column_norms
+from .._linalg.types import fold
 from .._operators.block import Space, columns_at_once
 from .._primitive import Columns
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
@@ -145,11 +146,7 @@ class HutchinsonEstimator(GrowingEstimator):
         chunks, left = divmod(width - chunk, chunk)
         if chunks:
             starts = jnp.arange(1, chunks + 1, dtype=jnp.int32) * chunk + count
-            buffers, _ = jax.lax.scan(
-                lambda buffers, start: (take(buffers, start, chunk), None),
-                buffers,
-                starts,
-            )
+            buffers = fold(lambda x, start: take(x, start, chunk), buffers, starts)
         if left:
             buffers = take(buffers, count + width - left, left)
         return buffers

@@ -38,6 +38,7 @@ from .tall import (
     power_of_two_scale,
     put,
 )
+from .types import fori_loop
 
 Block = Inexact[Array, "n m"]
 Square = Inexact[Array, "k k"]
@@ -100,7 +101,7 @@ def _triangular_factor(block: Block) -> Inexact[Array, "m m"]:
 def arnoldi(product: Product, start: Block, steps: int) -> tuple[Array, Array, Array]:
     """K, H and R of any operator, in `m * steps <= n` products and O(n k^2) time."""
     run = arnoldi_start(start, steps)
-    run = jax.lax.fori_loop(0, steps, lambda j, run: arnoldi_step(product, run, j), run)
+    run = fori_loop(steps, lambda j, run: arnoldi_step(product, run, j), run)
     return run.basis, *arnoldi_factor(run, steps)
 
 
@@ -309,6 +310,6 @@ def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
     basis = jnp.zeros((steps, m, n), dtype).at[0].set(normalised(start.T, norms))
     T, zeros = jnp.zeros((m, steps, steps), real), jnp.zeros(m, real)
     carry = (basis, T, jnp.ones(m, bool), zeros, jnp.zeros((), real), zeros)
-    basis, T, _, scale, foreign, beta = jax.lax.fori_loop(0, steps, step, carry)
+    basis, T, _, scale, foreign, beta = fori_loop(steps, step, carry)
     asymmetry = foreign / divisor(jnp.max(scale))
     return KrylovSpaces(basis, T, beta, norms, asymmetry)

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Inexact, Int
 
 from .leave_one_out import PairedSamples
 from .small import divisor, frobenius, householder, leading, matmul, squares, svd
+from .types import fori_loop
 
 Steps = int | Int[Array, ""]
 Samples = Inexact[Array, "3 m"]  # and those of pairs
@@ -77,7 +78,7 @@ def leave_probes_out(
             return Y, matmul(Q, T.T), size
 
         Y = jnp.zeros(((width - 1) * (k // width), k), T.dtype)
-        Y, _, _ = jax.lax.fori_loop(0, steps, step, (Y, start, frobenius(omega)))
+        Y, _, _ = fori_loop(steps, step, (Y, start, frobenius(omega)))
         own, following = _tested(Y, jnp.stack([probes[i], probes[(i + 1) % m]]))
         return Y, own, following, _complement(Y, n)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
 from .small import divisor, inverse_conjugate_transpose, matmul, squares
+from .types import fori_loop, while_loop
 
 Diagonal = Float[Array, " n"]
 
@@ -133,7 +134,7 @@ def choose(
         ~jnp.any(diagonal < -negative),
         jnp.array(True),
     )
-    search = jax.lax.while_loop(needs_more, another_round, start)
+    search = while_loop(needs_more, another_round, start)
     trace = jnp.sum(search.residual)
     finite = jnp.isfinite(trace)
     # Numbers that left the range say nothing about K.
@@ -169,7 +170,7 @@ def spread(
 
     start = jnp.where(diagonal <= floor, 0, diagonal), pivots.indices
     last = jnp.where(pivots.indices[-1] < 0, most, 0)
-    left, indices = jax.lax.fori_loop(0, last, another, start)
+    left, indices = fori_loop(last, another, start)
     finite = pivots.finite & jnp.isfinite(jnp.sum(left))
     return pivots._replace(indices=indices, finite=finite)
 
@@ -196,6 +197,6 @@ def _eliminate(
 
     one = jnp.eye(b, dtype=H.dtype)
     start = H, one, jnp.zeros(b, bool), room
-    _, L, accepted, _ = jax.lax.fori_loop(0, b, step, start)
+    _, L, accepted, _ = fori_loop(b, step, start)
     L = jnp.where(accepted[:, None], jnp.tril(L), one)
     return inverse_conjugate_transpose(L.conj().T), accepted

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int, UInt32
 
 from .small import cholesky, divisor, frobenius, householder, matmul
+from .types import while_loop
 
 Block = Inexact[Array, "n k"]
 Start = int | Int[Array, ""]
@@ -108,7 +109,7 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
 
     one = jnp.eye(k, dtype=dtype)
     eps = jnp.finfo(dtype).eps.astype(dtype)
-    rows, R, settled, _ = jax.lax.while_loop(
+    rows, R, settled, _ = while_loop(
         lambda state: ~state[2] & (state[3] < _MOST_PASSES),
         another_pass,
         (rows, one, jnp.array(False), 0),
@@ -199,7 +200,7 @@ def extend(
     scale = power_of_two_scale(block).astype(dtype)
     nothing = jnp.zeros((basis.shape[1], m), dtype)
     unknown = jnp.zeros((), jnp.finfo(dtype).dtype)
-    Q, common, factor, shared, _ = jax.lax.while_loop(
+    Q, common, factor, shared, _ = while_loop(
         lambda state: (state[4] < 2) | ((state[3] > 0.5) & (state[4] < 5)),
         another_pass,
         (block / scale, nothing, jnp.eye(m, dtype=dtype), unknown, 0),

@@ -3,7 +3,7 @@
 import contextlib
 import functools as ft
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -18,19 +18,18 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._linalg.tall import noise, power_of_two_scale
-from .solvers import solver_tags
+from .._linalg.types import automatic, axes_of, on_mesh, widened
+from .closure import closure
+from .solvers import SolverTag, solver_tags
 
 # Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, in its cache.
 _CACHED = 2**20
 # Vectors that are worth one pass over an operator, however long they are.
 FEWEST = 4
-_EXPRESSIONS = (
-    *(lx.AddLinearOperator, lx.ComposedLinearOperator, lx.DivLinearOperator),
-    *(lx.MulLinearOperator, lx.NegLinearOperator, lx.TaggedLinearOperator),
-)
+_EXPRESSIONS = lx.AddLinearOperator, lx.ComposedLinearOperator, lx.DivLinearOperator
+_EXPRESSIONS += lx.MulLinearOperator, lx.NegLinearOperator, lx.TaggedLinearOperator
 P = ParamSpec("P")
 T = TypeVar("T")
-Part = TypeVar("Part")
 
 
 class Space(NamedTuple):
@@ -66,9 +65,11 @@ def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
     structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     if jax.sharding.get_abstract_mesh().empty:
         return structure
-    return jax.eval_shape(
-        lambda: jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structure)
-    )
+    return jax.eval_shape(lambda: _zeros(structure))
+
+
+def _zeros(structure: PyTree[Any]) -> PyTree[Array]:
+    return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structure)
 
 
 def made_here(tree: PyTree[Array]) -> PyTree[Array]:
@@ -132,7 +133,8 @@ def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     if isinstance(operator, _EXPRESSIONS):
         # Part by part: an inverse next to a function stays an inverse.
         return with_data(operator)
-    made = as_function(operator)
+    tags = tags_of(operator) | solver_tags(operator)
+    made = linear_function(operator.mv, structure_of(operator.in_structure()), tags)
     traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
     return operator if data and not traced else made
 
@@ -140,19 +142,18 @@ def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
 def with_data(tree: T) -> T:
     """The PyTree with `as_data` of the operators in it, of an operator of its parts."""
 
-    def is_part(x):
+    def inside(x):
         return x is not tree and isinstance(x, lx.AbstractLinearOperator)
 
-    return jtu.tree_map(
-        lambda x: as_data(x) if is_part(x) else x, tree, is_leaf=is_part
-    )
+    return jtu.tree_map(lambda x: as_data(x) if inside(x) else x, tree, is_leaf=inside)
 
 
 def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     """The operator as lineax traces its products, with all its tags and its solvers'."""
     structure = structure_of(operator.in_structure())
+    fn = ft.partial(automatic(lambda x, vector: x.mv(vector)), operator)
     tags = tags_of(operator) | solver_tags(operator)
-    return lx.FunctionLinearOperator(operator.mv, structure, tags)
+    return lx.FunctionLinearOperator(fn, structure, tags)
 
 
 def is_data(leaf: Any) -> bool:
@@ -213,15 +214,59 @@ class ByProducts(lx.AbstractLinearOperator):
 
     def as_matrix(self) -> Inexact[Array, "m n"]:
         """Optional."""
-        return as_function(self).as_matrix()
+        return automatic(lambda x: as_function(x).as_matrix())(self)
 
     def transpose(self) -> lx.AbstractLinearOperator:
         """Optional."""
-        return self if lx.is_symmetric(self) else as_function(self).transpose()
+        if lx.is_symmetric(self):
+            return self
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            return as_function(self).transpose()
+        # A product for vectors that vary: one for others sums over devices, transposed.
+        axes = axes_of(out_structure_of(self))
+        like = jax.eval_shape(lambda: widened(_zeros(self.in_structure()), axes))
+        transposed = jax.linear_transpose(self.mv, like)
+        return linear_function(
+            lambda v: transposed(widened(v, axes))[0], jax.eval_shape(self.mv, like)
+        )
 
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         """Optional."""
         return self.in_structure()
+
+
+class OnMesh(ByProducts):
+    """A linear function on a mesh of devices: lineax compares types of vectors whole."""
+
+    fn: Callable
+    like: tuple[Any, Any] = eqx.field(static=True)
+    tags: frozenset[object] = eqx.field(static=True)
+    solvers: list[SolverTag]
+
+    def mv(self, vector):
+        return self.fn(vector)
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return structure_of(jtu.tree_unflatten(*self.like))
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return structure_of(jax.eval_shape(self.fn, self.in_structure()))
+
+    def _knows(self, check):
+        return not self.tags.isdisjoint(TAGS[check])
+
+
+def linear_function(
+    fn: Callable, like: PyTree[Any], tags: Iterable[object] = ()
+) -> lx.AbstractLinearOperator:
+    """The operator of a linear function of vectors with the types of `like`."""
+    if not on_mesh(like):
+        return lx.FunctionLinearOperator(fn, structure_of(like), tags)
+    like = jax.eval_shape(lambda x: x, like)
+    leaves, treedef = jtu.tree_flatten(like)
+    made = closure(fn, like, vectors=True)
+    solvers = [x for x in tags if isinstance(x, SolverTag)]
+    return OnMesh(made, (treedef, tuple(leaves)), frozenset(tags), solvers)
 
 
 class OnePass(ByProducts):
@@ -232,7 +277,7 @@ class Dense(ByProducts):
     """Abstract base class of functions of an operator, whose sparsity they don't have."""
 
 
-def parts_of(operator: lx.AbstractLinearOperator, kind: type[Part]) -> list[Part]:
+def parts_of(operator: lx.AbstractLinearOperator, kind: type[T]) -> list[T]:
     """The operator if it is of that class, else its outermost parts that are."""
     leaves = jtu.tree_leaves(operator, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]

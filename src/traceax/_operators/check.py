@@ -12,18 +12,40 @@ import numpy as np
 from jaxtyping import Array, Inexact, PyTree
 
 from .._arguments import check_integers, kind_of, require
+from .._linalg.types import axes_of, layouts_noted, widened
 from .block import (
     ByProducts,
     complex_dtype,
     forward_mode,
     is_data,
     is_known,
+    linear_function,
     out_structure_of,
     parts_of,
     structure_of,
+    tags_of,
 )
 
 
+def with_any_types(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """The operator, in which lineax's functions take vectors of any type on a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.explicit_axes and not mesh.manual_axes:
+        return operator
+
+    def is_function(x):
+        return isinstance(x, lx.FunctionLinearOperator | lx.JacobianLinearOperator)
+
+    def convert(x):
+        if not is_function(x):
+            return x
+        of_x = isinstance(x, lx.JacobianLinearOperator)
+        return linear_function(x.mv, x.x if of_x else x.in_structure(), tags_of(x))
+
+    return jtu.tree_map(convert, operator, is_leaf=is_function)
+
+
+@layouts_noted()
 @forward_mode()
 def checked_operator(
     operator: Any, where: str, arguments: str = "(key, operator)"
@@ -40,6 +62,7 @@ def checked_operator(
         what = "lineax.MatrixLinearOperator must hold a dense array"
         hint = "make an operator of it by traceax.as_operator(x) instead"
         require(eqx.is_array(x.matrix), where, what, x.matrix, hint, TypeError)
+    operator = with_any_types(operator)
     in_structure = operator.in_structure()
     out_structure = out_structure_of(operator)
     in_leaves, in_treedef = jtu.tree_flatten(in_structure)
@@ -165,6 +188,15 @@ def with_leading_axis(tree: Any, where: str, name: str, items: str, fn: str) -> 
     right, hint = len(numbers) == 1 and numbers[0] > 0, f"stack {items} along it"
     require(right, where, what, f"lengths {numbers}", hint)
     return tree
+
+
+def first_of(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+    """The structure of the entries along the leading axis."""
+
+    def first(x):
+        return widened(jnp.zeros(x.shape[1:], x.dtype), axes_of(x))
+
+    return jax.eval_shape(lambda: jtu.tree_map(first, tree))
 
 
 def length_of(tree: PyTree[Array]) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._arguments import inexact, kind_of, require
-from .block import ByProducts, structure_of
+from .._linalg.types import axes_of, widened
+from .block import ByProducts, linear_function
 from .solvers import solver_tags
 
 _WHERE = "traceax.as_operator"
@@ -101,7 +102,7 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
         )
         hint = f"{hint} that multiplies"
     require(right, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
-    return lx.FunctionLinearOperator(x, _structure(like), solver_tags(x))
+    return linear_function(x, _structure(like), solver_tags(x))
 
 
 def is_a(x: Any, module: str, name: str) -> bool:
@@ -227,7 +228,9 @@ def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
         array = eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
         require(array, _WHERE, what, f"{kind_of(leaf)} in it", hint, TypeError)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+        return jax.eval_shape(
+            lambda: widened(jnp.zeros(leaf.shape, dtype), axes_of(leaf))
+        )
 
     leaves, treedef = jtu.tree_flatten(like)
     structs = [struct(leaf) for leaf in leaves]
@@ -238,4 +241,4 @@ def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
     what = "like must be a PyTree that keeps its leaves as they are"
     hint = "pass a function of the flat vector of jax.flatten_util.ravel_pytree(like)"
     require(kept, _WHERE, what, like, hint, TypeError)
-    return structure_of(treedef.unflatten(structs))
+    return treedef.unflatten(structs)

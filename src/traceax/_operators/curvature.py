@@ -11,8 +11,10 @@ import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
 from .._arguments import check_integers, require
-from .block import ByProducts, structure_of, tags_of
+from .._linalg.types import cast
+from .block import ByProducts, linear_function, structure_of, tags_of
 from .check import check_scalar, is_real
+from .closure import closure
 
 _HINT = "return a mean or a sum, and nothing else"
 
@@ -80,7 +82,7 @@ class HessianLinearOperator(Curvature):
 
     def mv(self, vector):
         gradient = jax.grad(lambda x: self.fn(x, self.args))
-        return jax.jvp(gradient, (self.x,), (vector,))[1]
+        return jax.jvp(gradient, (self.x,), (cast(vector, self.x),))[1]
 
 
 class GaussNewtonLinearOperator(Curvature):
@@ -132,7 +134,7 @@ class GaussNewtonLinearOperator(Curvature):
     def mv(self, vector):
         outputs, push = jax.linearize(lambda x: self.model(x, self.args), self.x)
         gradient = jax.grad(lambda outputs: self.loss(outputs, self.args))
-        product = jax.jvp(gradient, (outputs,), (push(vector),))[1]
+        product = jax.jvp(gradient, (outputs,), (push(cast(vector, self.x)),))[1]
         return jax.linear_transpose(push, self.x)(product)[0]
 
 
@@ -159,7 +161,7 @@ def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree, where: str) -> A
         x = eqx.combine(x, fixed)
         return fn(x) if args is None else fn(x, args)
 
-    return eqx.filter_closure_convert(of_arrays, x, args)
+    return closure(of_arrays, x, args)
 
 
 def _check_functions(where: str, more: tuple, **functions: Any) -> None:
@@ -179,8 +181,7 @@ def _check_real(x: PyTree[Any], what: str, where: str) -> None:
 
 
 @lx.linearise.register(Curvature)
-def _(operator: Curvature) -> lx.FunctionLinearOperator:
+def _(operator: Curvature) -> lx.AbstractLinearOperator:
     zeros = jtu.tree_map(jnp.zeros_like, operator.x)
     _, product = jax.linearize(operator.mv, zeros)
-    structure = operator.in_structure()
-    return lx.FunctionLinearOperator(product, structure, tags_of(operator))
+    return linear_function(product, zeros, tags_of(operator))

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Inexact, Int, PyTree
 from .._arguments import require
 from .._linalg.small import divisor
 from .._linalg.tall import column_norms, noise, power_of_two_scale
+from .._linalg.types import automatic, fori_loop
 from .block import (
     Dense,
     apply_block,
@@ -77,6 +78,7 @@ class InverseLinearOperator(Dense):
         self.operator, self.solver = as_data(operator), solver
         self.options = with_data({} if options is None else options)
 
+    @automatic
     def mv(self, vector):
         # An absolute tolerance is for entries of size 1: the product stays homogeneous.
         real, leaves = space_of(self).real_dtype, jtu.tree_leaves(vector)
@@ -219,7 +221,7 @@ def _divisors(
         return block / divisor(size).astype(dtype), size
 
     start = signs / max(n, 1) ** 0.5, jnp.ones((), jnp.finfo(dtype).dtype)
-    _, size = jax.lax.stop_gradient(jax.lax.fori_loop(0, _STEPS, step, start))
+    _, size = jax.lax.stop_gradient(fori_loop(_STEPS, step, start))
     return (d * jnp.maximum(size / 2, 1).astype(dtype))[:, 0]
 
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree, Shaped
 
 from .._arguments import check_optional_integer, require, without_numpy
 from .._linalg.small import matmul
+from .._linalg.types import automatic
 from .block import (
     OnePass,
     is_data,
@@ -22,7 +23,14 @@ from .block import (
     space_of,
     structure_of,
 )
-from .check import ComplexLinearOperator, check_scalar, length_of, with_leading_axis
+from .check import (
+    ComplexLinearOperator,
+    check_scalar,
+    first_of,
+    length_of,
+    with_leading_axis,
+)
+from .closure import closure
 
 _WHERE = "traceax.KernelLinearOperator"
 # Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision.
@@ -89,16 +97,17 @@ class KernelLinearOperator(OnePass):
         what = "the number of rows of a tile of the matrix"
         check_optional_integer(tile, "tile", _WHERE, least=1, what=what)
         self.x = with_leading_axis(x, _WHERE, "x", "rows", "kernel")
-        row = jtu.tree_map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.x)
-        row, fn = structure_of(row), cast(Any, kernel)
+        row = first_of(self.x)
+        fn = cast(Any, kernel)
         hint = "it is called with two rows, not with arrays of them"
         self._dtype = check_scalar(fn, (row, row), "kernel", _WHERE, hint).dtype
         leaves = jtu.tree_leaves(fn)
         if not isinstance(fn, eqx.Module) or not all(map(is_data, leaves)):
             # Partial: equinox leaves functions that close over nothing as they are.
-            fn = eqx.filter_closure_convert(ft.partial(kernel), row, row)
+            fn = closure(ft.partial(kernel), row, row)
         self.kernel = cast(Any, fn)
 
+    @automatic
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         if jnp.iscomplexobj(vector):
             return ComplexLinearOperator(self).mv(vector)
@@ -108,16 +117,19 @@ class KernelLinearOperator(OnePass):
         times = self._by_tiles(self.x, lambda rows: matmul(rows.astype(dtype), vector))
         return times.astype(self._dtype)
 
+    @automatic
     def columns(self, indices: Int[Array, " r"]) -> Float[Array, "n r"]:
         """Columns of the matrix, for r n evaluations of the kernel."""
         rows = jtu.tree_map(lambda a: a[indices], self.x)
         return self._by_tiles(rows, lambda rows: rows).T
 
+    @automatic
     def diagonal(self) -> Float[Array, " n"]:
         """The diagonal of the matrix, for n evaluations of the kernel."""
         x = made_here(self.x)
         return jax.vmap(self.kernel)(x, x)
 
+    @automatic
     def _by_tiles(self, rows: PyTree[Array], fn: Callable[[Array], Array]) -> Array:
         """`fn` of the rows of the matrix that belong to `rows`, for a tile of them."""
         x, rows = made_here((self.x, rows))

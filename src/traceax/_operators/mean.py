@@ -12,8 +12,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, PyTree, Real, Shaped
 
 from .._arguments import require
+from .._linalg.types import automatic, fold
 from .block import TAGS, ByProducts, space_of, structure_of
-from .check import as_complex, length_of, with_leading_axis
+from .check import as_complex, first_of, length_of, with_leading_axis
+from .closure import closure
 from .solvers import solver_tags
 
 _WHERE = "traceax.MeanLinearOperator"
@@ -86,7 +88,8 @@ class MeanLinearOperator(ByProducts):
             require(real, _WHERE, "weights must be real", weights, hint, TypeError)
             weights = jnp.asarray(weights, float)
         self.weights = weights
-        found = eqx.filter_eval_shape(_structures, make_operator, self.batches)
+        first = first_of(self.batches)
+        found = eqx.filter_eval_shape(_structures, make_operator, first)
         leaves, treedef = jtu.tree_flatten(found[:2])
         self._solvers = [*found[2]]
         self._structures = treedef, tuple(leaves)  # as dictionaries can't be hashed
@@ -98,10 +101,10 @@ class MeanLinearOperator(ByProducts):
         def product(batch, vector):
             return as_complex(make_operator(batch)).mv(vector)
 
-        first = jax.eval_shape(lambda: _first(self.batches))
         vector = structure_of(self.in_structure())
-        self._product = eqx.filter_closure_convert(product, first, vector)
+        self._product = closure(product, first_of(self.batches), vector, vectors=True)
 
+    @automatic
     def mv(self, vector):
         structure, weights = self.out_structure(), self.weights
         weights = jnp.ones(length_of(self.batches)) if weights is None else weights
@@ -119,15 +122,12 @@ class MeanLinearOperator(ByProducts):
         term = jax.checkpoint(term, prevent_cse=False)
 
         def add(total, batch_and_weight):
-            return jtu.tree_map(jnp.add, total, term(*batch_and_weight)), None
+            return jtu.tree_map(jnp.add, total, term(*batch_and_weight))
 
-        # A zero that differs between the devices of `jax.shard_map` as the sum will.
-        arrays = jtu.tree_leaves(eqx.filter((self, vector), eqx.is_array))
-        zero = sum(jnp.zeros_like(x, jnp.float32, ()) for x in arrays)
         start = jtu.tree_map(
-            lambda leaf: jnp.full(leaf.shape, zero, _dtype_of_sums(leaf)), structure
+            lambda leaf: jnp.zeros(leaf.shape, _dtype_of_sums(leaf)), structure
         )
-        total, _ = jax.lax.scan(add, start, (self.batches, weights))
+        total = fold(add, start, (self.batches, weights))
         return jtu.tree_map(lambda x, leaf: x.astype(leaf.dtype), total, structure)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
@@ -140,18 +140,14 @@ class MeanLinearOperator(ByProducts):
         return not self.tags.isdisjoint(TAGS[check])
 
 
-def _first(batches: PyTree[Array]) -> PyTree[Array]:
-    return jtu.tree_map(lambda x: x[0], batches)
-
-
 def _dtype_of_sums(x: Any) -> np.dtype:
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _structures(make: Callable, batches: PyTree[Array]) -> tuple[Any, Any, Any]:
+def _structures(make: Callable, batch: PyTree[Array]) -> tuple[Any, Any, Any]:
     """Structures of the input and the output of every operator, and its `solver_tags`."""
-    operator = make(_first(batches))
+    operator = make(batch)
     right = isinstance(operator, lx.AbstractLinearOperator)
     what = "make_operator must return a lineax linear operator"
     hint = "wrap it, as lineax.MatrixLinearOperator does"

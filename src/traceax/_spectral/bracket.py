@@ -28,6 +28,7 @@ from .._linalg.krylov import Projected, ritz_pairs, smallest_extension
 from .._linalg.left_out_krylov import LeftOut, Samples, coupling_of_fewer
 from .._linalg.small import matmul
 from .._linalg.tall import column_dots
+from .._linalg.types import fori_loop
 from .._operators.block import is_positive_semidefinite
 from .base import SpectralState
 from .function import SpectralFunction, remaining, weighted_sums
@@ -83,7 +84,7 @@ def at_both(fn: Callable[[End], Any], first: End, second: End) -> Any:
 
     same = (first.sign == second.sign) & (first.value == second.value)
     number = 2 - same.astype(jnp.int32)
-    both = jax.lax.fori_loop(0, number, step, both)
+    both = fori_loop(number, step, both)
     return tuple(jtu.tree_map(lambda x, i=i: x[i], both) for i in (0, number - 1))
 
 

@@ -34,6 +34,7 @@ from jaxtyping import Array, Float, Inexact, Int, PyTree
 from .._linalg.krylov import RitzPairs, arnoldi, lanczos
 from .._linalg.small import divisor, eigh, matmul, squares
 from .._linalg.tall import combine, inner, largest_entry, orthonormalise
+from .._linalg.types import alike
 from .._operators.block import apply_block, product_tangent
 from .function import (
     HIDDEN,
@@ -82,7 +83,7 @@ def product_tangents(
         # Of all lanes: a condition that differs between them would be no condition.
         needed = eqxi.unvmap_any(start < count)
         nothing = jnp.zeros(shape.shape, shape.dtype)
-        return jax.lax.cond(needed, product, lambda _: nothing, chunk)
+        return jax.lax.cond(needed, *alike(product, lambda _: nothing), chunk)
 
     starts = _CHUNK * jnp.arange(number, dtype=jnp.int32)
     found = jax.lax.map(lambda x: part(*x), (starts, chunks))

@@ -14,6 +14,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
 from .._arguments import check_real_scalar, kind_of
 from .._linalg.small import divisor
 from .._linalg.tall import largest_entry, power_of_two_scale
+from .._operators.block import structure_of
+from .._operators.closure import closure
 
 # Errors of eigenvalues in units of eps and of the largest: the standard error, and what
 # none was found to exceed (Laplacians and Gram matrices of order 5 to 1,000, 32 bits).
@@ -42,7 +44,8 @@ class SpectralFunction(eqx.Module):
 
     def tree(self, leaves: list[Any], dtype: Any) -> PyTree:
         """Leaves, one for each of the function's, in the structure of its result."""
-        shapes = jax.eval_shape(self.fn, jax.ShapeDtypeStruct((), dtype))
+        scalar = structure_of(jax.ShapeDtypeStruct((), dtype))
+        shapes = jax.eval_shape(self.fn, scalar)
         return jtu.tree_structure(shapes).unflatten(leaves)
 
     def in_range(self, values: Float[Array, " k"]) -> "SpectralFunction":
@@ -106,12 +109,10 @@ def spectral_function(
             f"{kind_of(fn)}; pass jnp.log, for example. The arguments start "
             "(key, fn, operator, k)."
         )
-    scalar = jax.ShapeDtypeStruct((), dtype)
+    scalar = structure_of(jax.ShapeDtypeStruct((), dtype))
     try:
         # A constant may be a Python number.
-        made = eqx.filter_closure_convert(
-            lambda x: jtu.tree_map(jnp.asarray, fn(x)), scalar
-        )
+        made = closure(lambda x: jtu.tree_map(jnp.asarray, fn(x)), scalar, vectors=True)
     except jax.errors.JAXTypeError as error:
         error.add_note(
             f"{where}: fn is traced, for an eigenvalue that is not known yet; write it with "

@@ -11,6 +11,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float
 
 from .._arguments import without_numpy
+from .._linalg.types import automatic
 from .._operators import block
 from .._operators.block import apply_block, as_data, is_known, space_of
 from .._operators.check import ComplexLinearOperator, checked_operator
@@ -92,6 +93,7 @@ class MatrixFunctionLinearOperator(block.Dense):
         lower = checked_lower(lower, space.real_dtype, where)
         self.lower = jax.lax.stop_gradient(lower)
 
+    @automatic
     def mv(self, vector):
         space = space_of(self.operator)
         if space.is_complex:

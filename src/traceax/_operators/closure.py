@@ -1,0 +1,99 @@
+"""Functions as data, called with arrays of the types that they were traced for."""
+
+import contextlib
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import NamedSharding
+
+from .._linalg.types import axes_of, check_axes, is_explicit, widened
+
+
+def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of a PyTree, and a function that puts others in their places."""
+    numpy = np.ndarray | np.generic
+    arrays, static = eqx.partition(
+        tree, lambda x: eqx.is_array(x) or isinstance(x, numpy | jax.ShapeDtypeStruct)
+    )
+    leaves, treedef = jtu.tree_flatten(arrays)
+    return leaves, lambda leaves: eqx.combine(treedef.unflatten(leaves), static)
+
+
+class Closure(eqx.Module):
+    """A function traced on a mesh of devices, once for each type of its last argument.
+
+    Estimates on a mesh of explicit axes use automatic ones. The function does not.
+    """
+
+    traced: list[Callable]
+    types: tuple[tuple[Any, ...], ...] = eqx.field(static=True)
+    axes: tuple[frozenset[str], ...] = eqx.field(static=True)
+    explicit: bool = eqx.field(static=True)
+
+    def __call__(self, *args: Any) -> Any:
+        axes = axes_of(args[-1])
+        i = next((i for i, x in enumerate(self.axes) if axes <= x), -1)
+        check_axes(args[-1], self.axes[i])
+        leaves, fill = _arrays_of((self.traced[i], args))
+        types = self.types[i]
+
+        def call(leaves):
+            fn, args = fill(leaves)
+            return fn(*args)
+
+        mesh, specs = jax.sharding.get_abstract_mesh(), [x.sharding.spec for x in types]
+        if self.explicit and mesh.auto_axes:
+            return jax.sharding.explicit_axes(call, in_sharding=(specs,))(leaves)
+        if self.explicit:
+            return call(jax.sharding.reshard(leaves, [x.sharding for x in types]))
+        return call(
+            [
+                widened(x, y.manual_axis_type.varying)
+                for x, y in zip(leaves, types, strict=True)
+            ]
+        )
+
+
+def closure(fn: Callable, *args: Any, vectors: bool = False) -> Any:
+    """`fn` with what it closes over as leaves; `vectors`: the last argument is one.
+
+    Inside `jax.shard_map` vectors may be equal on all devices, or vary.
+    """
+    mesh, (arrays, fill) = jax.sharding.get_abstract_mesh(), _arrays_of(args)
+    explicit = bool(mesh.explicit_axes) or any(map(is_explicit, arrays))
+    if explicit:
+        # Scalars outside of a program have no mesh.
+        here = (
+            mesh
+            if mesh.explicit_axes
+            else next(
+                m
+                for m in (jax.typeof(x).sharding.mesh for x in arrays)
+                if m.explicit_axes
+            )
+        )
+        specs = [NamedSharding(here, jax.typeof(x).sharding.spec) for x in arrays]
+        reshard = ft.partial(jax.sharding.reshard, out_shardings=specs)
+        args = fill(jax.eval_shape(reshard, arrays))
+    elif mesh.empty:
+        return eqx.filter_closure_convert(fn, *args)
+    wider, traced, types, axes = [frozenset()], [], [], []
+    if vectors and mesh.manual_axes:
+        wider += [axes_of(jax.eval_shape(fn, *args)), frozenset(mesh.manual_axes)]
+    *others, last = args
+    for more in wider:
+        last = jax.eval_shape(lambda x, more=more: widened(x, more), last)
+        if axes_of(last) in axes:
+            continue
+        # A function with collectives inside may take no vectors that vary.
+        with contextlib.suppress(*([ValueError, TypeError] if axes else [])):
+            traced.append(eqx.filter_closure_convert(fn, *others, last))
+            arrays, _ = _arrays_of((traced[-1], (*others, last)))
+            types.append(tuple(map(jax.typeof, arrays)))
+            axes.append(axes_of(last))
+    return Closure(traced, tuple(types), tuple(axes), explicit)
