@@ -107,9 +107,10 @@ def test_few_products_and_a_zero_operator(key):
     for before, now in ((a, zero), (zero, a)):
         estimate = along(key, jnp.asarray(np.stack([before, now])))[-1]
         assert abs(estimate.value - np.trace(now)) < 6 * estimate.standard_error + 1e-9
-    # One probe has an unknown error, which must not stay.
-    single = ESTIMATOR.estimate(ESTIMATOR.init(key, as_operator(a)), 1)
-    assert np.isnan(single.standard_error)
-    state = ESTIMATOR.init(jr.key(1), as_operator(a), EXAMPLE.past_of(single))
-    estimate = ESTIMATOR.estimate(state, K)
-    assert abs(estimate.value - np.trace(a)) < 6 * estimate.standard_error
+    # One probe has an unknown error, which must not stay. An exact answer may come before.
+    for k in (1, N):
+        first = ESTIMATOR.estimate(ESTIMATOR.init(key, as_operator(a)), k)
+        assert np.isnan(first.standard_error) == (k == 1)
+        state = ESTIMATOR.init(jr.key(1), as_operator(a), EXAMPLE.past_of(first))
+        estimate = ESTIMATOR.estimate(state, K)
+        assert abs(estimate.value - np.trace(a)) < 6 * estimate.standard_error
