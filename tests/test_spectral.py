@@ -904,6 +904,11 @@ def test_stats_do_not_depend_on_the_path(key):
         assert {"bracket", "bracket_is_proven", "bottom", "known_trace"} <= expected
         for operator, k in ((matrix, 40), (matrix, None), (diagonal, 10)):
             assert keys_of(door, operator, k) == expected, (door, k)
+    for door in (tx.logdet, tx.trace):
+        looped = keys_of(door, matrix, 20, rtol=0.1)
+        assert "products_needed" in looped
+        for operator, k in ((matrix, 40), (matrix, 60), (matrix, None), (diagonal, 20)):
+            assert keys_of(door, operator, k, rtol=0.1) == looped, (door, k)
     quadrature = SPECTRAL["quadrature"]
     of_quadrature = [keys_of(tx.logdet, matrix, k, quadrature) for k in (10, 40)]
     assert of_quadrature[0] == of_quadrature[1]

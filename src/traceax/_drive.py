@@ -105,8 +105,10 @@ class Estimator(Algorithm):
                 stop = dataclasses.replace(stop, solvers=part)
             computed = self.compute_until(state, k, stop)
         outcome, stand_in = self._finish(state, computed)
-        if isinstance(stop, Stop) and not (exact and solvers is None):
-            result = tolerance_result(stop, self.bar_of(outcome), outcome.result)
+        if isinstance(stop, Stop):
+            result = outcome.result
+            if not exact or solvers is not None:
+                result = tolerance_result(stop, self.bar_of(outcome), result)
             needed = outcome.stats.get("products_needed", float(size))
             needed = jnp.asarray(needed, space.real_dtype)
             # Where it isn't known, it stays infinite, and where products don't help.

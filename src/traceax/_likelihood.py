@@ -290,8 +290,9 @@ class _Problem(NamedTuple):
     def inv_quad(self, estimate: Estimate) -> Estimate:
         """`b^* B^-1 b` of each right-hand side."""
         value, error = _of_terms(estimate, "inv_quad")
+        kept = "num_matvecs", "products_needed"
         stats = {
-            "num_matvecs": estimate.stats["num_matvecs"],
+            **{name: x for name, x in estimate.stats.items() if name in kept},
             "bracket": tuple(map(self._like_y, estimate.stats["inv_quad_bracket"])),
             "degrees_of_freedom": jnp.full(self.shape[1:], jnp.inf, error.dtype),
         }

@@ -154,6 +154,8 @@ def estimate_whole(
         nothing = functional.sum(jnp.zeros(space.size, space.compute_dtype))
         stats = {"num_matvecs": jnp.asarray(0)}
         stats["degrees_of_freedom"] = jnp.full_like(nothing, jnp.inf, space.real_dtype)
+        if stop is not None:
+            stats["products_needed"] = jnp.zeros((), space.real_dtype)
         error = nothing.real
         if split.exact is not None and split.num_matvecs:  # products are rounded
             error = exact_bar(error, functional.sum(jnp.abs(split.exact)))[1]

@@ -61,6 +61,10 @@ def estimate_function(
     if estimator is None:
         exact = _sum_over_diagonal(state, k, where)
         if exact is not None:
+            if stop is not None:
+                needed = exact.stats["num_matvecs"].astype(state.space.real_dtype)
+                stats = {**exact.stats, "products_needed": needed}
+                exact = eqx.tree_at(lambda e: e.stats, exact, stats)
             return raise_failure(exact) if throw else exact
         estimator = KrylovAwareEstimator()
     elif not isinstance(estimator, SpectralEstimator):
