@@ -102,7 +102,7 @@ class Estimate(eqx.Module):
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
     # The estimator's name, and the products of an exact answer.
-    _by: tuple[str, float] = eqx.field(static=True, repr=False)
+    _by: tuple[str, int | float] = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Estimate(eqx.Module):
         result: PyTree[RESULTS],
         stats: dict[str, PyTree],
         state: PyTree,
-        by: tuple[str, float] = ("", math.inf),
+        by: tuple[str, int | float] = ("", math.inf),
     ):
 
         def usable(result, value):
@@ -188,6 +188,9 @@ class Estimate(eqx.Module):
         lines[-1] += f", {used} product{'s' * (used != 1)}"
         lines[-1] += self._bracket_in_words()
         name = "exact" if used >= self._by[1] else self._by[0].removesuffix("Estimator")
+        # The error of an iterative solver may be unknown.
+        unknown = any(np.isinf(x).any() for x in jtu.tree_leaves(self._standard_error))
+        name = "" if unknown and name == "exact" else name
         lines[-1] += f", {name}" if name else ""
         if bool(any_unmet(self.result)):
             lines[-1] += f"; tolerance not met: {self._forecast()}"

@@ -60,9 +60,9 @@ class RESULTS(eqx.Enumeration):
         "The value and its error bar are those of the products that were taken; "
         'stats["products_needed"] is how many it would take at this rate, and n at most, '
         "which give the exact answer without a tolerance. Allow for more products, 2 n to "
-        "be sure, or a larger tolerance. It is infinite where it is not known, as where an "
-        "iterative solver within the operator leaves too large an error: then give the "
-        "solver a smaller tolerance."
+        "be sure, or a larger tolerance. That number is infinite where it is not known, and "
+        "where an iterative solver within the operator leaves too large an error: give the "
+        "solver a smaller tolerance then."
     )
     outside_domain = (
         "The function is not finite at an eigenvalue of the operator, such as a "

@@ -277,7 +277,7 @@ class SpectralDensity(eqx.Module):
         """The sum of a function over the eigenvalues, of arrays elementwise."""
         return jnp.sum(self.weights * fn(self.points))
 
-    def count(self, upper: Real[Array, "..."]) -> Float[Array, "..."]:
+    def count(self, upper: Real[ArrayLike, "..."]) -> Float[Array, "..."]:
         """How many eigenvalues are at most `upper`."""
 
         def count_below(bound):
@@ -285,7 +285,9 @@ class SpectralDensity(eqx.Module):
 
         return jnp.vectorize(count_below)(inexact(upper))
 
-    def density(self, at: Real[Array, "..."], width: ArrayLike) -> Float[Array, "..."]:
+    def density(
+        self, at: Real[ArrayLike, "..."], width: ArrayLike
+    ) -> Float[Array, "..."]:
         """Eigenvalues per unit, every point spread to a normal density of `width`."""
         where = "traceax.SpectralDensity.density"
         hint = "it is the standard deviation of what each point is spread to"

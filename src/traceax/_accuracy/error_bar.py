@@ -73,7 +73,7 @@ def independent_samples(
     samples, and fewer the larger their skewness gamma (see `skewness_term`). Few samples
     don't show it; their products do. Its square for `w^* A w` and a Hermitian A is
     `8 (tr A^3)^2 / (tr A^2)^3`, and `M_ij M_jl M_li`, of three probes with the Gram matrix
-    M, is an unbiased estimate of `tr A^3`. With `may_miss` they are at most `most_freedom`.
+    M, is an unbiased estimate of `tr A^3`. With `may_miss` see `_of_few_probes`.
     """
     m = len(samples) if active is None else jnp.sum(active).astype(norms.dtype)
     samples, norms = leading(samples, active), leading(norms, active)
@@ -101,21 +101,24 @@ def independent_samples(
         gram_squared_skewness(gram / unit.astype(gram.dtype), active),
     )
     inverse_freedom = 1 / (m - 1) + skewness_term(skewness, m)
-    if may_miss:
-        inverse_freedom = jnp.maximum(inverse_freedom, 1 / most_freedom(m))
     if exact is not None:
         magnitude = magnitude + jnp.sum(jnp.abs(exact))
-    return _error_bar(mean, unit, variance, inverse_freedom, magnitude)
+    bar = _error_bar(mean, unit, variance, inverse_freedom, magnitude)
+    return _of_few_probes(bar, m) if may_miss else bar
 
 
-def most_freedom(m: ArrayLike) -> Float[Array, ""]:
-    """Degrees of freedom that m probes have at most, `exp((m - 3) / 6)`.
+def _of_few_probes(bar: ErrorBar, m: ArrayLike) -> ErrorBar:
+    """The error bar with at most `exp((m - 3) / 6)` degrees of freedom, or 1.
 
     A single large eigenvalue may be seen by one probe in several. The chance that none of m
     probes sees it falls exponentially in m, and neither samples nor products show it then.
     The rate was chosen by the coverage for spectra with one or two large eigenvalues.
     """
-    return jnp.exp((jnp.asarray(m) - 3) / 6)
+    most = jnp.maximum(jnp.exp((jnp.asarray(m) - 3) / 6), 1)
+    freedom = bar.degrees_of_freedom
+    return bar._replace(
+        degrees_of_freedom=jnp.minimum(freedom, most.astype(freedom.dtype))
+    )
 
 
 def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
@@ -183,7 +186,7 @@ def leave_one_out_bar(
     Satterthwaite's rule `nu = 2 V^2 / var V`. V is the sum of what each probe contributes,
     `h_i`, and those that differ tell of its variance: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`.
     For normal samples `J = 1/m`; where few probes make up V, J is larger. Weights are
-    chosen, not derived. With `may_miss` they are at most `most_freedom`.
+    chosen, not derived. With `may_miss` see `_of_few_probes`.
     """
     t_i, t_j, t_ij, t_ji, is_pair, magnitude, dimension = paired
     room = t_i.shape[-1]
@@ -220,9 +223,8 @@ def leave_one_out_bar(
     skewness = squared_skewness(square_sums, cube_sums, m)
     inverse_freedom = _NORMAL_WEIGHT / (m - 1) + _UNEVEN_WEIGHT * uneven
     inverse_freedom = inverse_freedom + skewness_term(skewness, m)
-    if may_miss:
-        inverse_freedom = jnp.maximum(inverse_freedom, 1 / most_freedom(m))
-    return _error_bar(mean, unit, variance, inverse_freedom, magnitude)
+    bar = _error_bar(mean, unit, variance, inverse_freedom, magnitude)
+    return _of_few_probes(bar, m) if may_miss else bar
 
 
 def moments_bar(moments: Moments, m: int | Int[Array, ""]) -> ErrorBar:

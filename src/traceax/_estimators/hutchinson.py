@@ -172,7 +172,7 @@ class HutchinsonEstimator(GrowingEstimator):
                 dimension=n,
                 active=active,
                 off_diagonal=variation,
-                may_miss=True,
+                may_miss=self.sampler.round_size == 1,
             )
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.

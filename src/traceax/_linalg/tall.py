@@ -20,6 +20,7 @@ Start = int | Int[Array, ""]
 # Rows up to which reflections compile several times faster than products, and run as fast.
 _FEW_ROWS = 2048
 _MOST_PASSES = 10  # two or three is the rule for blocks that lack rank
+_MOST_EXTENSIONS = 5
 
 
 def inner(x: Block, y: Inexact[Array, "n m"]) -> Inexact[Array, "k m"]:
@@ -104,17 +105,18 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
         )
         inverse = jnp.where(lacks_rank, one, factor.inverse.conj())
         lower = jnp.where(lacks_rank, one, factor.lower)
+        failed = ~factor.settled & (i == _MOST_PASSES - 1)
+        inverse = jnp.where(failed, jnp.nan, inverse)
         rows = matmul(inverse, rows)
         return rows, matmul(lower.conj().T, R), factor.settled, i + 1
 
     one = jnp.eye(k, dtype=dtype)
     eps = jnp.finfo(dtype).eps.astype(dtype)
-    rows, R, settled, _ = while_loop(
+    rows, R, _, _ = while_loop(
         lambda state: ~state[2] & (state[3] < _MOST_PASSES),
         another_pass,
         (rows, one, jnp.array(False), 0),
     )
-    rows = jnp.where(settled, rows, jnp.nan)
     # 0 for a block of zeros, of which Q is the fill.
     return rows.T, R * jnp.where(largest == 0, 0, scale)
 
@@ -192,21 +194,23 @@ def extend(
         rest = Q - combine(basis, inside)
         largest = largest_entry(rest)
         rounding = jnp.where(largest == 0, 1, eps * largest).astype(dtype)
+        shared = frobenius(inside)
+        # NaN, as of a block without an orthonormal basis.
+        failed = (shared > 0.5) & (i == _MOST_EXTENSIONS - 1)
+        rounding = jnp.where(failed, jnp.nan, rounding)
         Q, R = orthonormalise(rest + rounding * fill)
         common = common + matmul(inside, factor)
         factor = matmul(jnp.where(largest == 0, 0, R), factor)
-        return Q, common, factor, frobenius(inside), i + 1
+        return Q, common, factor, shared, i + 1
 
     scale = power_of_two_scale(block).astype(dtype)
     nothing = jnp.zeros((basis.shape[1], m), dtype)
     unknown = jnp.zeros((), jnp.finfo(dtype).dtype)
-    Q, common, factor, shared, _ = while_loop(
-        lambda state: (state[4] < 2) | ((state[3] > 0.5) & (state[4] < 5)),
+    Q, common, factor, *_ = while_loop(
+        lambda x: (x[4] < 2) | ((x[3] > 0.5) & (x[4] < _MOST_EXTENSIONS)),
         another_pass,
         (block / scale, nothing, jnp.eye(m, dtype=dtype), unknown, 0),
     )
-    # NaN, as of a block without an orthonormal basis.
-    Q = jnp.where(shared > 0.5, jnp.nan, Q)
     columns = jnp.pad(common, ((0, most - common.shape[0]), (0, 0)))
     columns = jax.lax.dynamic_update_slice_in_dim(columns, factor, start, 0)
     return Q, columns * scale

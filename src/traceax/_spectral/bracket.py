@@ -4,16 +4,15 @@ For an operator monotone function it is bracketed, see `smallest_extension`. For
 function it is extrapolated from the last two steps. Both can miss what happens between the
 outermost Ritz values and the ends of the spectrum, where the function may vary although it is
 flat on the Ritz values: `1 / (1 + 1e6 t)`, or a heat kernel. So each end adds an error of its
-own, the smaller one of two estimates:
+own. The outermost Ritz value theta may still move by its residual norm, down (or up) to a number
+that is not beyond a known bound. The error is the smaller one of two estimates:
 
-- half of the change from f(T) to f(E), where E is extended down (or up) to the number that
-    the outermost Ritz value may still reach;
-- twice the change of f between that Ritz value and this number, times its weight.
+- half of the change from f(T) to f(E), with E extended to that number: too large where the
+    outermost eigenvalue is isolated and found, as E adds more eigenvalues next to it;
+- twice the change of f from theta to that number, times the weight of theta: too large where
+    theta moves less than that.
 
-The first estimate is too large where the outermost eigenvalue is isolated and found, as E
-then adds more eigenvalues next to it. The second one is too large where the Ritz value moves
-less than its residual says. A Ritz value theta with the residual norm r has an eigenvalue
-within r, and so may reach `theta - r`, but no known bound of the spectrum.
+Where f changes more on the way than to its end, twice the rest is added, times the weight.
 """
 
 from collections.abc import Callable
@@ -36,6 +35,10 @@ from .function import SpectralFunction, remaining, weighted_sums
 # A bound is loose if the smallest Ritz value is so many times as large: kernels have it
 # within a factor of some hundreds of their noise after few steps, jitter is off by 1e5.
 _LOOSE = 1e4
+# Shares of the way of a Ritz value that are tried where the function isn't finite at its end, and
+# those that it is evaluated at.
+_SHARES = *(0.75**i for i in range(16)), 0.0
+_BETWEEN = 0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 15 / 16, 1
 
 
 def lower_ends(
@@ -113,16 +116,13 @@ def reach(
 ) -> End:
     """How far down (up, for a sign of -1) an outermost Ritz value may still move.
 
-    By its residual norm, but not beyond the bound. Where a leaf isn't finite there, a quarter
-    of the Ritz value stands in, or the Ritz value itself.
+    By its residual norm, but not beyond the bound. Where a leaf isn't finite there, by the
+    largest of some shares of it.
     """
-
-    def is_finite(x):
-        return jnp.stack([jnp.isfinite(f) for f in function(x)]).all()
-
     end = sign * jnp.maximum(sign * theta - residual, sign * bound)
-    nearer = jnp.where((sign * theta > 0) & is_finite(theta / 4), theta / 4, theta)
-    return End(jnp.full_like(theta, sign), jnp.where(is_finite(end), end, nearer))
+    points = theta + (end - theta) * jnp.asarray(_SHARES, theta.dtype)
+    finite = jnp.stack([jnp.isfinite(f) for f in function(points)]).all(axis=0)
+    return End(jnp.full_like(theta, sign), points[jnp.argmax(finite)])
 
 
 def outer_ends(
@@ -156,12 +156,15 @@ def end_errors(
     changes: list[Float[Array, ""]],
 ) -> list[Float[Array, ""]]:
     """The error that an end adds to each leaf, given the changes from f(T) to f(E)."""
-    leaves = zip(function(end.value), function(theta), changes, strict=True)
-    # Rounding may take eigenvalues of E out of the function's domain.
-    return [
-        jnp.fmin(2 * jnp.abs(weight) * jnp.abs(moved - here), change / 2)
-        for moved, here, change in leaves
-    ]
+    between = theta + (end.value - theta) * jnp.asarray(_BETWEEN, theta.dtype)
+    errors = []
+    for f, change in zip(function(between), changes, strict=True):
+        moves = 2 * jnp.abs(weight) * jnp.abs(f[1:] - f[0])
+        # Rounding may take eigenvalues of E out of the function's domain.
+        error = jnp.fmin(moves[-1], change / 2)
+        # E tells nothing of what the function does on the way.
+        errors.append(error + jnp.nanmax(moves) - moves[-1])
+    return errors
 
 
 def middles_of(
