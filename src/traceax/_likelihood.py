@@ -290,7 +290,7 @@ class _Problem(NamedTuple):
     def inv_quad(self, estimate: Estimate) -> Estimate:
         """`b^* B^-1 b` of each right-hand side."""
         value, error = _of_terms(estimate, "inv_quad")
-        kept = "num_matvecs", "products_needed"
+        kept = "num_matvecs", "products_needed", "bracket_is_proven"
         stats = {
             **{name: x for name, x in estimate.stats.items() if name in kept},
             "bracket": tuple(map(self._like_y, estimate.stats["inv_quad_bracket"])),
