@@ -586,7 +586,8 @@ def test_rounding_of_quadratic_forms_is_in_the_bar(n, right):
         terms = tx.inv_quad_logdet(jr.key(0), operator, y, n, shift=noise, throw=False)
         return terms.inv_quad.confidence_interval()
 
-    low, high = jax.jit(lambda *x: jax.lax.map(one, x))(jnp.asarray(K), jnp.asarray(y))
+    run = jax.jit(lambda *x: jax.lax.map(one, x))
+    low, high = map(np.asarray, run(jnp.asarray(K), jnp.asarray(y)))
     A, y = K.astype(np.float64) + np.float64(noise) * np.eye(n), y.astype(np.float64)
     truth = np.sum(y * np.linalg.solve(A, y[..., None])[..., 0], axis=1)
     assert np.mean((low <= truth) & (truth <= high)) >= 0.93
