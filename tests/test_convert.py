@@ -221,6 +221,7 @@ def test_small_integers_do_not_overflow():
 
 
 @pytest.mark.skipif(is_x64(), reason="64 bits hold them")
+@pytest.mark.wrong_types
 def test_large_integers_as_arguments():
     key, d = jr.key(0), np.asarray([1.0, 2.0, 4.0])
     diagonal = lx.DiagonalLinearOperator(jnp.asarray(d))
