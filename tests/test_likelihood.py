@@ -565,6 +565,7 @@ def test_what_rounding_carries_into_spaces_is_in_the_bar():
     assert jnp.all(jnp.abs(value - truth) < 4 * error)
 
 
+@pytest.mark.x64
 @pytest.mark.parametrize(
     ("n", "right"), [(5, "first"), (30, "first"), (30, "smooth"), (30, "white")]
 )
