@@ -1,7 +1,9 @@
 """Operators of every class, and statistics of estimates."""
 
 import functools as ft
+import importlib.util
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -38,6 +40,17 @@ FAMILIES = ("hutchinson", "hutch++", "xtrace", "xnystrace")
 def draw(sampler, key, n, k, dtype):
     """`sampler.sample`, in one program instead of one for each of its operations."""
     return sampler.sample(key, n, k, dtype)
+
+
+def load_example(name):
+    """The module of an example, by its file."""
+    path = pathlib.Path(__file__).parents[1] / f"examples/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def hidden(operator):

@@ -1,16 +1,13 @@
 """The estimator of `examples/delta_shift.py`, along paths of matrices that change slowly."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+from helpers import load_example, z_score
 from helpers import many as from_scratch
-from helpers import z_score
 from problems import as_operator, haar, matrix
 
 import traceax as tx
@@ -23,17 +20,7 @@ pytestmark = pytest.mark.x64  # the same in both modes
 N, K, STEPS, NUMBER = 40, 20, 5, 2000
 
 
-def _example():
-    path = pathlib.Path(__file__).parents[1] / "examples/delta_shift.py"
-    spec = importlib.util.spec_from_file_location("delta_shift", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLE = _example()
+EXAMPLE = load_example("delta_shift")
 ESTIMATOR = EXAMPLE.DeltaShiftEstimator()
 
 

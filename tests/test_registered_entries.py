@@ -1,36 +1,22 @@
 """Classes of one's own that register columns and a diagonal, by that of an example."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import assert_close
+from helpers import assert_close, load_example
 from problems import as_array, float_dtype
 
 import traceax as tx
 from traceax.testing import check_entries
 
-ROOT = pathlib.Path(__file__).parents[1]
 GRID, N = (12, 10), 100
 TAKEN = []
 
 
-def _example():
-    path = ROOT / "examples/kronecker_with_holes.py"
-    spec = importlib.util.spec_from_file_location("kronecker_with_holes", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLE = _example()
+EXAMPLE = load_example("kronecker_with_holes")
 
 
 class Counting(EXAMPLE.MaskedKronecker):
