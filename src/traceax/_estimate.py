@@ -187,10 +187,12 @@ class Estimate(eqx.Module):
         used = int(self.stats["num_matvecs"])
         lines[-1] += f", {used} product{'s' * (used != 1)}"
         lines[-1] += self._bracket_in_words()
-        name = "exact" if used >= self._by[1] else self._by[0].removesuffix("Estimator")
-        # The error of an iterative solver may be unknown.
-        unknown = any(np.isinf(x).any() for x in jtu.tree_leaves(self._standard_error))
-        name = "" if unknown and name == "exact" else name
+        name, products_of_exact = self._by
+        name = name.removesuffix("Estimator")
+        if used >= products_of_exact:
+            # The error of an iterative solver may be unknown.
+            errors = jtu.tree_leaves(self._standard_error)
+            name = "" if any(np.isinf(x).any() for x in errors) else "exact"
         lines[-1] += f", {name}" if name else ""
         if bool(any_unmet(self.result)):
             lines[-1] += f"; tolerance not met: {self._forecast()}"

@@ -84,8 +84,11 @@ class Stop(eqx.Module):
         finite = jnp.isfinite(bar.mean)
         half_width, size = (jnp.where(finite, x, 0) for x in (half_width, size))
         rtol, atol = self.rtol.astype(error.dtype), self.atol.astype(error.dtype)
-        norms = {None: jnp.asarray, "largest": jnp.max}
-        norm = {**norms, "root mean square": root_mean_square}[self.norm]
+        norms: dict[Any, Callable[..., Array]] = {
+            "largest": jnp.max,
+            "root mean square": root_mean_square,
+        }
+        norm = norms.get(self.norm, jnp.asarray)
         half_width, size = norm(half_width), norm(size)
         allowed = atol + rtol * size
         if self.solvers is not None:
@@ -121,7 +124,9 @@ class Depth(eqx.Module):
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
 
-def widened(error: Float[Array, "*g"], m: int | Int[Array, ""]) -> Float[Array, "*g"]:
+def widened_for_loop(
+    error: Float[Array, "*g"], m: int | Int[Array, ""]
+) -> Float[Array, "*g"]:
     """Standard error of m samples, for a loop: it stops at bars too short by chance."""
     return error * (1 + _WIDENING / jnp.asarray(m).astype(error.dtype))
 
@@ -245,7 +250,7 @@ def run_until(
         bar, ratio = found.bar, found.ratio
         if isinstance(stop, Stop):
             m = count if num_samples is None else num_samples
-            bar = bar._replace(standard_error=widened(bar.standard_error, m))
+            bar = bar._replace(standard_error=widened_for_loop(bar.standard_error, m))
             ratio = stop.ratio(bar)
         assert ratio is not None
         forecast = forecast.after(ratio, jnp.asarray(count))

@@ -170,8 +170,15 @@ def residual_norms(
     R: Inexact[Array, "m m"], vectors: Square, steps: Steps
 ) -> Float[Array, " k"]:
     """`|A v_i - theta_i v_i|` of the Ritz pairs: an eigenvalue is that close to theta_i."""
+    return column_norms(_residuals(R, vectors, steps))
+
+
+def _residuals(
+    R: Inexact[Array, "m m"], vectors: Square, steps: Steps
+) -> Inexact[Array, "m k"]:
+    """Residuals of the Ritz pairs, as coordinates in the next block Z."""
     last = jax.lax.dynamic_slice_in_dim(vectors, len(R) * (steps - 1), len(R), 0)
-    return column_norms(matmul(R, last))
+    return matmul(R, last)
 
 
 def smallest_extension(
@@ -199,8 +206,7 @@ def smallest_extension(
     """
     values, vectors = pairs
     k, m = T.shape[0], R.shape[0]
-    last = jax.lax.dynamic_slice_in_dim(vectors, m * (steps - 1), m, 0)
-    inside = matmul(R, last)
+    inside = _residuals(R, vectors, steps)
     distance = values - lower
     found = distance <= 10 * jnp.finfo(T.dtype).eps * largest_entry(values)
     inverse = jnp.where(found, 0, 1 / jnp.where(found, 1, distance)).astype(T.dtype)

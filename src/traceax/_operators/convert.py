@@ -96,11 +96,8 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     right = callable(x) and not isinstance(x, type)
     if right and is_matrix and like is None:
         # A call need not be a product: a `hamiltonian` of quspin evaluates itself.
-        right, hint = (
-            False,
-            "pass its array, such as x.toarray() or x.full(), or a function",
-        )
-        hint = f"{hint} that multiplies"
+        right, way = False, "x.toarray() or x.full()"
+        hint = f"pass its array, such as {way}, or a function that multiplies"
     require(right, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
     return linear_function(x, _structure(like), solver_tags(x))
 

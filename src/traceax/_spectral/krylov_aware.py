@@ -8,7 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._accuracy.tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened
+from .._accuracy.tolerance import (
+    LEAST_PRODUCTS,
+    Check,
+    Depth,
+    run_until,
+    widened_for_loop,
+)
 from .._arguments import check_optional_integer, without_numpy
 from .._linalg.krylov import (
     arnoldi,
@@ -186,9 +192,9 @@ class KrylovAwareEstimator(SpectralEstimator):
         errors, forms = sums.errors, sums.forms
         stats = {"num_matvecs": used, **sums.stats}
         if not to_depth:
-            errors = [widened(x, m) for x in errors]
+            errors = [widened_for_loop(x, m) for x in errors]
             if forms is not None:
-                error = widened(forms.standard_errors, m)
+                error = widened_for_loop(forms.standard_errors, m)
                 forms = forms._replace(standard_errors=error)
             stats["products_needed"] = width * loop.forecast.needed
         return SpectralOutcome(sums.means, errors, sums.freedoms, stats, blocks, forms)
