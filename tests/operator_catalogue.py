@@ -224,7 +224,7 @@ class MatVec(scipy.sparse.linalg.LinearOperator):
 def _preconditioned():
     p = arrays()
     operator = _matrix(_psd(p), PSD)
-    made = make_preconditioner(jax.random.key(0), operator, 3, p["d"] / 10, "here")
+    made = make_preconditioner(jax.random.key(0), operator, 3, p["d"] / 10)
     M = made.apply(jnp.eye(N, dtype=p["a"].dtype))
     exact = M @ (_psd(p) + jnp.diag(p["d"] / 10)) @ M.T
     return PreconditionedLinearOperator(operator, made), np.asarray(exact)

@@ -53,6 +53,7 @@ LAYERS = [
     "_by_block",
     "_diagonal",
     "_divergence",
+    "_problem",
     "_likelihood",
     "_spectral_sums",
     "testing",

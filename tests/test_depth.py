@@ -51,6 +51,7 @@ def exact_root(p):
     return jnp.sum(jnp.sqrt(jnp.linalg.eigvalsh(p.dense(observations(N)[0]))))
 
 
+KRYLOV = tx.KrylovAwareEstimator()
 DOORS = {
     "likelihood": (likelihood, exact_likelihood, 0.1),
     "log determinant": (log_determinant, exact_log_determinant, 0.0),
@@ -64,7 +65,7 @@ def test_steps_are_taken_until_what_is_left_does_not_matter(name):
     door, exact, negligible = DOORS[name]
 
     @ft.partial(jax.jit, static_argnums=(2, 3))
-    def run(p, direction, k=None, estimator=None):
+    def run(p, direction, k=None, estimator=KRYLOV):
         def ends(p):
             estimate = door(p, k, estimator)
             return (estimate.value, *estimate.stats["bracket"]), estimate
@@ -101,7 +102,7 @@ def test_terms_are_those_of_the_likelihood_and_without_a_bracket_k_is_asked_for(
     p, key = process(), jr.key(3)
     K, noise = p.kernel(x), p.noise
     pivots = tx.choose_pivots(key, K, 40, shift=noise)
-    given = {"shift": noise, "preconditioner": pivots}
+    given = {"estimator": KRYLOV, "shift": noise, "preconditioner": pivots}
     terms = tx.inv_quad_logdet(key, K, y, **given)
     found = tx.gaussian_log_likelihood(key, K, y, **given)
     constant = N * math.log(2 * math.pi)
@@ -117,7 +118,7 @@ def test_terms_are_those_of_the_likelihood_and_without_a_bracket_k_is_asked_for(
     for call in (
         lambda: tx.trace_function(key, jnp.exp, K),
         lambda: tx.trace_function(key, jnp.sqrt, plain, monotone=True),
-        lambda: tx.logdet(key, plain),
+        lambda: tx.logdet(key, plain, estimator=KRYLOV),
         lambda: tx.logdet(key, K, None, quadrature, shift=noise),
     ):
         with pytest.raises(TypeError, match=r"k must .* unless .* has a bracket"):
@@ -130,10 +131,12 @@ def test_few_observations_have_exact_answers(n):
     p = process(0.1)
     run = eqx.filter_jit(tx.gaussian_log_likelihood)
     for columns in (None, min(n, 3)) if n in (1, 5) else (None,):
-        estimate = run(jr.key(0), p.kernel(x), y, shift=p.noise, preconditioner=columns)
-        assert_close(estimate.value, p.exact_likelihood(x, y), 1e-4, 1e-4)
-        assert estimate.standard_error < 1e-3
-        assert estimate.stats["num_matvecs"] == n
+        given = {"shift": p.noise, "preconditioner": columns}
+        for estimator, taken in ((KRYLOV, n), (None, 0)):
+            estimate = run(jr.key(0), p.kernel(x), y, None, estimator, **given)
+            assert_close(estimate.value, p.exact_likelihood(x, y), 1e-4, 1e-4)
+            assert estimate.standard_error < 1e-3
+            assert estimate.stats["num_matvecs"] == taken
 
 
 @pytest.mark.x64

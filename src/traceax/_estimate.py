@@ -13,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
 from ._arguments import check_level
 from ._results import (
@@ -192,7 +192,8 @@ class Estimate(eqx.Module):
         if used >= products_of_exact:
             # The error of an iterative solver may be unknown.
             errors = jtu.tree_leaves(self._standard_error)
-            name = "" if any(np.isinf(x).any() for x in errors) else "exact"
+            said = any(np.isinf(x).any() for x in errors) or "(exact)" in lines[-1]
+            name = "" if said else "exact"
         lines[-1] += f", {name}" if name else ""
         if bool(any_unmet(self.result)):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
@@ -300,7 +301,9 @@ def _joint_slope(primals, tangents):
 def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
     """The ends of a bracket, with the derivative of the value."""
     return jtu.tree_map(
-        lambda end, x: end + (x - jax.lax.stop_gradient(x)), ends, value
+        lambda end, x: jax.lax.stop_gradient(end) + (x - jax.lax.stop_gradient(x)),
+        ends,
+        value,
     )
 
 
@@ -325,13 +328,19 @@ def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     return f"{number} +- {rounded(error, 2)} (95 %: {low} to {high})"
 
 
+@eqx.filter_jit
+def _verdict(results: list[RESULTS]) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
+    """Whether any value must not be used, and whether a tolerance is not met."""
+    return ft.reduce(op.or_, map(has_failed, results)), any_unmet(results)
+
+
 def raise_failure(estimate: Estimate, *, warn: bool = True) -> Estimate:
     """The estimate; using it, or a derivative of it, raises if it failed.
 
     A tolerance that is not met is no failure: outside of a program it is a warning.
     """
-    results, unmet = results_of(estimate.result), any_unmet(estimate.result)
-    failed = ft.reduce(op.or_, map(has_failed, results))
+    results = results_of(estimate.result)
+    failed, unmet = _verdict(results)
     known = not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0
     if warn and known and bool(unmet):
         # We point at the user's line, which wrappers of methods may hide.

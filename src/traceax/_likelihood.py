@@ -1,34 +1,17 @@
 """The likelihood of a Gaussian process: a log-determinant, a solve and a quadratic form."""
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
 import lineax as lx
-import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
+from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.tolerance import Stop
-from ._arguments import check_key, check_real_scalar, require
-from ._drive import limits, run_estimator
-from ._estimate import Estimate, joint_error, raise_failure, with_slopes
-from ._linalg.whitening import Preconditioner, Whitening
-from ._operators.block import Space, as_data, space_of
-from ._operators.check import checked_operator
-from ._operators.entries import diagonal_of, has_known_entries
-from ._preconditioner import PreconditionedLinearOperator, make_preconditioner, noise_of
+from ._arguments import check_real_scalar
+from ._estimate import Estimate, raise_failure
+from ._problem import Given, Problem, solve
 from ._progress import NO_PROGRESS_METER, ProgressMeter
-from ._results import RESULTS, finite_or_failed
-from ._spectral.base import SpectralState, likelihood_bar
-from ._spectral.blocks import Terms
 from ._spectral.estimate import Options
-from ._spectral.function import LOG
 from ._spectral.krylov_aware import KrylovAwareEstimator
-
-Given = int | Int[Array, " r"] | Preconditioner | None
-_OF_B = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
 
 
 class InvQuadLogdet(eqx.Module):
@@ -80,16 +63,20 @@ def inv_quad_logdet(
     | bias | of the solution, that of conjugate gradients; half of each bracket at most |
     | standard errors | as for [`traceax.logdet`][]; of `inv_quad` from its bracket alone, as nothing about it is random |
 
-    **Arguments:** those of [`traceax.logdet`][] but `trace`, of which k may always be left
-    out, as [`traceax.KrylovAwareEstimator`][] describes; and
+    Exact, by one Cholesky factorisation, if `k` and `estimator` are left out, n is at most
+    2,000, and entries are read, as in [`traceax.columns`][]: `n^3 / 3` operations, `2 n^3`
+    more for a derivative, and memory for about five matrices. No preconditioner is made then.
+
+    **Arguments:** those of [`traceax.logdet`][] but `trace`. k may always be left out: above
+    2,000 observations [`traceax.KrylovAwareEstimator`][] describes the depth. And
 
     - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such
         as a [`traceax.KernelLinearOperator`][]. It need not be tagged.
     - `y`: an array of shape `(n,)`, or `(n, q)` for q right-hand sides. Each takes as many
         products as a probe. Of what is missing see `RESULTS.y_not_finite`.
     - `estimator`: a [`traceax.KrylovAwareEstimator`][].
-    - `shift`: N, the noise: a positive number, or an array of one for each of the n
-        observations.
+    - `shift`: N, the noise: a positive number, an array of one for each of the n
+        observations, or a PyTree in the structure of the operator.
     - `preconditioner`: how many columns of K a preconditioner is made of, at most; or
         which, from [`traceax.choose_pivots`][], as along a fit; or one of your own, a
         [`traceax.Preconditioner`][], beside which the noise may be 0; none by default.
@@ -109,11 +96,9 @@ def inv_quad_logdet(
     doi:10.1007/s10915-025-02799-z, for the brackets.
     """
     where = "traceax.inv_quad_logdet"
-    problem = _pose(where, key, operator, shift, preconditioner, y, throw)
     options = Options(rtol, atol, level, progress_meter, throw)
-    estimate = problem.estimate(k, estimator, options)
-    logdet, inv_quad = problem.logdet(estimate), problem.inv_quad(estimate)
-    solution = problem.solution(estimate)
+    given = key, operator, y, k, estimator, shift, preconditioner, options
+    logdet, inv_quad, solution = solve(where, Problem.terms, *given)
     if throw:
         # One warning for both.
         logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad, warn=False)
@@ -162,9 +147,9 @@ def gaussian_log_likelihood(
     **Raises:** as [`traceax.inv_quad_logdet`][].
     """
     where = "traceax.gaussian_log_likelihood"
-    problem = _pose(where, key, operator, shift, preconditioner, y, throw)
     options = Options(rtol, atol, level, progress_meter, throw)
-    estimate = problem.likelihood(problem.estimate(k, estimator, options))
+    given = key, operator, y, k, estimator, shift, preconditioner, options
+    estimate = solve(where, Problem.likelihood, *given)
     return raise_failure(estimate) if throw else estimate
 
 
@@ -179,203 +164,9 @@ def preconditioned_logdet(
     options: Options,
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
-    throw, hint = options.throw, "it is that of the operator, without its shift"
     if options.trace is not None:
+        hint = "it is that of the operator, without its shift"
         check_real_scalar(options.trace, "trace", where, hint)
-    problem = _pose(where, key, operator, shift, preconditioner, None, throw)
-    estimate = problem.logdet(problem.estimate(k, estimator, options))
-    return raise_failure(estimate) if throw else estimate
-
-
-def _pose(
-    where: str,
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    shift: ArrayLike,
-    preconditioner: Given,
-    y: Any,
-    throw: bool,
-) -> "_Problem":
-    """The problem of these arguments, once checked."""
-    key, operator = check_key(key, where), checked_operator(operator, where)
-    space = space_of(operator)
-    own = isinstance(preconditioner, Preconditioner)
-    noise = noise_of(operator, shift, where, throw=throw, positive=not own)
-    P = make_preconditioner(key, operator, preconditioner, noise, where)
-    shape, right, finite = (space.size, 0), None, jnp.asarray(True)
-    if y is not None:
-        y = _check_right(y, space, where)
-        shape, right = y.shape, P.apply(y.reshape(space.size, -1))
-        finite = jnp.isfinite(y).all()
-    lower = P.lower
-    if lower is not None:
-        lower = jax.lax.stop_gradient(jnp.asarray(lower, space.real_dtype))
-    B = PreconditionedLinearOperator(as_data(operator), P, noise if own else None)
-    trace = None
-    if preconditioner is None and has_known_entries(operator):
-        # That of B; with columns it takes a product for each.
-        trace = space.size + jnp.sum(jnp.real(diagonal_of(operator)) / noise)
-    state = SpectralState(key, B, LOG, lower, right, P, trace)
-    return _Problem(where, state, P, noise, shape, finite)
-
-
-class _Problem(NamedTuple):
-    """The operator `B = M (K + N) M^*`, at least 1, and right-hand sides `M y`.
-
-    - `where`: the name that error messages start with.
-    - `state`: of B.
-    - `preconditioner`: M, differentiable.
-    - `noise`: N.
-    - `shape`: that of y; `(n, 0)` without it.
-    - `finite`: whether y is.
-    """
-
-    where: str
-    state: SpectralState
-    preconditioner: Preconditioner
-    noise: Float[Array, " n"]
-    shape: tuple[int, ...]
-    finite: Bool[Array, ""]
-
-    @property
-    def number(self) -> int:
-        """How many right-hand sides there are."""
-        return math.prod(self.shape[1:])
-
-    def estimate(self, k: int | None, estimator: Any, options: Options) -> Estimate:
-        """`tr log B`, and the quadratic forms."""
-        state, where = self.state, self.where
-        space = state.space
-        stop = options.stop(space.compute_dtype, where)
-        estimator = KrylovAwareEstimator() if estimator is None else estimator
-        require(
-            isinstance(estimator, KrylovAwareEstimator),
-            where,
-            "estimator must be a traceax.KrylovAwareEstimator",
-            estimator,
-            "pass an instance, or None",
-            TypeError,
-        )
-        most, stop = limits(estimator, state, k, stop, options.progress_meter, where)
-        least = 1 + self.number
-        what = f"k must be at least {least}, a product for a probe and for each column of y"
-        got = "none, and its default is too small" if k is None else str(most)
-        hint = f"more steps make it accurate; n = {space.size} give the exact answer"
-        require(most >= min(least, space.size), where, what, got, hint)
-        if isinstance(stop, Stop):
-            stop = self._stop(stop)
-        return run_estimator(estimator, state, most, stop, throw=False)
-
-    def _stop(self, stop: Stop) -> Stop:
-        known = self.preconditioner.logdet if self.number == 0 else self._constant()
-        offset = jax.lax.stop_gradient(known)
-        return stop.for_part(None, offset.astype(self.state.space.compute_dtype))
-
-    def _constant(self) -> Float[Array, ""]:
-        """The log likelihood but for the terms of B."""
-        of_two_pi = self.state.space.size * math.log(2 * math.pi)
-        return -self.number * (self.preconditioner.logdet + of_two_pi) / 2
-
-    def logdet(self, estimate: Estimate) -> Estimate:
-        """`log det P + tr log B`."""
-        known = self.preconditioner.logdet
-        value, error = _of_terms(estimate, "logdet")
-        stats = dict(estimate.stats)
-        stats["bracket"] = tuple(
-            x + jax.lax.stop_gradient(known) for x in self._bracket(estimate)
-        )
-        error = _with_rounding(error, value, known)
-        return self._made(estimate, value + known, error, stats)
-
-    def inv_quad(self, estimate: Estimate) -> Estimate:
-        """`b^* B^-1 b` of each right-hand side."""
-        value, error = _of_terms(estimate, "inv_quad")
-        kept = "num_matvecs", "products_needed", "bracket_is_proven"
-        stats = {
-            **{name: x for name, x in estimate.stats.items() if name in kept},
-            "bracket": tuple(map(self._like_y, estimate.stats["inv_quad_bracket"])),
-            "degrees_of_freedom": jnp.full(self.shape[1:], jnp.inf, error.dtype),
-        }
-        value, error = self._like_y(value), self._like_y(error)
-        return self._made(estimate, value, error, stats)
-
-    def _like_y(self, x: Array) -> Array:
-        return x.reshape(self.shape[1:])
-
-    def solution(self, estimate: Estimate) -> Inexact[Array, "n ..."]:
-        """`A^-1 y = M^* B^-1 M y`."""
-        P = jax.lax.stop_gradient(self.preconditioner)
-        return P.apply_adjoint(estimate.stats["solution"]).reshape(self.shape)
-
-    def likelihood(self, estimate: Estimate) -> Estimate:
-        """The log density of y."""
-        error = Terms(*(_of_terms(estimate, name)[1] for name in Terms._fields))
-        stats = dict(estimate.stats)
-        bar = likelihood_bar(estimate.value, error, stats["degrees_of_freedom"])
-        constant = self._constant()
-        ends = zip(self._bracket(estimate), stats.pop("inv_quad_bracket"), strict=True)
-        totals = [-(self.number * x + jnp.sum(y)) / 2 for x, y in ends]
-        known = jax.lax.stop_gradient(constant)
-        stats["bracket"] = tuple(known + x for x in reversed(totals))
-        error = _with_rounding(bar.standard_error, bar.mean, constant)
-        likelihood = self._made(estimate, bar.mean + constant, error, stats)
-        stats = {**likelihood.stats, "solution": self.solution(estimate)}
-        return eqx.tree_at(lambda e: e.stats, likelihood, stats)
-
-    def _bracket(self, estimate: Estimate) -> tuple[Array, Array]:
-        return jax.lax.stop_gradient(estimate.stats["bracket"])
-
-    def _made(self, estimate: Estimate, value, error, stats) -> Estimate:
-        P = self.preconditioner
-        # Those of B say little of A.
-        kept = {name: x for name, x in stats.items() if name not in _OF_B}
-        stats, result = kept, estimate.result
-        failures = [(~self.finite, RESULTS.y_not_finite)]
-        if isinstance(P, Whitening):
-            residual = jax.lax.stop_gradient(P.residual_trace) / self.state.space.size
-            stats = {**kept, "num_columns": P.num_columns, "residual": residual}
-            failures = [
-                (~P.semidefinite, RESULTS.not_semidefinite),
-                (~jnp.isfinite(P.residual_trace), RESULTS.nonfinite),
-                (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
-                *failures,
-            ]
-        for bad, reason in failures:
-            result = RESULTS.where(bad, reason, result)
-        result = finite_or_failed(value, result)
-        stats["bracket"] = tuple(with_slopes(x, value) for x in stats["bracket"])
-        return Estimate(value, error, result, stats, self.state, estimate._by)
-
-
-def _of_terms(estimate: Estimate, name: str) -> tuple[Array, Array]:
-    value, error = estimate.value, estimate._standard_error
-    if not isinstance(value, Terms):
-        return value, error
-    return getattr(value, name), getattr(error, name)
-
-
-def _with_rounding(error, *parts) -> Float[Array, ""]:
-    """The standard error of a sum, which is rounded."""
-    size = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
-    rounding = 4 * jnp.finfo(error.dtype).eps * size
-    return joint_error(error, rounding)
-
-
-def _check_right(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:
-    n = space.size
-    hint = f"pass the n = {n} observations, or a column of them for each output"
-    is_array = isinstance(y, jax.Array | np.ndarray)
-    require(is_array, where, "y must be an array", y, hint, TypeError)
-    numbers = jnp.issubdtype(y.dtype, jnp.number)
-    require(numbers, where, "y must hold numbers", y, hint, TypeError)
-    shaped = y.ndim in (1, 2) and y.shape[0] == n and y.size > 0
-    what = f"y must be of shape ({n},) or ({n}, q)"
-    require(shaped, where, what, y, hint)
-    real = space.is_complex or not jnp.iscomplexobj(y)
-    what = "y must be real, as the operator is"
-    hint = (
-        "pass its real and imaginary parts as two columns, "
-        "jnp.stack([y.real, y.imag], axis=1)"
-    )
-    require(real, where, what, y, hint, TypeError)
-    return jnp.asarray(y, space.compute_dtype)
+    given = key, operator, None, k, estimator, shift, preconditioner, options
+    estimate = solve(where, Problem.logdet, *given)
+    return raise_failure(estimate) if options.throw else estimate

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
@@ -15,7 +16,7 @@ from ._arguments import check_key, check_real_scalar, require, without_numpy
 from ._linalg.pivoted_cholesky import Pivots, choose, spread
 from ._linalg.whitening import Preconditioner, Whitening, scale_only, whiten
 from ._operators.block import ByProducts, apply_block, as_data, jitted, space_of
-from ._operators.check import checked_operator
+from ._operators.check import checked_operator, shift_of
 from ._operators.entries import columns_of, diagonal_of, has_known_entries
 
 # Probe j is drawn from `fold_in(key, j)`.
@@ -83,31 +84,40 @@ def choose_pivots(
     return indices
 
 
+def check_preconditioner(
+    given: Any, operator: lx.AbstractLinearOperator, where: str
+) -> int | Int[Array, " r"] | Preconditioner | None:
+    """A number of columns, pivots, a preconditioner or `None`, for this operator."""
+    space, given = space_of(operator), without_numpy(given)
+    if given is None:
+        return None
+    if isinstance(given, Preconditioner):
+        return check_own(given, space.size, space.compute_dtype, where)
+    _with_entries(operator, where)
+    if isinstance(given, int):
+        return _check_number(given, space.size, "preconditioner", where)
+    return _check_pivots(given, space.size, where)
+
+
 def make_preconditioner(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
     preconditioner: int | Int[Array, " r"] | Preconditioner | None,
     noise: Float[Array, " n"],
-    where: str,
 ) -> Preconditioner:
     """That of `operator + noise`, of so many columns at most, of pivots chosen before, or
-    the given one."""
-    space = space_of(operator)
-    n, dtype = space.size, space.compute_dtype
+    the given one, once checked."""
     if preconditioner is None:
-        return scale_only(noise, dtype)
+        return scale_only(noise, space_of(operator).compute_dtype)
     if isinstance(preconditioner, Preconditioner):
-        return check_own(preconditioner, n, dtype, where)
-    operator = _with_entries(operator, where)
-    preconditioner = without_numpy(preconditioner)
+        return preconditioner
     if isinstance(preconditioner, int):
-        number = _check_number(preconditioner, n, "preconditioner", where)
         key = jax.random.fold_in(key, _KEY_OF_PIVOTS)
-        pivots = _choose(key, operator, noise, number)
+        pivots = _choose(key, operator, noise, preconditioner)
         made = _make(operator, noise, pivots.indices)
         semidefinite = made.semidefinite & pivots.semidefinite
         return eqx.tree_at(lambda x: x.semidefinite, made, semidefinite)
-    return _make(operator, noise, _check_pivots(preconditioner, n, where))
+    return _make(operator, noise, preconditioner)
 
 
 class PreconditionedLinearOperator(ByProducts):
@@ -137,9 +147,10 @@ class PreconditionedLinearOperator(ByProducts):
 
 @jitted
 def _choose(
-    key, operator, noise: Float[Array, " n"], number: int, later=False
+    key, operator, noise: Float[Array, "*n"], number: int, later=False
 ) -> Pivots:
     """Pivots that the noise asks for, and with `later` those that `spread` adds."""
+    noise = jnp.broadcast_to(noise, space_of(operator).size)
     arrays, others = eqx.partition((operator, noise), eqx.is_array)
     operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), others)
     scale = jax.lax.rsqrt(noise)
@@ -234,21 +245,13 @@ def noise_of(
     *,
     throw: bool,
     positive: bool = True,
-) -> Float[Array, " n"]:
-    """The noise of every unknown, positive unless it is traced, or not to throw."""
+) -> Float[Array, "*n"]:
+    """The noise, a scalar or `(n,)`; positive unless it is traced, or not to throw."""
     space = space_of(operator)
     hint = "it is the noise, a positive number or one for each observation"
-    numbers = int | float | np.number | np.ndarray | jax.Array
-    number = isinstance(shift, numbers) and not isinstance(shift, bool)
-    what = "shift must be a real number or array"
-    require(number, where, what, shift, hint, TypeError)
-    traced = isinstance(shift, jax.core.Tracer)
-    given = shift if traced else np.asarray(shift)
-    real = any(jnp.issubdtype(given.dtype, x) for x in (jnp.floating, jnp.integer))
-    what = f"shift must be real and of shape () or ({space.size},)"
-    require(real and given.shape in ((), (space.size,)), where, what, shift, hint)
-    if throw and positive and not traced:
-        least = float(np.min(given))
-        require(least > 0, where, "shift must be positive", f"{least:.3g}", hint)
-    shift = jnp.asarray(given, space.real_dtype)
-    return jnp.broadcast_to(shift, (space.size,))
+    noise = shift_of(shift, space, where, hint)
+    for x in jtu.tree_leaves(shift):
+        if throw and positive and not isinstance(x, jax.core.Tracer):
+            least = float(np.min(np.asarray(x, float), initial=np.inf))
+            require(least > 0, where, "shift must be positive", f"{least:.3g}", hint)
+    return noise

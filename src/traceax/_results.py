@@ -29,9 +29,11 @@ class RESULTS(eqx.Enumeration):
         "use a dtype of wider range."
     )
     not_semidefinite = (
-        "The operator is tagged positive (or negative) semidefinite, but its products "
-        "show that it is not. Remove the tag, or use an estimator that does not need "
-        "it, such as traceax.XTraceEstimator."
+        "The operator is tagged positive (or negative) semidefinite, or a likelihood needs "
+        "it to be, but its products or its Cholesky factorisation show that it is not. "
+        "Remove the tag, or use an estimator that does not need it, such as "
+        "traceax.XTraceEstimator. Rounding makes eigenvalues of a covariance negative that "
+        "are near 0: increase its noise, or use 64 bits."
     )
     not_hermitian = (
         "A function of the operator's eigenvalues was asked for, but its products show "

@@ -16,8 +16,8 @@ from ._accuracy.tolerance import check_tolerance
 from ._arguments import check_real_scalar, inexact, known_number, require
 from ._estimate import Estimate, raise_failure, scaled_error
 from ._likelihood import Given, preconditioned_logdet
-from ._operators.block import is_positive_semidefinite, space_of
-from ._operators.check import ShiftedLinearOperator, checked_operator
+from ._operators.block import is_known, is_positive_semidefinite, jitted, space_of
+from ._operators.check import ShiftedLinearOperator, checked_operator, shift_of
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._results import finite_or_failed
 from ._spectral.base import SpectralEstimator
@@ -135,13 +135,20 @@ def logdet(
     the error of the Krylov space; the same multiple of the identity inside of the operator
     does not.
 
+    The answer is exact, by one Cholesky factorisation, if `k` and `estimator` are left out, there
+    are at most 2,000 unknowns, and entries are read, as in [`traceax.columns`][]. It is exact for
+    triangular and tridiagonal operators, by class or tag, too. If these aren't tagged symmetric
+    or positive semidefinite, the value is `log |det(A + shift I)|`, and `stats["sign"]` the sign
+    or phase.
+
     **Arguments:** those of [`traceax.trace_function`][] but `fn`, `lower`, `monotone`, and
 
     - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite. For a singular
-        one the value is finite below n products, though the truth is minus infinity: pass a
-        shift, or lift a null space that is known (the recipe for pseudo-determinants).
-    - `shift`: a real scalar, may be traced and differentiated; or a positive number for
-        each of the n unknowns, of a positive semidefinite A.
+        one an estimate is finite, though the truth is minus infinity: pass a shift, or lift a
+        null space that is known (the recipe for pseudo-determinants).
+    - `shift`: a real scalar, may be traced and differentiated; or n numbers, or a PyTree in the
+        structure of the operator whose leaves are scalars or arrays. They must be positive, and
+        A positive semidefinite, unless it is diagonal, triangular or tridiagonal.
     - `preconditioner`: of a positive semidefinite A and a positive shift, or one of your own
         of a positive definite `A + shift I`, as for [`traceax.inv_quad_logdet`][], which
         estimates both terms of a likelihood at once.
@@ -152,7 +159,7 @@ def logdet(
     """
     where = "traceax.logdet"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
-    if preconditioner is not None or np.ndim(shift) == 1:
+    if preconditioner is not None or _is_noise(operator, shift, where):
         return preconditioned_logdet(
             where, key, operator, k, estimator, shift, preconditioner, options
         )
@@ -180,8 +187,8 @@ def trace_inverse(
     `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)`, whose k
     counts solves.
 
-    Arguments, and what is returned, are those of [`traceax.logdet`][], without a
-    preconditioner and with a scalar shift.
+    Arguments, exact answers and what is returned are those of [`traceax.logdet`][], without a
+    preconditioner or `stats["sign"]`.
     """
     where = "traceax.trace_inverse"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
@@ -234,8 +241,15 @@ def schatten_norm(
     options = Options(rtol, None, level, progress_meter, False, trace)
     function = SpectralFunction(Power(power), monotone=known is not None and known <= 1)
     total = estimate_function(where, key, function, operator, k, estimator, options)
+    estimate = _norm(total, power)
+    return raise_failure(estimate) if throw else estimate
+
+
+@jitted
+def _norm(total: Estimate, power: Float[Array, ""]) -> Estimate:
+    """The root of a sum of powers."""
     stats = dict(total.stats)
-    unit = stats.pop("unit", jnp.ones((), dtype))
+    unit = stats.pop("unit", jnp.ones_like(power))
     root = ft.partial(_root, power=power, unit=unit)
     if "bracket" in stats:
         stats["bracket"] = tuple(root(x) for x in stats["bracket"])
@@ -245,8 +259,7 @@ def schatten_norm(
     slope = jnp.where(positive, value / slope, 1)
     error = scaled_error(slope, total._standard_error)
     result = finite_or_failed(value, total.result)
-    estimate = Estimate(value, error, result, stats, total.state, total._by)
-    return raise_failure(estimate) if throw else estimate
+    return Estimate(value, error, result, stats, total.state, total._by)
 
 
 def _root(
@@ -326,6 +339,24 @@ def spectral_density(
     return SpectralDensity(stats["ritz_values"], stats["ritz_weights"])
 
 
+# Structures of which a diagonal is no noise, but a part.
+_STRUCTURES = (
+    lx.is_diagonal,
+    lx.is_tridiagonal,
+    lx.is_lower_triangular,
+    lx.is_upper_triangular,
+)
+_SHIFT = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"
+
+
+def _is_noise(operator: Any, shift: Any, where: str) -> bool:
+    """Whether a shift is a noise for each unknown, of which a likelihood takes care."""
+    if not isinstance(operator, lx.AbstractLinearOperator):
+        return False
+    scalar = np.ndim(shift_of(shift, space_of(operator), where, _SHIFT)) == 0
+    return not scalar and not is_known(operator, *_STRUCTURES)
+
+
 def _shifted(
     operator: lx.AbstractLinearOperator, shift: ArrayLike, options: Options, where: str
 ) -> tuple[lx.AbstractLinearOperator, Float[Array, ""] | None, Options]:
@@ -335,18 +366,18 @@ def _shifted(
         return operator, None, options  # refused later
     if isinstance(shift, int | float) and shift == 0:
         return operator, None, options
-    hint = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"
-    check_real_scalar(shift, "shift", where, hint)
     space = space_of(operator)
-    scalar = jnp.asarray(shift, jnp.finfo(space.dtype).dtype)
-    total = ShiftedLinearOperator(operator, scalar)
+    added = shift_of(shift, space, where, _SHIFT)
+    total = ShiftedLinearOperator(operator, added)
     if options.trace is not None:
         hint = "it is that of the operator without its shift"
         check_real_scalar(options.trace, "trace", where, hint)
-        trace = jnp.asarray(options.trace, scalar.dtype)
-        options = options._replace(trace=trace + space.size * scalar)
+        trace = jnp.asarray(options.trace, space.real_dtype)
+        more = space.size * added if added.ndim == 0 else jnp.sum(added)
+        options = options._replace(trace=trace + more)
     if not is_positive_semidefinite(operator):
         return total, None, options
     if isinstance(shift, int | float) and shift > 0:
         total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
-    return total, jax.lax.stop_gradient(scalar), options
+    lower = jnp.min(added) if added.ndim else added
+    return total, jax.lax.stop_gradient(lower), options

@@ -21,7 +21,13 @@ from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
 from ._functional import Functional, Trace
-from ._operators.block import has_real_trace, is_semidefinite, parts_of
+from ._operators.block import (
+    has_real_trace,
+    is_semidefinite,
+    jitted,
+    parts_of,
+    with_data,
+)
 from ._operators.check import as_complex
 from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._operators.inverse import InverseLinearOperator, expand_inverse
@@ -141,13 +147,22 @@ def estimate_whole(
     throw: bool,
 ) -> Estimate:
     """The estimate of a new state's functional: exact parts, and an estimator for the rest."""
+    k = budget_of(k, stop, state.space.size, where)
+    if estimator is not None:
+        _check_estimator(estimator, state.functional, where)
+    estimate = _estimate(with_data(state), k, estimator, stop)
+    return raise_failure(estimate) if throw else estimate
+
+
+@jitted
+def _estimate(
+    state: TraceState, k: int, estimator: TraceEstimator | None, stop: Stop | None
+) -> Estimate:
     operator, space, functional = state.operator, state.space, state.functional
-    k = budget_of(k, stop, space.size, where)
     if estimator is None:
         # An exact answer takes as many solves without its terms apart.
         split = _split(operator, k, expand=k < space.size or stop is not None)
     else:
-        _check_estimator(estimator, functional, where)
         split = _Split(None, 0, None, operator)
     if split.remainder is None:
         choice = CHOICES.structure
@@ -181,8 +196,7 @@ def estimate_whole(
         real = has_real_trace(operator)
         # What was kept is of the rest alone: the state is one that begins anew.
         estimate = _combine(estimate, state, split, real=real)
-    estimate = set_choice(estimate, choice)
-    return raise_failure(estimate) if throw else estimate
+    return set_choice(estimate, choice)
 
 
 def _check_estimator(estimator: Any, functional: Functional, where: str) -> None:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, PyTree
+from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._arguments import check_integers, kind_of, require
 from .._linalg.types import axes_of, layouts_noted, widened
 from .block import (
     ByProducts,
+    Space,
     complex_dtype,
     forward_mode,
     is_data,
@@ -24,6 +25,7 @@ from .block import (
     parts_of,
     structure_of,
     tags_of,
+    unflatten,
 )
 
 
@@ -152,16 +154,28 @@ def _complex(structure: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 class ShiftedLinearOperator(ByProducts):
-    """`A + shift I`. A sum compares types of arrays, which differ in `jax.shard_map`."""
+    """`A + shift I`, or A plus a diagonal. A sum compares types of arrays, which differ in
+    `jax.shard_map`."""
 
     operator: lx.AbstractLinearOperator
-    shift: Inexact[Array, ""]
+    shift: Inexact[Array, "*n"]
+
+    @property
+    def added(self) -> lx.AbstractLinearOperator:
+        """The multiple of the identity without its factor, or the diagonal."""
+        structure = self.in_structure()
+        if self.shift.ndim == 0:
+            return lx.IdentityLinearOperator(structure)
+        return lx.DiagonalLinearOperator(unflatten(self.shift, structure))
 
     def mv(self, vector):
-        def shifted(product, x):
-            return product + self.shift.astype(product.dtype) * x.astype(product.dtype)
+        def shifted(product, x, shift):
+            return product + shift.astype(product.dtype) * x.astype(product.dtype)
 
-        return jtu.tree_map(shifted, self.operator.mv(vector), vector)
+        shift = jtu.tree_map(lambda _: self.shift, vector)
+        if self.shift.ndim:
+            shift = unflatten(self.shift, self.in_structure())
+        return jtu.tree_map(shifted, self.operator.mv(vector), vector, shift)
 
     def _knows(self, check):
         lost = *_SEMIDEFINITE, lx.has_unit_diagonal
@@ -169,6 +183,43 @@ class ShiftedLinearOperator(ByProducts):
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()
+
+
+def shift_of(shift: Any, space: Space, where: str, hint: str) -> Float[Array, "*n"]:
+    """A scalar or a vector `(n,)` from a scalar, a vector, or a PyTree in the operator's
+    structure. Leaves of a PyTree are scalars, or have the shapes of the operator's leaves.
+    """
+    leaves, treedef = jtu.tree_flatten(shift)
+    numbers = int | float | complex | np.number | np.ndarray | jax.Array
+    what = "shift must be a real number or array"
+    for x in leaves or [shift]:
+        number = isinstance(x, numbers) and not isinstance(x, bool)
+        require(number, where, what, x, hint, TypeError)
+    given = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
+    single = treedef == jtu.tree_structure(0)
+    flat = single and given[0].shape in ((), (space.size,))
+    fits = flat or (
+        treedef == space.treedef
+        and all(
+            x.shape in ((), y.shape) for x, y in zip(given, space.leaves, strict=True)
+        )
+    )
+    kinds = jnp.floating, jnp.integer
+    real = all(any(jnp.issubdtype(x.dtype, kind) for kind in kinds) for x in given)
+    what = f"shift must be real and of shape () or ({space.size},)"
+    if space.treedef != jtu.tree_structure(0):
+        what += ", or a PyTree in the structure of the operator"
+    require(fits and real, where, what, shift, hint)
+    # NumPy converts its own arrays, for which JAX would compile a program.
+    dtype = space.real_dtype
+    given = [
+        jnp.asarray(x if isinstance(x, jax.Array) else x.astype(dtype), dtype)
+        for x in given
+    ]
+    if flat:
+        return given[0]
+    pairs = zip(given, space.leaves, strict=True)
+    return jnp.concatenate([jnp.broadcast_to(x, y.shape).reshape(-1) for x, y in pairs])
 
 
 def with_leading_axis(tree: Any, where: str, name: str, items: str, fn: str) -> Any:

@@ -64,8 +64,8 @@ def parts(operator: lx.AbstractLinearOperator) -> list[Term]:
         case lx.TaggedLinearOperator() | ComplexLinearOperator():
             return [Term(None, operator.operator)]
         case ShiftedLinearOperator():
-            identity = lx.IdentityLinearOperator(operator.in_structure())
-            return [Term(None, operator.operator), Term(operator.shift, identity)]
+            factor = operator.shift if operator.shift.ndim == 0 else None
+            return [Term(None, operator.operator), Term(factor, operator.added)]
     return [Term(None, operator)]
 
 
@@ -145,9 +145,10 @@ for cls in (
     lx.TridiagonalLinearOperator,
 ):
     columns.register(cls, _of_few)
-for cls in columns.registry:
-    if cls is not object:
-        diagonal_entries.register(cls, lx.diagonal)
+# Classes of which `as_matrix` reads entries.
+_READ = tuple(cls for cls in columns.registry if cls is not object)
+for cls in _READ:
+    diagonal_entries.register(cls, lx.diagonal)
 
 
 def _is_registered(question: Any, operator: lx.AbstractLinearOperator) -> bool:
@@ -162,20 +163,32 @@ def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
 
 def columns_of(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
     """Columns of the matrix of an operator that `has_known_entries`."""
-    return _sum(operator, columns, indices)
+    return _sum(operator, lambda x: columns(x, indices), "columns", len(indices))
 
 
 def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """The diagonal of the matrix of an operator, all of whose terms are registered."""
-    return _sum(operator, diagonal_entries)
+    return _sum(operator, diagonal_entries, "diagonal_entries")
 
 
-def _sum(operator: lx.AbstractLinearOperator, question: Any, *indices: Array) -> Array:
-    """What a question, `columns` or `diagonal_entries`, is answered for all terms."""
+def matrix_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"]:
+    """The matrix of an operator that `has_known_entries`."""
+    n = space_of(operator).size
+
+    def read(x):
+        return x.as_matrix() if isinstance(x, _READ) else columns(x, jnp.arange(n))
+
+    return _sum(operator, read, "columns", n)
+
+
+def _sum(
+    operator: lx.AbstractLinearOperator, read: Any, name: str, *more: int
+) -> Array:
+    """The sum of what is read of the terms, each of shape `(n, *more)`."""
     space, found = space_of(operator), []
-    shape = (space.size, *map(len, indices))
+    shape, where = (space.size, *more), f"traceax.{name}"
     for x in terms(operator):
-        entries, where = question(x.operator, *indices), f"traceax.{question.__name__}"
+        entries = read(x.operator)
         what = f"that of {type(x.operator).__name__} must be of shape {shape}"
         require(jnp.shape(entries) == shape, where, what, entries, f"see help({where})")
         found.append(x.times(entries).astype(space.compute_dtype))

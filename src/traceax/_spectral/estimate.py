@@ -4,27 +4,19 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from .._accuracy.tolerance import Stop, make_stop
-from .._arguments import check_budget
+from .._accuracy.tolerance import Depth, Stop, make_stop
 from .._drive import limits, run_estimator
 from .._estimate import Estimate, raise_failure, with_slopes
-from .._linalg.tall import largest_entry
-from .._operators.block import is_known
-from .._operators.entries import known_diagonal
+from .._operators.block import jitted, with_data
 from .._progress import NO_PROGRESS_METER, ProgressMeter
-from .._results import RESULTS
-from .base import (
-    SpectralEstimator,
-    SpectralState,
-    exact_stats,
-    init_spectral_state,
-    spectral_outcome,
-)
+from .base import SpectralEstimator, SpectralState, has_bracket, init_spectral_state
+from .cholesky import factorised, is_small
+from .function import LOG, RECIPROCAL
 from .krylov_aware import KrylovAwareEstimator
+from .structure import Method, by_structure
 
 
 class Options(NamedTuple):
@@ -57,15 +49,18 @@ def estimate_function(
     state = init_spectral_state(
         where, key, operator, fn, lower, monotone, options.trace
     )
-    stop, throw = options.stop(state.space.compute_dtype, where), options.throw
+    stop = options.stop(state.space.compute_dtype, where)
+    method = None
     if estimator is None:
-        exact = _sum_over_diagonal(state, k, where)
-        if exact is not None:
-            if stop is not None:
-                needed = exact.stats["num_matvecs"].astype(state.space.real_dtype)
-                stats = {**exact.stats, "products_needed": needed}
-                exact = eqx.tree_at(lambda e: e.stats, exact, stats)
-            return raise_failure(exact) if throw else exact
+        method = by_structure(state, k, where)
+        small = method is None and k is None and is_small(state.operator)
+        inverse = small and state.function.evaluates(RECIPROCAL)
+        if (small and state.function.evaluates(LOG)) or (
+            inverse and has_bracket(state)
+        ):
+            method = factorised
+        elif inverse and stop is None:
+            k = state.space.size  # by eigenvalues, which may be negative
         estimator = KrylovAwareEstimator()
     elif not isinstance(estimator, SpectralEstimator):
         raise TypeError(
@@ -73,40 +68,32 @@ def estimate_function(
             f"{estimator!r}; pass an instance, such as "
             "traceax.KrylovAwareEstimator()."
         )
-    most, stop = limits(estimator, state, k, stop, options.progress_meter, where)
-    estimate = run_estimator(estimator, state, most, stop, throw=False)
-    if "bracket" in estimate.stats:
-        ends = tuple(with_slopes(x, estimate.value) for x in estimate.stats["bracket"])
-        estimate = eqx.tree_at(lambda e: e.stats["bracket"], estimate, ends)
-    return raise_failure(estimate) if throw else estimate
+    most, end = state.space.size, stop
+    if method is None:
+        most, end = limits(estimator, state, k, stop, options.progress_meter, where)
+    estimate = _estimate(method, estimator, with_data(state), most, end)
+    return raise_failure(estimate) if options.throw else estimate
 
 
-def _sum_over_diagonal(
-    state: SpectralState, k: int | None, where: str
-) -> Estimate | None:
-    """The sum over a diagonal, where structure gives it for at most k products."""
-    operator, space = state.operator, state.space
-    diagonal = known_diagonal(operator) if is_known(operator, lx.is_diagonal) else None
-    if diagonal is None:
-        return None
-    if k is not None and diagonal.num_matvecs > check_budget(k, where):
-        return None
-    entries = diagonal.read().astype(space.compute_dtype)
-    points = jnp.real(entries)
-    imaginary = largest_entry(entries - points.astype(entries.dtype))
-    rounding = 100 * jnp.sqrt(jnp.finfo(points.dtype).eps) * largest_entry(entries)
-    result = RESULTS.where(
-        imaginary > rounding, RESULTS.not_hermitian, RESULTS.successful
-    )
-    function = state.function.in_range(points)
-    values = [jnp.sum(f) for f in function(points)]
-    errors = [jnp.zeros_like(points, shape=()) for _ in values]
-    freedoms = [jnp.asarray(jnp.inf) for _ in values]
-    results = [result] * len(values)
-    stats = {"num_matvecs": diagonal.num_matvecs, "result": results, **function.unit}
-    stats.update(exact_stats(state, values, points))
-    weights = jnp.ones_like(points)
-    outcome = spectral_outcome(
-        function, space, values, errors, freedoms, stats, points, weights
-    )
-    return Estimate(*outcome[:4], state)
+@jitted
+def _estimate(
+    method: Method | None,
+    estimator: SpectralEstimator,
+    state: SpectralState,
+    k: int,
+    stop: Stop | Depth | None,
+) -> Estimate:
+    if method is None:
+        estimate = run_estimator(estimator, state, k, stop, throw=False)
+        stats = dict(estimate.stats)
+    else:
+        estimate = method(state)
+        stats = dict(estimate.stats)
+        if stop is not None:
+            needed = stats["num_matvecs"].astype(state.space.real_dtype)
+            stats["products_needed"] = needed
+    if "bracket" in stats:
+        stats["bracket"] = tuple(
+            with_slopes(x, estimate.value) for x in stats["bracket"]
+        )
+    return eqx.tree_at(lambda e: e.stats, estimate, stats)

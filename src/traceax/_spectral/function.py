@@ -32,6 +32,10 @@ class SpectralFunction(eqx.Module):
     fn: Any
     monotone: bool = eqx.field(static=True, default=False)
 
+    def evaluates(self, other: "SpectralFunction") -> bool:
+        """Whether both have the same `fn`. A program rebuilds modules around it."""
+        return self.fn is other.fn
+
     def __call__(self, points: Float[Array, "..."]) -> list[Inexact[Array, "..."]]:
         """The leaves of `fn` at every point."""
 

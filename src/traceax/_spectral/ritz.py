@@ -8,7 +8,7 @@ import lineax as lx
 from jaxtyping import Array, Float
 
 from .._linalg.small import divisor
-from .._operators.block import is_positive_semidefinite, space_of
+from .._operators.block import Space, is_positive_semidefinite, space_of
 from .._operators.solvers import solver_tolerance
 from .._results import RESULTS
 
@@ -30,6 +30,14 @@ class RitzValues(NamedTuple):
     values: Float[Array, " k"]
     noise: Float[Array, ""]
     result: RESULTS
+
+
+def largest_asymmetry(space: Space) -> float:
+    """Asymmetry, relative to the operator, that rounding and solvers may make."""
+    of_dtype = 4 * float(jnp.finfo(space.dtype).eps)
+    return max(
+        _ASYMMETRY * float(jnp.finfo(space.compute_dtype).eps), _SOLVERS, of_dtype
+    )
 
 
 def ritz_values(
@@ -61,8 +69,7 @@ def ritz_values(
         wrong = finite & (jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest)
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
         values = jnp.where(wrong, values, jnp.maximum(values, 0))
-    of_dtype = 4 * float(jnp.finfo(space_of(operator).dtype).eps)
-    limit = max(_ASYMMETRY * eps, _SOLVERS, of_dtype)
+    limit = largest_asymmetry(space_of(operator))
     limit = limit if error is None else jnp.maximum(limit, error)
     asymmetric = finite & (asymmetry > limit)
     result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)

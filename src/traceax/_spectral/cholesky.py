@@ -1,0 +1,254 @@
+r"""Exact log-determinants, traces of inverses and quadratic forms, from entries.
+
+One Cholesky factorisation `A = L L^*` gives all three and, with the inverse, their
+derivatives: `tr(A^-1 dA)`, `-tr(A^-1 dA A^-1)`, and `-u^* dA u + 2 Re(u^* db)` for
+`u = A^-1 b`. JAX transposes these and differentiates them again.
+"""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+import numpy as np
+from jax.custom_batching import sequential_vmap
+from jax.scipy.linalg import cho_solve
+from jaxtyping import Array, Bool, Float, Inexact
+
+from .._estimate import Estimate
+from .._linalg.small import divisor, frobenius, matmul, squares
+from .._linalg.tall import column_dots, largest_entry
+from .._operators.block import is_positive_semidefinite, space_of
+from .._operators.entries import has_known_entries, matrix_of
+from .._primitive import Algorithm, StandIn, estimate
+from .._results import RESULTS
+from .base import SpectralState, exact_stats, spectral_outcome
+from .blocks import Terms
+from .function import HIDDEN, RECIPROCAL
+from .ritz import largest_asymmetry
+
+# Up to this many unknowns the exact answer takes no longer than an estimate:
+# `benchmarks/exact.py`.
+LARGEST = 2000
+# Random vectors that measure traces.
+_NUM_PROBES = 8
+# The errors of quadratic forms in units of eps: `benchmarks/exact.py rounding`.
+_FORMS = 2.0
+
+
+def is_small(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether an exact answer is cheap: entries cost no product, and few rows."""
+    return 0 < space_of(operator).size <= LARGEST and has_known_entries(operator)
+
+
+class _Solved(NamedTuple):
+    solutions: Inexact[Array, "n q"]  # A^-1 B
+    logdet: Float[Array, ""]
+    forms: Float[Array, " q"]  # b^* A^-1 b
+    lower: Inexact[Array, "n n"]  # L
+    # M Z and M^2 Z for signs Z, where M = D A^-1 D and D^2 = diag A.
+    tests: Inexact[Array, "2 n m"]
+
+
+@sequential_vmap
+def _factorise(A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]) -> Any:
+    lower = jnp.linalg.cholesky(A, symmetrize_input=False)
+    D, Z = _root_of_diagonal(A), _signs(A)
+    found = cho_solve((lower, True), jnp.concatenate([B, D * Z], axis=1))
+    once = D * found[:, B.shape[1] :]
+    twice = D * cho_solve((lower, True), D * once)
+    return lower, found[:, : B.shape[1]], jnp.stack([once, twice])
+
+
+def _root_of_diagonal(A: Inexact[Array, "n n"]) -> Inexact[Array, "n 1"]:
+    return jnp.sqrt(jnp.abs(jnp.diagonal(A)))[:, None].astype(A.dtype)
+
+
+def _signs(A: Inexact[Array, "n n"]) -> Inexact[Array, "n m"]:
+    # Constants: JAX's generator takes XLA a sixth of a likelihood's time to compile.
+    signs = np.random.default_rng(0).choice([-1, 1], (len(A), _NUM_PROBES))
+    return jnp.asarray(signs, A.dtype)
+
+
+@jax.custom_jvp
+def _solve(A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]) -> _Solved:
+    """Log-determinant and quadratic forms; the factor and tests have no derivative."""
+    lower, solutions, tests = _factorise(A, B)
+    logdet = 2 * jnp.sum(jnp.log(jnp.real(jnp.diagonal(lower))))
+    forms = jnp.real(column_dots(B, solutions))
+    return _Solved(solutions, logdet, forms, lower, tests)
+
+
+@_solve.defjvp
+def _solve_jvp(primals, tangents):
+    (A, B), (dA, dB) = primals, tangents
+    solved = _solve(A, B)
+    inverse, U = inverse_of(A, solved.lower), solved.solutions
+    change = dB - matmul(dA, U)
+    return solved, _Solved(
+        matmul(inverse, change),
+        jnp.sum(jnp.real(inverse.conj() * dA)),
+        jnp.real(column_dots(U, dB + change)),
+        *map(jnp.zeros_like, solved[3:]),
+    )
+
+
+@sequential_vmap
+def _from_factor(lower: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
+    return cho_solve((lower, True), jnp.eye(len(lower), dtype=lower.dtype))
+
+
+@jax.custom_jvp
+def inverse_of(A: Inexact[Array, "n n"], lower: Inexact[Array, "n n"]) -> Array:
+    """`A^-1`, by the factor of A."""
+    return _from_factor(lower)
+
+
+@inverse_of.defjvp
+def _inverse_jvp(primals, tangents):
+    inverse = inverse_of(*primals)
+    return inverse, -matmul(matmul(inverse, tangents[0]), inverse)
+
+
+class CholeskyFactorisation(Algorithm):
+    """The exact answer by one Cholesky factorisation, which JAX differentiates.
+
+    The factorisation takes `n^3 / 3` operations, a derivative `2 n^3` more. About five
+    matrices are in memory.
+
+    Entries have errors of about `eps sqrt(A_ii A_jj)`, by the bound in Higham, "Accuracy and
+    Stability of Numerical Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027. Those
+    of the diagonal can be equal, as of 1 and a noise. With `M = D A^-1 D`, `D^2 = diag A`, they
+    change the log-determinant by `eps tr M`, and a quadratic form by `eps |D u|^2`.
+
+    - `bounded`: whether the operator has a noise, below which no eigenvalue can be.
+    """
+
+    bounded: bool = eqx.field(static=True, default=False)
+
+    def run(self, state, k, stop):
+        space, right = state.space, state.right
+        A = matrix_of(state.operator)
+        solved = _solve(A, A[:, :0] if right is None else right)
+        held = jax.lax.stop_gradient(A)
+        unit, result = _rounding(held, state)
+        D = _root_of_diagonal(held)
+        once, twice = jax.lax.stop_gradient(solved.tests)
+        value, changed = solved.logdet, jnp.sum(_signs(A) * once)
+        if state.function.evaluates(RECIPROCAL):
+            inverse = inverse_of(A, solved.lower)
+            value = jnp.trace(jnp.real(inverse))
+            changed = jnp.sum(squares(once / D))
+        error = jnp.real(changed) / _NUM_PROBES + jnp.abs(value)
+        failed = jnp.isnan(solved.logdet) & (result == RESULTS.successful)
+        if self.bounded:
+            result = RESULTS.where(failed, RESULTS.not_semidefinite, result)
+        else:
+            result = RESULTS.where(failed, _why(failed, held, state), result)
+            # An eigenvalue of D^-1 A D^-1, the smallest or a larger one.
+            smallest = frobenius(once) / divisor(frobenius(twice))
+            hidden = (smallest < HIDDEN * unit) & (result == RESULTS.successful)
+            if state.lower is not None:
+                hidden = hidden & (state.lower <= 0)
+            result = RESULTS.where(hidden, RESULTS.outside_domain, result)
+        unknown = jnp.full(space.size, jnp.inf, space.real_dtype)
+        stats = {"num_matvecs": 0, "result": [result]}
+        stats.update(exact_stats(state, [value], unknown))
+        bar = [unit * error], [unknown[0]]
+        outcome = spectral_outcome(
+            state.function, space, [value], *bar, stats, unknown, unknown
+        )
+        if right is not None:
+            forms, solutions = solved.forms, jax.lax.stop_gradient(solved.solutions)
+            errors = _FORMS * unit * (jnp.sum(squares(D * solutions), axis=0) + forms)
+            bracket = {"inv_quad_bracket": (forms, forms), "solution": solutions}
+            outcome = outcome._replace(
+                value=Terms(outcome.value, forms),
+                standard_error=Terms(outcome.standard_error, errors),
+                stats={**outcome.stats, **bracket},
+            )
+        return outcome, Factor(A, solved.lower, solved.solutions, unit)
+
+
+def _rounding(A: Inexact[Array, "n n"], state: SpectralState) -> tuple[Any, RESULTS]:
+    """The relative error of entries, and whether these are finite and Hermitian."""
+    size, asymmetry = largest_entry(A), largest_entry(A - A.conj().T) / 2
+    asymmetry = asymmetry / divisor(size)
+    eps = jnp.asarray(jnp.finfo(size.dtype).eps * state.space.rounding, size.dtype)
+    symmetric = asymmetry <= largest_asymmetry(state.space)
+    result = RESULTS.where(symmetric, RESULTS.successful, RESULTS.not_hermitian)
+    # Not of `size`: XLA's maxima on CPUs (jaxlib 0.10.2) leave NaN out.
+    result = RESULTS.where(jnp.isfinite(A).all(), result, RESULTS.nonfinite)
+    return jnp.maximum(eps, asymmetry), result
+
+
+def _why(
+    failed: Bool[Array, ""], A: Inexact[Array, "n n"], state: SpectralState
+) -> RESULTS:
+    """Why a factorisation fails: the smallest eigenvalue is negative, or hidden by rounding."""
+    if not is_positive_semidefinite(state.operator):
+        return RESULTS.outside_domain
+    eps, size = jnp.finfo(A.dtype).eps, jnp.max(jnp.sum(jnp.abs(A), axis=1))
+
+    def is_negative():
+        more = (size * jnp.sqrt(eps)).astype(A.dtype) * jnp.eye(len(A), dtype=A.dtype)
+        return jnp.isnan(_factorise(A + more, A[:, :0])[0][0, 0])
+
+    # One condition for all lanes of a `vmap`, or all would be factorised again.
+    negative = jax.lax.cond(
+        eqxi.unvmap_any(failed), is_negative, lambda: jnp.zeros_like(failed)
+    )
+    return RESULTS.where(negative, RESULTS.not_semidefinite, RESULTS.outside_domain)
+
+
+class Factor(StandIn):
+    """The factorisation, for slopes with error bars."""
+
+    A: Inexact[Array, "n n"]
+    lower: Inexact[Array, "n n"]
+    solutions: Inexact[Array, "n q"]
+    unit: Float[Array, ""]
+
+    def derivative(self, state, tangent):
+        found = self.slope(state, tangent)
+        return None if found is None else found[0]
+
+    def slope(self, state, tangent):
+        primal = state.operator, state.right
+        tangent = tangent.operator, tangent.right
+        if not jtu.tree_leaves(tangent):
+            return None
+        _, (dA, dB) = eqx.filter_jvp(
+            lambda operator, right: (matrix_of(operator), right), primal, tangent
+        )
+        A, U, D = self.A, self.solutions, _root_of_diagonal(self.A)
+        dA = jnp.zeros_like(A) if dA is None else dA
+        inverse, unit = inverse_of(A, self.lower), self.unit
+        N = matmul(inverse, dA)
+        value, terms = jnp.trace(N), inverse.conj() * dA
+        if state.function.evaluates(RECIPROCAL):
+            value, N = -jnp.sum(N.T * inverse), 2 * matmul(inverse, N)
+            terms = N
+        moved = D * matmul(N, inverse) * D.T
+        size = frobenius(moved) + jnp.abs(jnp.trace(moved))
+        error = unit * (size + frobenius(terms))
+        value, freedom = jnp.real(value), jnp.full_like(unit, jnp.inf)
+        if state.right is None:
+            return value, error, freedom
+        dB = jnp.zeros_like(U) if dB is None else dB
+        change = dB - matmul(dA, U)
+        forms = jnp.real(column_dots(U, dB + change))
+        sizes = [jnp.linalg.norm(D * x, axis=0) for x in (matmul(inverse, change), U)]
+        terms = jnp.linalg.norm(U, axis=0) * jnp.linalg.norm(dB + change, axis=0)
+        errors = unit * (2 * sizes[0] * sizes[1] + terms)
+        return Terms(value, forms), Terms(error, errors), freedom
+
+
+def factorised(state: SpectralState, bounded: bool = False) -> Estimate:
+    """The exact answer for a positive definite operator that `is_small`."""
+    algorithm, size = CholeskyFactorisation(bounded), state.space.size
+    outcome = estimate(algorithm, state, size, None, plain=True)
+    return Estimate(*outcome[:4], state, ("Cholesky", 0))

@@ -1,0 +1,182 @@
+"""Exact sums over eigenvalues by structure: of diagonal, triangular and tridiagonal operators.
+
+Determinants of leading blocks of a tridiagonal matrix with diagonal a, and b, c above and
+below it, satisfy `f_i = a_i f_(i-1) - b_(i-1) c_(i-1) f_(i-2)` (Golub and Van Loan, "Matrix
+Computations" (2013), section 8.4.2). The trace of the inverse is `d log det(A + s I) / ds`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Bool, Float, Inexact
+
+from .._arguments import check_budget
+from .._estimate import Estimate
+from .._linalg.small import divisor, squares
+from .._linalg.tall import largest_entry, power_of_two_scale
+from .._operators.block import Space, apply_block, is_hermitian, is_known
+from .._operators.entries import known_diagonal
+from .._results import RESULTS
+from .base import SpectralState, exact_stats, spectral_outcome
+from .function import HIDDEN, LOG, RECIPROCAL, SpectralFunction
+
+Method = Callable[[SpectralState], Estimate]
+
+
+def by_structure(state: SpectralState, k: int | None, where: str) -> Method | None:
+    """The method that structure gives for at most k products, if any."""
+    operator, function = state.operator, state.function
+    found: list[tuple[int, Method]] = []
+    triangular = lx.is_lower_triangular, lx.is_upper_triangular
+    of_door = function.evaluates(LOG) or function.evaluates(RECIPROCAL)
+    if is_known(operator, lx.is_diagonal, *(triangular if of_door else ())):
+        diagonal = known_diagonal(operator)
+        if diagonal is not None:
+            found.append((diagonal.num_matvecs, _by_diagonal))
+    if of_door and not found and is_known(operator, lx.is_tridiagonal):
+        found.append((3, _by_bands))
+    for num_matvecs, method in found:
+        if k is None or num_matvecs <= check_budget(k, where):
+            return method
+    return None
+
+
+class _Bands(NamedTuple):
+    """The diagonal of a tridiagonal matrix, and `b_(i-1) c_(i-1)` for each row i."""
+
+    diagonal: Inexact[Array, " n"]
+    products: Inexact[Array, " n"]
+
+
+def _by_diagonal(state: SpectralState) -> Estimate:
+    """The sum over the diagonal, whose entries are the eigenvalues."""
+    operator, space, function = state.operator, state.space, state.function
+    diagonal = known_diagonal(operator)
+    assert diagonal is not None
+    entries = diagonal.read().astype(space.compute_dtype)
+    points, result, stats = jnp.real(entries), RESULTS.successful, {}
+    if _is_hermitian(operator):
+        imaginary = largest_entry(entries - points.astype(entries.dtype))
+        rounding = 100 * jnp.sqrt(jnp.finfo(points.dtype).eps) * largest_entry(entries)
+        result = RESULTS.where(imaginary > rounding, RESULTS.not_hermitian, result)
+        function = function.in_range(points)
+        values = [jnp.sum(f) for f in function(points)]
+    else:
+        if function.evaluates(LOG):
+            sizes = jnp.abs(entries)
+            values = [jnp.sum(jnp.log(sizes))]
+            stats["sign"] = jnp.prod(entries / divisor(sizes).astype(entries.dtype))
+        else:
+            values = [jnp.sum(1 / entries)]
+        singular = jnp.any(entries == 0)
+        result = RESULTS.where(singular, RESULTS.outside_domain, result)
+        points = jnp.full_like(points, jnp.inf)
+    errors = [jnp.zeros_like(points, shape=()) for _ in values]
+    stats.update(num_matvecs=diagonal.num_matvecs, **function.unit)
+    weights = jnp.where(jnp.isinf(points), jnp.inf, jnp.ones_like(points))
+    return _made(state, function, values, errors, result, stats, points, weights)
+
+
+def _by_bands(state: SpectralState) -> Estimate:
+    """The determinant of a tridiagonal operator, or how its logarithm changes."""
+    operator, space = state.operator, state.space
+    bands = _read_bands(operator, space)
+    _, sign, positive = _log_det(bands)
+
+    def log_det(bands):
+        return jnp.real(_log_det(bands)[0])
+
+    def trace_inverse(bands):
+        def shifted(s):
+            return _log_det(_Bands(bands.diagonal + s, bands.products))[0]
+
+        zero = jnp.zeros_like(bands.diagonal, shape=())
+        return jax.jvp(shifted, (zero,), (jnp.ones_like(zero),))[1]
+
+    def error_of(fn):
+        """The error that rounding of the entries makes."""
+        held = jax.lax.stop_gradient(bands)
+        value, slopes = jax.value_and_grad(lambda bands: jnp.real(fn(bands)))(held)
+        terms = [squares(x * y) for x, y in zip(slopes, held, strict=True)]
+        eps = jnp.finfo(space.real_dtype).eps
+        return eps * (jnp.sqrt(jnp.sum(jnp.stack(terms))) + jnp.abs(value))
+
+    value, error = log_det(bands), error_of(log_det)
+    stats = dict[str, Any](num_matvecs=3)
+    # The relative error of the determinant.
+    wrong = jnp.isinf(value) | (error > 1 / HIDDEN)
+    if state.function.evaluates(RECIPROCAL):
+        value, error = trace_inverse(bands), error_of(trace_inverse)
+    elif _is_hermitian(operator):
+        wrong = wrong | ~positive
+    else:
+        stats["sign"] = sign
+    result = RESULTS.where(wrong, RESULTS.outside_domain, RESULTS.successful)
+    unknown = jnp.full(space.size, jnp.inf, space.real_dtype)
+    return _made(
+        state, state.function, [value], [error], result, stats, unknown, unknown
+    )
+
+
+def _is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
+    return is_hermitian(operator) or is_known(operator, lx.is_diagonal)
+
+
+def _read_bands(operator: lx.AbstractLinearOperator, space: Space) -> _Bands:
+    """Three products give the bands: entries of a row lie in columns of three colours."""
+    rows = jnp.arange(space.size)
+    block = jax.nn.one_hot(rows % 3, 3, dtype=space.compute_dtype)
+    products = apply_block(operator, block)
+    below, diagonal, above = (products[rows, (rows + i) % 3] for i in (-1, 0, 1))
+    pairs = jnp.where(rows == 0, 0, below * jnp.roll(above, 1))
+    return _Bands(diagonal, pairs)
+
+
+def _log_det(bands: _Bands) -> tuple[Array, Array, Bool[Array, ""]]:
+    """The logarithm of the determinant, its sign, and whether all leading ones are
+    positive."""
+
+    def step(carry, row):
+        before, last, exponent, positive = carry
+        diagonal, product = row
+        new = diagonal * last - product * before
+        positive = positive & (jnp.real(new * last.conj()) > 0)
+        pair = jax.lax.stop_gradient(jnp.stack([last, new]))
+        scale = power_of_two_scale(pair)
+        last, new = last / scale.astype(last.dtype), new / scale.astype(last.dtype)
+        exponent = exponent + jnp.round(jnp.log2(scale))
+        return (last, new, exponent, positive), None
+
+    dtype = bands.diagonal.dtype
+    zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
+    start = zero, one, jnp.zeros_like(one.real), jnp.asarray(True)
+    (_, last, exponent, positive), _ = jax.lax.scan(step, start, bands)
+    size, log = jnp.abs(last), exponent * math.log(2)
+    sign = last / divisor(size).astype(dtype)
+    # The derivative of a complex logarithm is complex.
+    of_last = jnp.log(last) if jnp.iscomplexobj(last) else jnp.log(size)
+    return of_last + log.astype(dtype), jax.lax.stop_gradient(sign), positive
+
+
+def _made(
+    state: SpectralState,
+    function: SpectralFunction,
+    values: list[Inexact[Array, ""]],
+    errors: list[Float[Array, ""]],
+    result: RESULTS,
+    stats: dict[str, Any],
+    points: Float[Array, " n"],
+    weights: Float[Array, " n"],
+) -> Estimate:
+    """The estimate of an exact answer."""
+    infinite = [jnp.full((), jnp.inf, x.dtype) for x in errors]
+    stats = {**stats, "result": [result] * len(values)}
+    stats.update(exact_stats(state, values, points))
+    outcome = spectral_outcome(
+        function, state.space, values, errors, infinite, stats, points, weights
+    )
+    return Estimate(*outcome[:4], state, ("", 0))
