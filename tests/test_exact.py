@@ -1,6 +1,7 @@
 """Exact answers: by one Cholesky factorisation where k is left out, and by structure."""
 
 import textwrap
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -403,3 +404,93 @@ def test_shifts_of_every_leaf():
     ):
         with pytest.raises(ValueError, match="or a PyTree in the structure"):
             tx.logdet(jr.key(0), operator, 11, shift=wrong)
+
+
+def test_hard_problems_in_32_bits():
+    # The errors of a factor are coherent: a form without refinement is off by 15 here.
+    x = np.random.default_rng(2).uniform(size=(600, 1)).astype(np.float32)
+    K = np.exp(-((x - x.T).astype(float) ** 2) / 2).astype(np.float32)
+    y, noise = np.sin(5 * x[:, 0]).astype(np.float32), np.float32(1e-3)
+    A = K.astype(float) + float(noise) * np.eye(600)
+    truths = np.linalg.slogdet(A)[1], y @ np.linalg.solve(A, y.astype(float))
+    with jax.enable_x64(False):
+        operator = lx.MatrixLinearOperator(jnp.asarray(K), PSD)
+        found = tx.inv_quad_logdet(jr.key(0), operator, jnp.asarray(y), shift=noise)
+        ends = [e.confidence_interval() for e in (found.logdet, found.inv_quad)]
+    for (low, high), truth in zip(ends, truths, strict=True):
+        assert float(low) <= float(truth) <= float(high)
+        assert float(high) - float(low) < 1
+
+
+class Opaque(lx.AbstractLinearOperator):
+    """Entries beside a Python function, which no program can keep."""
+
+    fn: Callable
+    matrix: jax.Array
+
+    def mv(self, vector):
+        return self.matrix @ vector
+
+    def as_matrix(self):
+        raise NotImplementedError
+
+    def transpose(self):
+        return self
+
+    def in_structure(self):
+        return jax.ShapeDtypeStruct((len(self.matrix),), self.matrix.dtype)
+
+    def out_structure(self):
+        return self.in_structure()
+
+
+for check in (lx.is_symmetric, lx.is_positive_semidefinite):
+    check.register(Opaque, lambda operator: True)
+tx.columns.register(Opaque, lambda operator, i: operator.matrix[:, i])
+tx.diagonal_entries.register(Opaque, lambda operator: jnp.diag(operator.matrix))
+
+
+@pytest.mark.x64
+def test_classes_that_hold_functions_are_read():
+    root = normal((N, N))
+    operator = Opaque(lambda x: 2 * x, jnp.asarray(root @ root.T / N))
+    dense = np.asarray(operator.matrix) + 0.1 * np.eye(N)
+    truth, y = np.linalg.slogdet(dense)[1], jnp.ones(N)
+    for run in (lambda f: f(), lambda f: jax.jit(f)()):
+        found = run(lambda: tx.logdet(jr.key(0), operator, shift=0.1).value)
+        assert_close(found, truth, 1e-11)
+    found = tx.trace_inverse(jr.key(0), operator, shift=0.1).value
+    assert_close(found, np.trace(np.linalg.inv(dense)), 1e-9)
+    found = tx.inv_quad_logdet(jr.key(0), operator, y, shift=0.1)
+    assert_close(found.inv_quad.value, y @ np.linalg.solve(dense, y), 1e-9)
+    assert found.logdet.stats["num_matvecs"] == 0
+
+
+@pytest.mark.x64
+def test_inverses_with_a_negative_shift():
+    root = normal((N, N))
+    A = root @ root.T / N
+    found = tx.trace_inverse(jr.key(0), as_operator(A, psd=True), shift=-0.5)
+    assert_close(found.value, np.trace(np.linalg.inv(A - 0.5 * np.eye(N))), 1e-8)
+
+
+def test_tridiagonal_operators_of_any_scale():
+    n = 30
+    dense = 2.01 * np.eye(n) + np.eye(n, k=1) + np.eye(n, k=-1)
+    inverse, logdet = np.trace(np.linalg.inv(dense)), np.linalg.slogdet(dense)[1]
+    with jax.enable_x64(False):
+        for s in (1e-30, 1e-19, 1e30):
+            bands = (np.full(n - abs(i), c * s) for i, c in ((0, 2.01), (1, 1), (1, 1)))
+            operator = lx.TridiagonalLinearOperator(
+                *(jnp.asarray(b, jnp.float32) for b in bands)
+            )
+            found = tx.logdet(jr.key(0), operator)
+            assert abs(found.value - logdet - n * np.log(s)) < 4 * found.standard_error
+            found = tx.trace_inverse(jr.key(0), operator)
+            assert abs(found.value * s - inverse) < 4 * s * found.standard_error
+            assert found.standard_error < 1e-4 * found.value
+        skew = lx.TridiagonalLinearOperator(3 * jnp.ones(n), *[jnp.ones(n - 1)] * 2)
+        skew = eqx.tree_at(lambda x: x.lower_diagonal, skew, -jnp.ones(n - 1))
+        tagged = lx.TaggedLinearOperator(skew, PSD)
+        found = tx.logdet(jr.key(0), tagged, throw=False)
+        assert found.result == tx.RESULTS.not_hermitian

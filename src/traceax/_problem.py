@@ -17,9 +17,9 @@ from ._arguments import check_key, require
 from ._drive import limits, run_estimator
 from ._estimate import Estimate, joint_error, with_slopes
 from ._linalg.whitening import Preconditioner, Whitening, scale_only
-from ._operators.block import Space, as_data, is_data, jitted, space_of
+from ._operators.block import Space, is_data, jitted, space_of
 from ._operators.check import ShiftedLinearOperator, checked_operator
-from ._operators.entries import diagonal_of, has_known_entries
+from ._operators.entries import diagonal_of, has_known_entries, readable_data
 from ._preconditioner import (
     PreconditionedLinearOperator,
     check_preconditioner,
@@ -53,8 +53,8 @@ def solve(
     options: Options,
 ) -> T:
     """What a door returns, by one program, from arguments that are checked before it."""
-    key, operator = check_key(key, where), as_data(checked_operator(operator, where))
-    space = space_of(operator)
+    key, operator = check_key(key, where), checked_operator(operator, where)
+    data, space = readable_data(operator), space_of(operator)
     own = isinstance(preconditioner, Preconditioner)
     noise = noise_of(operator, shift, where, throw=options.throw, positive=not own)
     preconditioner = check_preconditioner(preconditioner, operator, where)
@@ -71,9 +71,10 @@ def solve(
         TypeError,
     )
     meter = options.progress_meter
-    posed = where, key, operator, y, noise, preconditioner
     # Anything that isn't data may have changed since a program was made.
-    run = _jitted if all(map(is_data, jtu.tree_leaves(preconditioner))) else _answer
+    kept = data is not None and all(map(is_data, jtu.tree_leaves(preconditioner)))
+    run = _jitted if kept else _answer
+    posed = where, key, operator if data is None else data, y, noise, preconditioner
     return run(answer, posed, k, estimator, stop, meter, exact)
 
 

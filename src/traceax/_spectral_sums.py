@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
@@ -137,7 +138,7 @@ def logdet(
 
     The answer is exact, by one Cholesky factorisation, if `k` and `estimator` are left out, there
     are at most 2,000 unknowns, and entries are read, as in [`traceax.columns`][]. It is exact for
-    triangular and tridiagonal operators, by class or tag, too. If these aren't tagged symmetric
+    tridiagonal operators by class or tag, and for triangular ones whose diagonal is read. If these aren't tagged symmetric
     or positive semidefinite, the value is `log |det(A + shift I)|`, and `stats["sign"]` the sign
     or phase.
 
@@ -349,6 +350,14 @@ _STRUCTURES = (
 _SHIFT = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"
 
 
+def _least(shift: Any) -> float | None:
+    """The smallest number of a shift, unless it is traced."""
+    leaves = jax.tree.leaves(shift)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return None
+    return min(float(np.min(np.asarray(x, float), initial=np.inf)) for x in leaves)
+
+
 def _is_noise(operator: Any, shift: Any, where: str) -> bool:
     """Whether a shift is a noise for each unknown, of which a likelihood takes care."""
     if not isinstance(operator, lx.AbstractLinearOperator):
@@ -375,9 +384,10 @@ def _shifted(
         trace = jnp.asarray(options.trace, space.real_dtype)
         more = space.size * added if added.ndim == 0 else jnp.sum(added)
         options = options._replace(trace=trace + more)
-    if not is_positive_semidefinite(operator):
+    least = _least(shift)
+    if not is_positive_semidefinite(operator) or (least is not None and least < 0):
         return total, None, options
-    if isinstance(shift, int | float) and shift > 0:
+    if least is not None and least > 0:
         total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
     lower = jnp.min(added) if added.ndim else added
     return total, jax.lax.stop_gradient(lower), options

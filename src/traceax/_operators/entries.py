@@ -16,6 +16,7 @@ from .._arguments import require
 from .block import (
     FEWEST,
     apply_block,
+    as_data,
     columns_at_once,
     complex_dtype,
     has_one_pass,
@@ -159,6 +160,18 @@ def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
     """Whether columns and the diagonal are read, for less than the products with them."""
     both = columns, diagonal_entries
     return all(_is_registered(x, y.operator) for x in both for y in terms(operator))
+
+
+def readable_data(
+    operator: lx.AbstractLinearOperator,
+) -> lx.AbstractLinearOperator | None:
+    """The operator as data that a program can keep; `None` if its entries would be lost.
+
+    A class with entries may hold Python functions, which become data with its products alone.
+    """
+    data = as_data(operator)
+    lost = has_known_entries(operator) and not has_known_entries(data)
+    return None if lost else data
 
 
 def columns_of(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:

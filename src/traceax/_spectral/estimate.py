@@ -10,7 +10,8 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from .._accuracy.tolerance import Depth, Stop, make_stop
 from .._drive import limits, run_estimator
 from .._estimate import Estimate, raise_failure, with_slopes
-from .._operators.block import jitted, with_data
+from .._operators.block import jitted
+from .._operators.entries import readable_data
 from .._progress import NO_PROGRESS_METER, ProgressMeter
 from .base import SpectralEstimator, SpectralState, has_bracket, init_spectral_state
 from .cholesky import factorised, is_small
@@ -71,11 +72,14 @@ def estimate_function(
     most, end = state.space.size, stop
     if method is None:
         most, end = limits(estimator, state, k, stop, options.progress_meter, where)
-    estimate = _estimate(method, estimator, with_data(state), most, end)
+    data, run = readable_data(state.operator), _jitted
+    if data is None:
+        data, run = state.operator, _estimate
+    state = eqx.tree_at(lambda x: x.operator, state, data)
+    estimate = run(method, estimator, state, most, end)
     return raise_failure(estimate) if options.throw else estimate
 
 
-@jitted
 def _estimate(
     method: Method | None,
     estimator: SpectralEstimator,
@@ -97,3 +101,6 @@ def _estimate(
             with_slopes(x, estimate.value) for x in stats["bracket"]
         )
     return eqx.tree_at(lambda e: e.stats, estimate, stats)
+
+
+_jitted = jitted(_estimate)

@@ -16,13 +16,14 @@ from jaxtyping import Array, Bool, Float, Inexact
 
 from .._arguments import check_budget
 from .._estimate import Estimate
-from .._linalg.small import divisor, squares
-from .._linalg.tall import largest_entry, power_of_two_scale
+from .._linalg.small import divisor
+from .._linalg.tall import column_norms, largest_entry, power_of_two_scale
 from .._operators.block import Space, apply_block, is_hermitian, is_known
 from .._operators.entries import known_diagonal
 from .._results import RESULTS
 from .base import SpectralState, exact_stats, spectral_outcome
 from .function import HIDDEN, LOG, RECIPROCAL, SpectralFunction
+from .ritz import largest_asymmetry
 
 Method = Callable[[SpectralState], Estimate]
 
@@ -50,6 +51,14 @@ class _Bands(NamedTuple):
 
     diagonal: Inexact[Array, " n"]
     products: Inexact[Array, " n"]
+
+
+class _Scaled(NamedTuple):
+    """Bands in a unit, a power of two, and the largest difference from Hermitian ones."""
+
+    bands: _Bands
+    unit: Float[Array, ""]
+    asymmetry: Float[Array, ""]
 
 
 def _by_diagonal(state: SpectralState) -> Estimate:
@@ -84,7 +93,7 @@ def _by_diagonal(state: SpectralState) -> Estimate:
 def _by_bands(state: SpectralState) -> Estimate:
     """The determinant of a tridiagonal operator, or how its logarithm changes."""
     operator, space = state.operator, state.space
-    bands = _read_bands(operator, space)
+    bands, unit, asymmetry = _read_bands(operator, space)
     _, sign, positive = _log_det(bands)
 
     def log_det(bands):
@@ -101,21 +110,30 @@ def _by_bands(state: SpectralState) -> Estimate:
         """The error that rounding of the entries makes."""
         held = jax.lax.stop_gradient(bands)
         value, slopes = jax.value_and_grad(lambda bands: jnp.real(fn(bands)))(held)
-        terms = [squares(x * y) for x, y in zip(slopes, held, strict=True)]
+        terms = jnp.stack([x * y for x, y in zip(slopes, held, strict=True)])
         eps = jnp.finfo(space.real_dtype).eps
-        return eps * (jnp.sqrt(jnp.sum(jnp.stack(terms))) + jnp.abs(value))
+        return eps * (column_norms(terms.reshape(-1, 1))[0] + jnp.abs(value))
 
     value, error = log_det(bands), error_of(log_det)
+    of_unit = space.size * jnp.log(unit)
     stats = dict[str, Any](num_matvecs=3)
     # The relative error of the determinant.
     wrong = jnp.isinf(value) | (error > 1 / HIDDEN)
+    hermitian, result = _is_hermitian(operator), RESULTS.successful
     if state.function.evaluates(RECIPROCAL):
         value, error = trace_inverse(bands), error_of(trace_inverse)
-    elif _is_hermitian(operator):
-        wrong = wrong | ~positive
+        value, error = value / unit.astype(value.dtype), error / unit
     else:
-        stats["sign"] = sign
-    result = RESULTS.where(wrong, RESULTS.outside_domain, RESULTS.successful)
+        eps = jnp.finfo(space.real_dtype).eps
+        value, error = value + of_unit, error + eps * jnp.abs(of_unit)
+        if hermitian:
+            wrong = wrong | ~positive
+        else:
+            stats["sign"] = sign
+    result = RESULTS.where(wrong, RESULTS.outside_domain, result)
+    if hermitian:
+        asymmetric = asymmetry > largest_asymmetry(space)
+        result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)
     unknown = jnp.full(space.size, jnp.inf, space.real_dtype)
     return _made(
         state, state.function, [value], [error], result, stats, unknown, unknown
@@ -126,14 +144,19 @@ def _is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     return is_hermitian(operator) or is_known(operator, lx.is_diagonal)
 
 
-def _read_bands(operator: lx.AbstractLinearOperator, space: Space) -> _Bands:
+def _read_bands(operator: lx.AbstractLinearOperator, space: Space) -> _Scaled:
     """Three products give the bands: entries of a row lie in columns of three colours."""
     rows = jnp.arange(space.size)
     block = jax.nn.one_hot(rows % 3, 3, dtype=space.compute_dtype)
     products = apply_block(operator, block)
+    unit = jax.lax.stop_gradient(power_of_two_scale(products))
+    products = products / unit.astype(products.dtype)
     below, diagonal, above = (products[rows, (rows + i) % 3] for i in (-1, 0, 1))
-    pairs = jnp.where(rows == 0, 0, below * jnp.roll(above, 1))
-    return _Bands(diagonal, pairs)
+    above = jnp.roll(above, 1)
+    difference = largest_entry(jnp.where(rows == 0, 0, below - above.conj()))
+    imaginary = largest_entry(jnp.imag(diagonal))
+    bands = _Bands(diagonal, jnp.where(rows == 0, 0, below * above))
+    return _Scaled(bands, unit, jnp.maximum(difference, imaginary))
 
 
 def _log_det(bands: _Bands) -> tuple[Array, Array, Bool[Array, ""]]:
