@@ -419,7 +419,7 @@ def test_hard_problems_in_32_bits():
         ends = [e.confidence_interval() for e in (found.logdet, found.inv_quad)]
     for (low, high), truth in zip(ends, truths, strict=True):
         assert float(low) <= float(truth) <= float(high)
-        assert float(high) - float(low) < 1
+        assert float(high) - float(low) < 2
 
 
 class Opaque(lx.AbstractLinearOperator):
