@@ -385,7 +385,7 @@ def _shifted(
         more = space.size * added if added.ndim == 0 else jnp.sum(added)
         options = options._replace(trace=trace + more)
     least = _least(shift)
-    if not is_positive_semidefinite(operator) or (least is not None and least < 0):
+    if not is_positive_semidefinite(operator):
         return total, None, options
     if least is not None and least > 0:
         total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)

@@ -8,6 +8,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from .._accuracy.tolerance import Depth, Stop, make_stop
+from .._arguments import known_number
 from .._drive import limits, run_estimator
 from .._estimate import Estimate, raise_failure, with_slopes
 from .._operators.block import jitted
@@ -54,14 +55,14 @@ def estimate_function(
     method = None
     if estimator is None:
         method = by_structure(state, k, where)
-        small = method is None and k is None and is_small(state.operator)
-        inverse = small and state.function.evaluates(RECIPROCAL)
-        if (small and state.function.evaluates(LOG)) or (
-            inverse and has_bracket(state)
-        ):
-            method = factorised
-        elif inverse and stop is None:
-            k = state.space.size  # by eigenvalues, which may be negative
+        if method is None and k is None and is_small(state.operator):
+            lower = None if state.lower is None else known_number(state.lower)
+            indefinite = not has_bracket(state) or (lower is not None and lower < 0)
+            inverse = state.function.evaluates(RECIPROCAL)
+            if state.function.evaluates(LOG) or (inverse and not indefinite):
+                method = factorised
+            elif inverse and stop is None:
+                k = state.space.size  # by eigenvalues, which may be negative
         estimator = KrylovAwareEstimator()
     elif not isinstance(estimator, SpectralEstimator):
         raise TypeError(
