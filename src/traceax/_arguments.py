@@ -65,6 +65,13 @@ def known_number(x: Any) -> float | None:
     return None if isinstance(x, jax.core.Tracer) else float(x)
 
 
+def known_minimum(x: Any) -> float | None:
+    """The smallest of real numbers, unless they are traced."""
+    if isinstance(x, jax.core.Tracer):
+        return None
+    return float(np.min(np.asarray(x, float), initial=np.inf))
+
+
 def check_key(key: Any, where: str) -> Key[Array, ""]:
     """A single typed key from a typed or legacy key."""
     is_array = isinstance(key, jax.Array | np.ndarray)

@@ -67,8 +67,8 @@ def inv_quad_logdet(
     2,000, and entries are read, as in [`traceax.columns`][]: `n^3 / 3` operations, `2 n^3`
     more for a derivative, and memory for about five matrices. No preconditioner is made then.
 
-    **Arguments:** those of [`traceax.logdet`][] but `trace`. k may always be left out: above
-    2,000 observations [`traceax.KrylovAwareEstimator`][] describes the depth. And
+    **Arguments:** those of [`traceax.logdet`][] except `trace`. `k` is optional: above 2,000
+    observations the estimator chooses the depth ([`traceax.KrylovAwareEstimator`][]). And
 
     - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such
         as a [`traceax.KernelLinearOperator`][]. It need not be tagged.
@@ -165,7 +165,7 @@ def preconditioned_logdet(
 ) -> Estimate:
     """`traceax.logdet` with columns, or with a noise for every observation."""
     if options.trace is not None:
-        hint = "it is that of the operator, without its shift"
+        hint = "it is the trace of the operator without its shift"
         check_real_scalar(options.trace, "trace", where, hint)
     given = key, operator, None, k, estimator, shift, preconditioner, options
     estimate = solve(where, Problem.logdet, *given)

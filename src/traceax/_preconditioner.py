@@ -12,7 +12,13 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 
-from ._arguments import check_key, check_real_scalar, require, without_numpy
+from ._arguments import (
+    check_key,
+    check_real_scalar,
+    known_minimum,
+    require,
+    without_numpy,
+)
 from ._linalg.pivoted_cholesky import Pivots, choose, spread
 from ._linalg.whitening import Preconditioner, Whitening, scale_only, whiten
 from ._operators.block import ByProducts, apply_block, as_data, jitted, space_of
@@ -250,8 +256,8 @@ def noise_of(
     space = space_of(operator)
     hint = "it is the noise, a positive number or one for each observation"
     noise = shift_of(shift, space, where, hint)
-    for x in jtu.tree_leaves(shift):
-        if throw and positive and not isinstance(x, jax.core.Tracer):
-            least = float(np.min(np.asarray(x, float), initial=np.inf))
+    for x in jtu.tree_leaves(shift) if throw and positive else ():
+        least = known_minimum(x)
+        if least is not None:
             require(least > 0, where, "shift must be positive", f"{least:.3g}", hint)
     return noise

@@ -134,7 +134,7 @@ class Problem(NamedTuple):
     - `state`: of B.
     - `preconditioner`: M, differentiable.
     - `noise`: N.
-    - `shape`: that of y; `(n, 0)` without it.
+    - `shape`: the shape of y; `(n, 0)` if there is none.
     - `finite`: whether y is.
     """
 
@@ -232,7 +232,7 @@ class Problem(NamedTuple):
 
     def _made(self, estimate: Estimate, value, error, stats) -> Estimate:
         P = self.preconditioner
-        # Those of B say little of A.
+        # Ritz values and weights of B are not those of A, so we drop them.
         kept = {name: x for name, x in stats.items() if name not in _OF_B}
         stats, result = kept, estimate.result
         failures = [(~self.finite, RESULTS.y_not_finite)]

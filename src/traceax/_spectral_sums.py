@@ -7,14 +7,19 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.core
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._accuracy.tolerance import check_tolerance
-from ._arguments import check_real_scalar, inexact, known_number, require
+from ._arguments import (
+    check_real_scalar,
+    inexact,
+    known_minimum,
+    known_number,
+    require,
+)
 from ._estimate import Estimate, raise_failure, scaled_error
 from ._likelihood import Given, preconditioned_logdet
 from ._operators.block import is_known, is_positive_semidefinite, jitted, space_of
@@ -30,6 +35,7 @@ from ._spectral.function import (
     Power,
     SpectralFunction,
 )
+from ._spectral.structure import STRUCTURES
 from ._state import init_state
 
 
@@ -138,9 +144,9 @@ def logdet(
 
     The answer is exact, by one Cholesky factorisation, if `k` and `estimator` are left out, there
     are at most 2,000 unknowns, and entries are read, as in [`traceax.columns`][]. It is exact for
-    tridiagonal operators by class or tag, and for triangular ones whose diagonal is read. If these aren't tagged symmetric
-    or positive semidefinite, the value is `log |det(A + shift I)|`, and `stats["sign"]` the sign
-    or phase.
+    tridiagonal operators by class or tag, and for triangular ones whose diagonal is read. If
+    neither tag says that such an operator is symmetric or positive semidefinite, the value is
+    `log |det(A + shift I)|`, and `stats["sign"]` the sign or phase.
 
     **Arguments:** those of [`traceax.trace_function`][] but `fn`, `lower`, `monotone`, and
 
@@ -188,7 +194,7 @@ def trace_inverse(
     `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)`, whose k
     counts solves.
 
-    Arguments, exact answers and what is returned are those of [`traceax.logdet`][], without a
+    Arguments, exact answers and the returned estimate are as for [`traceax.logdet`][], without a
     preconditioner or `stats["sign"]`.
     """
     where = "traceax.trace_inverse"
@@ -340,30 +346,15 @@ def spectral_density(
     return SpectralDensity(stats["ritz_values"], stats["ritz_weights"])
 
 
-# Structures of which a diagonal is no noise, but a part.
-_STRUCTURES = (
-    lx.is_diagonal,
-    lx.is_tridiagonal,
-    lx.is_lower_triangular,
-    lx.is_upper_triangular,
-)
 _SHIFT = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"
 
 
-def _least(shift: Any) -> float | None:
-    """The smallest number of a shift, unless it is traced."""
-    leaves = jax.tree.leaves(shift)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return None
-    return min(float(np.min(np.asarray(x, float), initial=np.inf)) for x in leaves)
-
-
 def _is_noise(operator: Any, shift: Any, where: str) -> bool:
-    """Whether a shift is a noise for each unknown, of which a likelihood takes care."""
+    """Whether a shift is a noise for each unknown. It is a part of structured operators."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         return False
     scalar = np.ndim(shift_of(shift, space_of(operator), where, _SHIFT)) == 0
-    return not scalar and not is_known(operator, *_STRUCTURES)
+    return not scalar and not is_known(operator, *STRUCTURES)
 
 
 def _shifted(
@@ -384,10 +375,10 @@ def _shifted(
         trace = jnp.asarray(options.trace, space.real_dtype)
         more = space.size * added if added.ndim == 0 else jnp.sum(added)
         options = options._replace(trace=trace + more)
-    least = _least(shift)
     if not is_positive_semidefinite(operator):
         return total, None, options
-    if least is not None and least > 0:
+    minima = [known_minimum(x) for x in jax.tree.leaves(shift)]
+    if all(x is not None and x > 0 for x in minima):
         total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
     lower = jnp.min(added) if added.ndim else added
     return total, jax.lax.stop_gradient(lower), options

@@ -36,7 +36,7 @@ from .function import SpectralFunction, remaining, weighted_sums
 # within a factor of some hundreds of their noise after few steps, jitter is off by 1e5.
 _LOOSE = 1e4
 # Share of the change from f(T) to f(E), chosen by the coverage and the length of bars: half made
-# those of the root of `i^-2` 1.4 times as long, where they covered.
+# bars of the root of `i^-2` 1.4 times as long, though the shorter ones covered.
 _SHARE_OF_CHANGE = 0.4
 # Shares of the way of a Ritz value that are tried where the function isn't finite at its end, and
 # those that it is evaluated at.

@@ -5,7 +5,7 @@ derivatives: `tr(A^-1 dA)`, `-tr(A^-1 dA A^-1)`, and `-u^* dA u + 2 Re(u^* db)` 
 `u = A^-1 b`. JAX transposes these and differentiates them again.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -57,7 +57,9 @@ class _Solved(NamedTuple):
 
 
 @sequential_vmap
-def _factorise(A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]) -> Any:
+def _factorise(
+    A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]
+) -> tuple[Array, Array, Array, Array, Array]:
     lower = jnp.linalg.cholesky(A, symmetrize_input=False)
     D, q = _root_of_diagonal(A), B.shape[1]
 
@@ -190,7 +192,9 @@ class CholeskyFactorisation(Algorithm):
         return outcome, Factor(A, solved.lower, solved.solutions, unit)
 
 
-def _rounding(A: Inexact[Array, "n n"], state: SpectralState) -> tuple[Any, RESULTS]:
+def _rounding(
+    A: Inexact[Array, "n n"], state: SpectralState
+) -> tuple[Float[Array, ""], RESULTS]:
     """The relative error of entries, and whether these are finite and Hermitian."""
     size, asymmetry = largest_entry(A), largest_entry(A - A.conj().T) / 2
     asymmetry = asymmetry / divisor(size)

@@ -28,22 +28,24 @@ from .ritz import largest_asymmetry
 Method = Callable[[SpectralState], Estimate]
 
 
+_TRIANGULAR = lx.is_lower_triangular, lx.is_upper_triangular
+STRUCTURES = lx.is_diagonal, lx.is_tridiagonal, *_TRIANGULAR
+
+
 def by_structure(state: SpectralState, k: int | None, where: str) -> Method | None:
     """The method that structure gives for at most k products, if any."""
     operator, function = state.operator, state.function
-    found: list[tuple[int, Method]] = []
-    triangular = lx.is_lower_triangular, lx.is_upper_triangular
     of_door = function.evaluates(LOG) or function.evaluates(RECIPROCAL)
-    if is_known(operator, lx.is_diagonal, *(triangular if of_door else ())):
+    diagonal = None
+    if is_known(operator, lx.is_diagonal, *(_TRIANGULAR if of_door else ())):
         diagonal = known_diagonal(operator)
-        if diagonal is not None:
-            found.append((diagonal.num_matvecs, _by_diagonal))
-    if of_door and not found and is_known(operator, lx.is_tridiagonal):
-        found.append((3, _by_bands))
-    for num_matvecs, method in found:
-        if k is None or num_matvecs <= check_budget(k, where):
-            return method
-    return None
+    if diagonal is not None:
+        num_matvecs, method = diagonal.num_matvecs, _by_diagonal
+    elif of_door and is_known(operator, lx.is_tridiagonal):
+        num_matvecs, method = 3, _by_bands
+    else:
+        return None
+    return method if k is None or num_matvecs <= check_budget(k, where) else None
 
 
 class _Bands(NamedTuple):
