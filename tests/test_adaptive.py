@@ -185,7 +185,7 @@ def test_conformance(check):
 def test_an_estimate_is_not_gone_on_from(key):
     operator = as_operator(matrix("exp", N))
     first = tx.trace(key, operator, 12)
-    with pytest.raises(TypeError, match="can't go on from an earlier one"):
+    with pytest.raises(TypeError, match="can't resume from an earlier one"):
         ADAPTIVE.estimate(first.state, 12)
     with pytest.raises(TypeError, match="products of another estimator"):
         tx.XTraceEstimator().estimate(first.state, 12)

@@ -201,3 +201,67 @@ def test_complex_functions_of_real_operators():
     expected = dense @ vector, dense.T @ vector, dense, np.trace(dense)
     for x, y in zip(found, expected, strict=True):
         assert_close(x, y, rtol=0, atol=1e3 * eps())
+
+
+@COMPLEX
+def test_complex_functions(complex):
+    # Value, transpose, conjugate and first derivatives, where 14 of 40 steps are enough.
+    n = 40
+    a, b = (hermitian("flat", n, complex, seed) for seed in (0, 1))
+    x, y = normal(n, True), normal(n, True, seed=8)
+    values, vectors = np.linalg.eigh(a)
+
+    def operator(a):
+        return _function(a, lambda t: jnp.exp(1j * t), 14)
+
+    @jax.jit
+    def run(a, b, x, y):
+        f = operator(a)
+        product, tangent = jax.jvp(lambda a: operator(a).mv(x), (a,), (b,))
+        _, pullback = jax.vjp(lambda t: operator(a + t * b).mv(x), jnp.ones(()) * 0)
+        transposed, conjugate = f.transpose().mv(x), lx.conj(f).mv(x)
+        (pulled,) = jax.linear_transpose(f.mv, x)(x)
+        return (product, transposed, pulled, conjugate, tangent), pullback(y)[0]
+
+    found, gradient = run(*map(as_array, (a, b, x, y)))
+    dense = function_of(a, lambda t: np.exp(1j * t))
+    middle, half = (values[:, None] + values) / 2, (values[:, None] - values) / 2
+    differences = 1j * np.exp(1j * middle) * np.sinc(half / np.pi)
+    inside = differences * (vectors.conj().T @ b @ vectors)
+    slope = vectors @ (inside @ (vectors.conj().T @ x))
+    expected = dense @ x, dense.T @ x, dense.T @ x, dense.conj() @ x, slope
+    for got, truth in zip(found, expected, strict=True):
+        assert_close(got, truth, rtol=0, atol=1e4 * eps())
+    # JAX pairs without a conjugate.
+    assert_close(gradient, np.real(slope @ y), rtol=1e4 * eps())
+
+
+@COMPLEX
+def test_derivatives_where_the_space_stops_growing(complex):
+    # dA leads out of the Krylov space of x, in which 6 dimensions are all that A needs.
+    n, steps = 40, 12
+    b, x, y = hermitian("signed", n, complex, 3), normal(n, complex), normal(n)
+
+    @jax.jit
+    def derivatives(a, b, x, y):
+        def product(a):
+            return _function(a, jnp.log, steps).mv(x)
+
+        _, pullback = jax.vjp(lambda t: product(a + t * b), jnp.zeros(()))
+        return jax.jvp(product, (a,), (b,))[1], pullback(y.astype(x.dtype))[0]
+
+    for kind in ("rank 5", "identity", "zero"):
+        a = hermitian(kind, n, complex) + 2 * np.eye(n)
+        values, vectors = np.linalg.eigh(a)
+        X, Y = values[:, None], values[None, :]
+        equal = np.abs(X - Y) < 1e-6
+        quotient = np.log(X / Y) / np.where(equal, 1, X - Y)
+        differences = np.where(equal, 2 / (X + Y), quotient)
+        slope = vectors @ (
+            (differences * (vectors.conj().T @ b @ vectors)) @ vectors.conj().T @ x
+        )
+        tangent, gradient = derivatives(*map(as_array, (a, b, x, y)))
+        scale = np.linalg.norm(slope)
+        assert_close(tangent, slope, rtol=0, atol=1e3 * eps() * scale)
+        bound = 1e3 * eps() * scale * np.linalg.norm(y)
+        assert_close(gradient, np.real(slope @ y), rtol=0, atol=bound)

@@ -134,20 +134,12 @@ def test_derivatives_are_unbiased(estimator, complex):
     theta = as_array(THETA)
     value = functools.partial(_value, estimator=estimator, complex=complex)
 
-    @jax.jit
-    def run(keys):
-        def one(key):
-            return jax.grad(value)(theta, key), jax.hessian(value)(theta, key)
-
-        return jax.vmap(one)(keys)
-
-    gradients, hessians = run(jr.split(jr.key(2), 1500))
+    run = jax.jit(jax.vmap(lambda key: jax.grad(value)(theta, key)))
+    gradients = run(jr.split(jr.key(2), 1500))
     exact = functools.partial(_exact, complex=complex)
-    gradient, hessian = (jax.jit(d(exact))(theta) for d in (jax.grad, jax.hessian))
+    gradient = jax.jit(jax.grad(exact))(theta)
     assert z_score(gradients, gradient, 1e-5) < 4
-    assert z_score(hessians, hessian, 1e-5) < 4
     assert z_score(np.asarray(gradients) * 1.05, gradient) > 5
-    assert z_score(np.asarray(hessians) * 1.05, hessian) > 5
 
 
 def test_modes_of_differentiation_agree(key):
@@ -159,15 +151,10 @@ def test_modes_of_differentiation_agree(key):
 
     @jax.jit
     def run(t):
-        gradient = jax.grad(value)(theta)
-        pairs = (jax.jacfwd, jax.grad), (jax.grad, jax.jacfwd), (jax.grad, jax.grad)
-        second = [outer(inner(line))(t) for outer, inner in pairs]
-        return gradient, jax.jacfwd(line)(t), second
+        return jax.grad(value)(theta), jax.jacfwd(line)(t)
 
-    gradient, along, second = run(0.0)
-    rtol = 1e5 * eps()
-    assert_close(along, gradient @ direction, rtol=rtol)
-    assert_close(second, second[0] * np.ones(3), rtol=rtol)
+    gradient, along = run(0.0)
+    assert_close(along, gradient @ direction, rtol=1e5 * eps())
 
 
 @PAIRS
@@ -180,25 +167,23 @@ def test_derivatives_are_exact_for_enough_products(key, estimator, complex):
 
     @jax.jit
     def run(theta):
-        return [(jax.grad(f)(theta), jax.hessian(f)(theta)) for f in (value, exact)]
+        return [jax.grad(f)(theta) for f in (value, exact)]
 
-    (gradient, hessian), (g, h) = run(theta)
-    scale = np.max(np.abs(g)), np.max(np.abs(h))
-    # Divided differences of f' are accurate to eps^(4/5).
-    assert_close(gradient, g, rtol=0, atol=1e3 * eps() * scale[0])
-    assert_close(hessian, h, rtol=0, atol=100 * eps() ** 0.8 * scale[1])
+    gradient, expected = run(theta)
+    scale = np.max(np.abs(expected))
+    assert_close(gradient, expected, rtol=0, atol=1e3 * eps() * scale)
 
 
 @ONE
-def test_third_derivatives_are_refused(key, estimator):
+def test_second_derivatives_are_refused(key, estimator):
     theta = as_array(0.3)
 
     def value(x):
         return _value(jnp.stack([x, x]), key, estimator, False)
 
     for d in (jax.grad, jax.jacfwd):
-        with pytest.raises(NotImplementedError, match="Third derivatives"):
-            jax.jit(d(d(d(value))))(theta)
+        with pytest.raises(NotImplementedError, match="got a second one"):
+            jax.jit(d(d(value)))(theta)
 
 
 @pytest.mark.parametrize(
@@ -227,28 +212,6 @@ def test_derivatives_of_what_the_function_closes_over(key, estimator, k):
     if k == N:
         exact = np.sum(values**1.7 * np.log(values))
         assert_close(reverse, exact, rtol=1e3 * eps())
-
-
-def test_mixed_derivatives(key):
-    operator = as_operator(hermitian("flat", N))
-
-    def value(s, p):
-        scaled = _of_unknown_trace(operator.matrix * s)
-        return tx.trace_function(key, lambda x: x**p, scaled, 6, throw=False).value
-
-    s, p = as_array(1.1), as_array(1.7)
-
-    @jax.jit
-    def both(s, p):
-        found = jax.grad(value)(s, p), jax.grad(jax.grad(value), 1)(s, p)
-        # By homogeneity: s^p tr A^p.
-        of_s = functools.partial(lambda s, p: p / 1.1 * value(s, p), s)
-        return found, (1.7 / 1.1 * value(s, p), jax.grad(of_s)(p))
-
-    assert_close(*both(s, p), rtol=1e5 * eps())
-    # The other way round is refused.
-    with pytest.raises(NotImplementedError, match="mix the operator and"):
-        jax.grad(jax.grad(value, 1), 0)(s, p)
 
 
 @ONE
@@ -301,23 +264,3 @@ def test_the_gradient_at_a_multiple_of_the_identity_is_that_of_a_trace(estimator
     for c in (0.5, 0.0):
         samples = run(as_array(0.0), as_array(c), keys)
         assert z_score(samples, np.exp(c) * np.trace(b), rounding()) < 4
-
-
-@ONE
-def test_hessians_at_operators_of_low_rank(key, estimator):
-    a = as_array(hermitian("rank 5", N) / 5)
-    b = as_array(hermitian("signed", N, seed=4))
-
-    def value(t):
-        operator = lx.MatrixLinearOperator(a + t * b)
-        est = SPECTRAL[estimator]
-        return tx.trace_function(key, jnp.exp, operator, N, est, throw=False).value
-
-    wide_a, wide_b = (np.asarray(x, np.float64) for x in (a, b))
-
-    def exact(t):
-        return np.sum(np.exp(np.linalg.eigvalsh(wide_a + t * wide_b)))
-
-    expected = (exact(1e-3) - 2 * exact(0) + exact(-1e-3)) / 1e-6
-    got = jax.grad(jax.grad(value))(as_array(0.0))
-    assert_close(got, expected, rtol=1e-3)

@@ -86,21 +86,6 @@ def test_a_stopped_estimate_is_that_of_a_fixed_budget(key):
 
 
 @pytest.mark.x64
-def test_hessians(key):
-    a = jnp.asarray(matrix("exp", 100))
-
-    def value(scale, k, rtol):
-        e = _estimate(scale * a, 0.1, rtol, key, k)
-        return e.value["log"], e.stats["num_matvecs"]
-
-    second = jax.hessian(value, has_aux=True)
-    stopped, products = jax.jit(second, static_argnums=1)(1.3, 52, 0.1)
-    assert products < 26
-    fixed, _ = jax.jit(second, static_argnums=(1, 2))(1.3, int(products), None)
-    assert_close(stopped, fixed, rtol=1e-6)
-
-
-@pytest.mark.x64
 def test_intervals_hold_the_truth_though_looked_at_repeatedly():
     n = 100
     values = 100 * 0.8 ** np.arange(n) + 1.0

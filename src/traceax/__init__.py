@@ -3,7 +3,6 @@
 from importlib.metadata import version as _version
 
 from ._accuracy.error_bar import ErrorBar as ErrorBar
-from ._base import TraceEstimator as TraceEstimator
 from ._coloured_sampler import ColouredSampler as ColouredSampler
 from ._colours import Colours as Colours
 from ._colours import colour as colour
@@ -14,6 +13,8 @@ from ._diagonal import leaf_traces as leaf_traces
 from ._divergence import divergence as divergence
 from ._divergence import laplacian as laplacian
 from ._estimate import Estimate as Estimate
+from ._estimator import TraceState as TraceState
+from ._estimator import init_state as init_state
 from ._estimators.adaptive_xtrace import (
     AdaptiveXTraceEstimator as AdaptiveXTraceEstimator,
 )
@@ -23,7 +24,6 @@ from ._estimators.hutch_plus_plus import (
 from ._estimators.hutchinson import HutchinsonEstimator as HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator as XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator as XTraceEstimator
-from ._growing import GrowingEstimator as GrowingEstimator
 from ._likelihood import InvQuadLogdet as InvQuadLogdet
 from ._likelihood import gaussian_log_likelihood as gaussian_log_likelihood
 from ._likelihood import inv_quad_logdet as inv_quad_logdet
@@ -52,7 +52,6 @@ from ._samplers import Sampler as Sampler
 from ._samplers import SphereSampler as SphereSampler
 from ._slope import jvp as jvp
 from ._spectral.base import SpectralEstimator as SpectralEstimator
-from ._spectral.base import SpectralOutcome as SpectralOutcome
 from ._spectral.base import SpectralState as SpectralState
 from ._spectral.krylov_aware import KrylovAwareEstimator as KrylovAwareEstimator
 from ._spectral.lanczos_quadrature import (
@@ -67,9 +66,9 @@ from ._spectral_sums import schatten_norm as schatten_norm
 from ._spectral_sums import spectral_density as spectral_density
 from ._spectral_sums import trace_function as trace_function
 from ._spectral_sums import trace_inverse as trace_inverse
-from ._state import TraceState as TraceState
-from ._state import init_state as init_state
 from ._trace import CHOICES as CHOICES
 from ._trace import trace as trace
+from ._trace_estimator import GrowingEstimator as GrowingEstimator
+from ._trace_estimator import TraceEstimator as TraceEstimator
 
 __version__ = _version("traceax")

@@ -10,34 +10,37 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Key
 
-from ._accuracy.error_bar import exact_bar
+from ._accuracy.error_bar import ErrorBar, exact_bar, sum_of_independent
 from ._accuracy.tolerance import make_stop
 from ._arguments import check_budget, check_key, require
-from ._base import TraceEstimator
-from ._by_block import ByBlock
 from ._estimate import Estimate, raise_failure
+from ._estimator import TraceState, init_state, outcome_of
+from ._estimators.hutchinson import HutchinsonEstimator
 from ._functional import Diagonal, LeafSums
 from ._linalg.small import divisor, squares
 from ._linalg.tall import power_of_two_scale
+from ._linalg.types import axes_of, widened
 from ._operators.block import (
     as_data,
     has_real_trace,
     is_hermitian,
     jitted,
+    linear_function,
     size_of_product,
     space_of,
+    structure_of,
     unflatten,
+    with_data,
 )
 from ._operators.check import as_complex, checked_operator
 from ._operators.entries import known_diagonal, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column
-from ._primitive import Outcome, make_outcome
-from ._primitive import estimate as run
+from ._operators.solvers import solver_tags
 from ._progress import NO_PROGRESS_METER, ProgressMeter
-from ._results import finite_or_failed
-from ._samplers import RademacherSampler
-from ._state import TraceState, init_state
+from ._results import RESULTS, finite_or_failed
+from ._rule import Evidence, cast_bar
 from ._trace import estimate_whole, trace
+from ._trace_estimator import TraceEstimator
 
 
 def diagonal(
@@ -111,9 +114,9 @@ def leaf_traces(
     - `probes="blocks"`: signs on one leaf at a time, and products with its block alone.
         *Use for* networks early in training, of flat spectra and strongly coupled leaves.
 
-    With blocks, an eighth of the budget is a pilot, equal for all leaves; the rest is
-    divided so that the error of the total is least. Leaves smaller than a pilot are exact.
-    Both ways are unbiased, differentiable with respect to `operator`, and one program.
+    With blocks, all leaves get the same number of probes. Leaves with fewer entries are
+    exact, and the others share the remaining products. Both ways are unbiased,
+    differentiable with respect to `operator`, and one program.
 
     **Arguments:** `key`, `operator` and `throw` of [`traceax.trace`][], and
 
@@ -145,12 +148,63 @@ def leaf_traces(
         what, hint = f"k must be at least {3 * number}", "or leave out probes='blocks'"
         what = f"{what}, three products for each of {number} blocks"
         require(k >= 3 * number, where, what, str(k), hint)
-        part = TraceState(state.key, as_data(operator))
-        outcome = run(ByBlock(RademacherSampler()), part, k)
-        estimate = Estimate(*outcome[:4], state)
+        estimate = _by_block(with_data(state), k)
         estimate = raise_failure(estimate) if throw else estimate
     by_leaf = _with_parts(estimate, lambda x: treedef.unflatten(list(x[:-1])))
     return by_leaf, _with_parts(estimate, lambda x: x[-1])
+
+
+@jitted
+def _by_block(state: TraceState, k: int) -> Estimate:
+    """Hutchinson's estimates of the traces of all blocks, and of their sum behind.
+
+    All blocks get the same number of probes. Those that are exact with fewer leave the rest
+    of their share to the others.
+    """
+    operator, space = state.operator, state.space
+    dtype = space.real_dtype if has_real_trace(operator) else space.compute_dtype
+    sizes = [math.prod(leaf.shape) for leaf in space.leaves]
+    keys = jax.random.split(state.key, len(sizes))
+    # Leaves of size 0 have trace 0.
+    zero = jnp.zeros((), dtype)
+    bars, used = [exact_bar(zero, jnp.abs(zero))] * len(sizes), 0
+    order = sorted((size, i) for i, size in enumerate(sizes) if size > 0)
+    for taken, (size, i) in enumerate(order):
+        share = (k - used) // (len(order) - taken)
+        part = TraceState(keys[i], block_of(operator, i))
+        found, _ = outcome_of(HutchinsonEstimator(), part, share, None)
+        bars[i] = cast_bar(found.bars[0], dtype)
+        used += min(share, size)
+    bars.append(sum_of_independent(*bars))
+    bar = ErrorBar(*map(jnp.stack, zip(*bars, strict=True)))
+    stats = {
+        "num_matvecs": jnp.int32(used),
+        "degrees_of_freedom": bar.degrees_of_freedom,
+    }
+    result = finite_or_failed(bar.mean, RESULTS.successful)
+    return Estimate(*bar[:2], result, stats, state)
+
+
+def block_of(
+    operator: lx.AbstractLinearOperator, index: int
+) -> lx.AbstractLinearOperator:
+    """The diagonal block of a leaf.
+
+    The product is the derivative with respect to that leaf alone: JAX computes neither
+    products with the other leaves of the input nor the other leaves of the output.
+    """
+    leaves, treedef = jtu.tree_flatten(operator.in_structure())
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+
+    def product(x):
+        given = treedef.unflatten([*zeros[:index], x, *zeros[index + 1 :]])
+        return jtu.tree_leaves(operator.mv(given))[index]
+
+    def mv(x):
+        zero = widened(zeros[index], axes_of(x))
+        return jax.jvp(product, (zero,), (x,))[1]
+
+    return linear_function(mv, structure_of(leaves[index]), solver_tags(operator))
 
 
 def frobenius_norm_squared(
@@ -179,8 +233,13 @@ def frobenius_norm_squared(
     operator = as_complex(operator)
     k, space = check_budget(k, where), space_of(operator)
     if k >= space.size:
-        outcome = _exact_norm(as_data(operator))
-        estimate = Estimate(*outcome[:4], TraceState(check_key(key, where), operator))
+        bar = _exact_norm(as_data(operator))
+        stats = {"num_matvecs": jnp.int32(space.size)}
+        stats["degrees_of_freedom"] = bar.degrees_of_freedom
+        state = TraceState(check_key(key, where), operator)
+        result = finite_or_failed(bar.mean, RESULTS.successful)
+        evidence = Evidence(bar.mean, jtu.Partial(_judge_norm))
+        estimate = Estimate(*bar[:2], result, stats, state, evidence=evidence)
         return raise_failure(estimate) if throw else estimate
     hint = "an estimate takes a product with A and one with its adjoint"
     require(k > 1, where, "k must be at least 2", "1", hint)
@@ -197,15 +256,15 @@ def frobenius_norm_squared(
     estimate = trace(key, gram, (k - spent) // 2, estimator, throw=False)
     used = 2 * estimate.stats["num_matvecs"] + spent
     # Not by its square, which may leave the range of numbers.
-    value, error = (x * unit * unit for x in (estimate.value, estimate._standard_error))
-    result = finite_or_failed(value, estimate.result)
+    estimate = estimate.times(unit).times(unit)
+    result = finite_or_failed(estimate.value, estimate.result)
     stats = {**estimate.stats, "num_matvecs": used}
-    estimate = Estimate(value, error, result, stats, estimate.state, estimate._by)
+    estimate = estimate.replaced(result=result, stats=stats)
     return raise_failure(estimate) if throw else estimate
 
 
 @jitted
-def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
+def _exact_norm(operator: lx.AbstractLinearOperator) -> ErrorBar:
     space = space_of(operator)
 
     def norm(column, j):
@@ -223,8 +282,11 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> Outcome:
         lengths = jax.lax.stop_gradient(units * jnp.sqrt(norms))
         more = 2 * jnp.sum(lengths * errors_of_solves(solves).columns)
         bar = bar._replace(standard_error=bar.standard_error + more)
-    stats = {"num_matvecs": space.size}
-    return make_outcome(*bar[:2], stats, space.compute_dtype, real=True)
+    return cast_bar(bar, space.real_dtype)
+
+
+def _judge_norm(value: Array) -> list[ErrorBar]:
+    return [exact_bar(value, value)]
 
 
 def _with_parts(estimate: Estimate, part: Callable[[Array], Any]) -> Estimate:
@@ -232,4 +294,6 @@ def _with_parts(estimate: Estimate, part: Callable[[Array], Any]) -> Estimate:
     freedom = part(jnp.broadcast_to(freedom, estimate.value.shape))
     value, error = part(estimate.value), part(estimate._standard_error)
     stats = {**estimate.stats, "degrees_of_freedom": freedom}
-    return Estimate(value, error, estimate.result, stats, estimate.state, estimate._by)
+    return estimate.replaced(
+        value=value, standard_error=error, stats=stats, evidence=None
+    )

@@ -25,9 +25,6 @@ from ._results import (
 )
 from ._student_t import student_t_quantile
 
-# Whether the tangents of standard errors and of degrees of freedom are those of slopes, see
-# `traceax.jvp`.
-SLOPES = jax.make_user_context(False)
 # So many estimates of a `vmap` are printed.
 _LANES = 8
 _OURS = "traceax", "equinox", "jaxtyping", "beartype"
@@ -56,6 +53,12 @@ class _Box(eqx.Module):
     def unbox(self) -> PyTree:
         arrays = iter(self.arrays)
         leaves = [next(arrays) if x is None else x[0] for x in self.rest]
+        return jtu.tree_unflatten(self.treedef, leaves)
+
+    def unbox_tangent(self) -> PyTree:
+        """The tree of tangents, where this is the tangent of a box."""
+        arrays = iter(self.arrays)
+        leaves = [next(arrays) if x is None else None for x in self.rest]
         return jtu.tree_unflatten(self.treedef, leaves)
 
 
@@ -101,6 +104,8 @@ class Estimate(eqx.Module):
     result: Any
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
+    # An `Evidence`, for error bars of derivatives, or None.
+    _evidence: _Box = eqx.field(repr=False)
     # The estimator's name, and the products of an exact answer.
     _by: tuple[str, int | float] = eqx.field(static=True, repr=False)
 
@@ -112,6 +117,7 @@ class Estimate(eqx.Module):
         stats: dict[str, PyTree],
         state: PyTree,
         by: tuple[str, int | float] = ("", math.inf),
+        evidence: PyTree = None,
     ):
 
         def usable(result, value):
@@ -127,15 +133,13 @@ class Estimate(eqx.Module):
         standard_error = map_results(known, result, standard_error)
         self._by = by
         # Not differentiable: 0 times infinity would spoil slopes of values.
-        standard_error = jtu.tree_map(
-            lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), standard_error
+        self._standard_error = jax.lax.stop_gradient(
+            jtu.tree_map(lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), standard_error)
         )
-        if not SLOPES.value:
-            standard_error = jax.lax.stop_gradient(standard_error)
-        self._standard_error = standard_error
         self.result = result
         self.stats = stats
         self._state = _Box(state)
+        self._evidence = _Box(evidence)
 
     @property
     def standard_error(self) -> Any:
@@ -144,6 +148,30 @@ class Estimate(eqx.Module):
             return jtu.tree_map(
                 lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
             )
+
+    def replaced(self, **changes: Any) -> "Estimate":
+        """The estimate with other values of some arguments of `__init__`."""
+        arguments = {
+            "value": self.value,
+            "standard_error": self._standard_error,
+            "result": self.result,
+            "stats": self.stats,
+            "state": self.state,
+            "by": self._by,
+            "evidence": self._evidence.unbox(),
+        }
+        return Estimate(**{**arguments, **changes})
+
+    def times(self, factor: Inexact[Array, ""]) -> "Estimate":
+        """The estimate of `factor` times the value."""
+        evidence = self._evidence.unbox()
+        if evidence is not None:
+            evidence = evidence.times(factor, self._standard_error)
+        return self.replaced(
+            value=self.value * factor.astype(self.value.dtype),
+            standard_error=jnp.abs(factor) * self._standard_error,
+            evidence=evidence,
+        )
 
     @property
     def state(self) -> PyTree:
@@ -271,31 +299,6 @@ def _interval(value, error, freedom, level):
         half = jax.lax.complex(half, half)
     half = half.astype(value.dtype)
     return value - half, value + half
-
-
-@jax.custom_jvp
-def scaled_error(factor: Inexact[Array, ""], error: Float[Array, "*g"]) -> Any:
-    """The standard error of `factor * value`."""
-    return jnp.abs(factor) * error
-
-
-@scaled_error.defjvp
-def _scaled_slope(primals, tangents):
-    (factor, error), (t_factor, t_error) = primals, tangents
-    # Of what is correlated in any way.
-    changed = jnp.where(t_factor == 0, 0, jnp.abs(t_factor) * error)
-    return scaled_error(factor, error), changed + jnp.abs(factor) * t_error
-
-
-@jax.custom_jvp
-def joint_error(x: Float[Array, "*g"], y: Float[Array, "*g"]) -> Float[Array, "*g"]:
-    """The standard error of a sum of two that are independent."""
-    return jnp.hypot(x, y)
-
-
-@joint_error.defjvp
-def _joint_slope(primals, tangents):
-    return joint_error(*primals), jnp.hypot(*tangents)
 
 
 def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:

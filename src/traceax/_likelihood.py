@@ -54,7 +54,8 @@ def inv_quad_logdet(
 
     All from one block Krylov space, which starts from y and from random probes, of the
     matrix with its noise N scaled to 1 and preconditioned. Each of the two has first
-    derivatives of any kind with respect to the operator, the noise and y, and second ones.
+    derivatives of any kind with respect to the operator, the noise and y; exact answers have
+    higher ones, too.
 
     | | |
     |---|---|

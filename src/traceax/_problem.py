@@ -1,5 +1,6 @@
 """The problem behind a likelihood's doors: one log-determinant, and quadratic forms."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -12,11 +13,12 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
+from ._accuracy.error_bar import ErrorBar
 from ._accuracy.tolerance import Stop
 from ._arguments import check_key, require
-from ._drive import limits, run_estimator
-from ._estimate import Estimate, joint_error, with_slopes
-from ._linalg.whitening import Preconditioner, Whitening, scale_only
+from ._estimate import Estimate, with_slopes
+from ._estimator import limits, outcome_of
+from ._linalg.whitening import Preconditioner, scale_only
 from ._operators.block import Space, is_data, jitted, space_of
 from ._operators.check import ShiftedLinearOperator, checked_operator
 from ._operators.entries import diagonal_of, has_known_entries, readable_data
@@ -28,21 +30,22 @@ from ._preconditioner import (
 )
 from ._progress import ProgressMeter
 from ._results import RESULTS, finite_or_failed
+from ._rule import Outcome
 from ._spectral.base import SpectralState, likelihood_bar
-from ._spectral.blocks import Terms
 from ._spectral.cholesky import factorised, is_small
 from ._spectral.estimate import Options
 from ._spectral.function import LOG
 from ._spectral.krylov_aware import KrylovAwareEstimator
 
 T = TypeVar("T")
+By = tuple[str, float]  # the name of a method, and the products of an exact answer
 Given = int | Int[Array, " r"] | Preconditioner | None
 _OF_B = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
 
 
 def solve(
     where: str,
-    answer: Callable[["Problem", Estimate], T],
+    answer: Callable[["Problem", Outcome, By], T],
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
     y: Any,
@@ -82,8 +85,9 @@ def _answer(answer, posed, k, estimator, stop, meter, exact):
     problem = _pose(*posed, exact=exact)
     if exact:
         bounded = problem.state.lower is not None
-        return answer(problem, factorised(problem.state, bounded))
-    return answer(problem, problem.estimate(k, estimator, stop, meter))
+        return answer(problem, factorised(problem.state, bounded), ("Cholesky", 0))
+    by = type(estimator).__name__, problem.state.space.size
+    return answer(problem, problem.outcome(k, estimator, stop, meter), by)
 
 
 _jitted = jitted(_answer)
@@ -124,6 +128,8 @@ def _pose(
         # The trace of B. Columns would make it cost a product each.
         trace = n + jnp.sum(jnp.real(diagonal_of(operator)) / noise)
     state = SpectralState(key, B, LOG, lower, right, P, trace)
+    # The noise need not be positive next to a custom preconditioner.
+    noise = jnp.ones_like(noise) if own else noise
     return Problem(where, state, P, noise, shape, finite)
 
 
@@ -150,9 +156,13 @@ class Problem(NamedTuple):
         """How many right-hand sides there are."""
         return math.prod(self.shape[1:])
 
-    def estimate(
-        self, k: int | None, estimator: Any, stop: Stop | None, meter: ProgressMeter
-    ) -> Estimate:
+    def outcome(
+        self,
+        k: int | None,
+        estimator: KrylovAwareEstimator,
+        stop: Stop | None,
+        meter: ProgressMeter,
+    ) -> Outcome:
         """`tr log B`, and the quadratic forms."""
         state, where = self.state, self.where
         space = state.space
@@ -164,7 +174,7 @@ class Problem(NamedTuple):
         require(most >= min(least, space.size), where, what, got, hint)
         if isinstance(end, Stop):
             end = self._stop(end)
-        return run_estimator(estimator, state, most, end, throw=False)
+        return outcome_of(estimator, state, most, end)[0]
 
     def _stop(self, stop: Stop) -> Stop:
         known = self.preconditioner.logdet if self.number == 0 else self._constant()
@@ -176,94 +186,104 @@ class Problem(NamedTuple):
         of_two_pi = self.state.space.size * math.log(2 * math.pi)
         return -self.number * (self.preconditioner.logdet + of_two_pi) / 2
 
-    def logdet(self, estimate: Estimate) -> Estimate:
+    def logdet(self, outcome: Outcome, by: By) -> Estimate:
         """`log det P + tr log B`."""
-        known = self.preconditioner.logdet
-        value, error = _of_terms(estimate, "logdet")
-        stats = dict(estimate.stats)
-        stats["bracket"] = tuple(
-            x + jax.lax.stop_gradient(known) for x in self._bracket(estimate)
-        )
-        error = _with_rounding(error, value, known)
-        return self._made(estimate, value + known, error, stats)
+        known, bar = self.preconditioner.logdet, outcome.bars[0]
+        bracket = tuple(x + jax.lax.stop_gradient(known) for x in _bracket(outcome))
+        error = _with_rounding(bar.standard_error, bar.mean, known)
+        bar = bar._replace(mean=bar.mean + known, standard_error=error)
+        stats = self._stats(outcome, bracket)
+        return self._made(outcome, bar, stats, jtu.Partial(_first_bar), by)
 
-    def inv_quad(self, estimate: Estimate) -> Estimate:
-        """`b^* B^-1 b` of each right-hand side."""
-        value, error = _of_terms(estimate, "inv_quad")
+    def inv_quad(self, outcome: Outcome, by: By) -> Estimate:
+        """`b^* B^-1 b` for each right-hand side."""
         kept = "num_matvecs", "products_needed", "bracket_is_proven"
-        stats = {
-            **{name: x for name, x in estimate.stats.items() if name in kept},
-            "bracket": tuple(map(self._like_y, estimate.stats["inv_quad_bracket"])),
-            "degrees_of_freedom": jnp.full(self.shape[1:], jnp.inf, error.dtype),
-        }
-        value, error = self._like_y(value), self._like_y(error)
-        return self._made(estimate, value, error, stats)
+        stats = {name: x for name, x in outcome.stats.items() if name in kept}
+        ends = outcome.stats["inv_quad_bracket"]
+        stats["bracket"] = tuple(x.reshape(self.shape[1:]) for x in ends)
+        bar = ErrorBar(*(x.reshape(self.shape[1:]) for x in outcome.bars[1]))
+        return self._made(outcome, bar, stats, jtu.Partial(_second_bar), by)
 
-    def terms(self, estimate: Estimate) -> tuple[Estimate, Estimate, Array]:
+    def terms(self, outcome: Outcome, by: By) -> tuple[Estimate, Estimate, Array]:
         """The log-determinant, quadratic forms and the solution."""
-        logdet, inv_quad = self.logdet(estimate), self.inv_quad(estimate)
-        return logdet, inv_quad, self.solution(estimate)
+        logdet, inv_quad = self.logdet(outcome, by), self.inv_quad(outcome, by)
+        return logdet, inv_quad, self.solution(outcome)
 
-    def _like_y(self, x: Array) -> Array:
-        return x.reshape(self.shape[1:])
-
-    def solution(self, estimate: Estimate) -> Inexact[Array, "n ..."]:
+    def solution(self, outcome: Outcome) -> Inexact[Array, "n ..."]:
         """`A^-1 y = M^* B^-1 M y`."""
         P = jax.lax.stop_gradient(self.preconditioner)
-        return P.apply_adjoint(estimate.stats["solution"]).reshape(self.shape)
+        return P.apply_adjoint(outcome.stats["solution"]).reshape(self.shape)
 
-    def likelihood(self, estimate: Estimate) -> Estimate:
+    def likelihood(self, outcome: Outcome, by: By) -> Estimate:
         """The log density of y."""
-        error = Terms(*(_of_terms(estimate, name)[1] for name in Terms._fields))
-        stats = dict(estimate.stats)
-        bar = likelihood_bar(estimate.value, error, stats["degrees_of_freedom"])
-        constant = self._constant()
-        ends = zip(self._bracket(estimate), stats.pop("inv_quad_bracket"), strict=True)
+        bar, constant = likelihood_bar(outcome.bars), self._constant()
+        ends = zip(_bracket(outcome), outcome.stats["inv_quad_bracket"], strict=True)
         totals = [-(self.number * x + jnp.sum(y)) / 2 for x, y in ends]
         known = jax.lax.stop_gradient(constant)
-        stats["bracket"] = tuple(known + x for x in reversed(totals))
+        stats = self._stats(outcome, tuple(known + x for x in reversed(totals)))
         error = _with_rounding(bar.standard_error, bar.mean, constant)
-        likelihood = self._made(estimate, bar.mean + constant, error, stats)
-        stats = {**likelihood.stats, "solution": self.solution(estimate)}
+        bar = bar._replace(mean=bar.mean + constant, standard_error=error)
+        likelihood = self._made(outcome, bar, stats, jtu.Partial(_joint_bars), by)
+        stats = {**likelihood.stats, "solution": self.solution(outcome)}
         return eqx.tree_at(lambda e: e.stats, likelihood, stats)
 
-    def _bracket(self, estimate: Estimate) -> tuple[Array, Array]:
-        return jax.lax.stop_gradient(estimate.stats["bracket"])
-
-    def _made(self, estimate: Estimate, value, error, stats) -> Estimate:
-        P = self.preconditioner
+    def _stats(self, outcome: Outcome, bracket: tuple[Array, ...]) -> dict[str, Any]:
         # Ritz values and weights of B are not those of A, so we drop them.
-        kept = {name: x for name, x in stats.items() if name not in _OF_B}
-        stats, result = kept, estimate.result
-        failures = [(~self.finite, RESULTS.y_not_finite)]
-        if isinstance(P, Whitening):
-            residual = jax.lax.stop_gradient(P.residual_trace) / self.state.space.size
-            stats = {**kept, "num_columns": P.num_columns, "residual": residual}
-            failures = [
-                (~P.semidefinite, RESULTS.not_semidefinite),
-                (~jnp.isfinite(P.residual_trace), RESULTS.nonfinite),
-                (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
-                *failures,
-            ]
+        stats = {name: x for name, x in outcome.stats.items() if name not in _OF_B}
+        return {**stats, "bracket": bracket}
+
+    def _made(
+        self,
+        outcome: Outcome,
+        bar: ErrorBar,
+        stats: dict[str, Any],
+        judged: jtu.Partial,
+        by: By,
+    ) -> Estimate:
+        P, evidence = self.preconditioner, outcome.evidence
+        found, failures = P._verdict(self.state.space.size)
+        stats = {**stats, **found, "degrees_of_freedom": bar.degrees_of_freedom}
+        failures += [
+            (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
+            (~self.finite, RESULTS.y_not_finite),
+        ]
+        result = outcome.results[0]
         for bad, reason in failures:
             result = RESULTS.where(bad, reason, result)
-        result = finite_or_failed(value, result)
-        stats["bracket"] = tuple(with_slopes(x, value) for x in stats["bracket"])
-        return Estimate(value, error, result, stats, self.state, estimate._by)
+        result = finite_or_failed(bar.mean, result)
+        stats["bracket"] = tuple(with_slopes(x, bar.mean) for x in stats["bracket"])
+        if evidence is not None:
+            judge = jtu.Partial(_judge, judged, evidence.judge)
+            evidence = dataclasses.replace(evidence, judge=judge)
+        return Estimate(*bar[:2], result, stats, self.state, by=by, evidence=evidence)
 
 
-def _of_terms(estimate: Estimate, name: str) -> tuple[Array, Array]:
-    value, error = estimate.value, estimate._standard_error
-    if not isinstance(value, Terms):
-        return value, error
-    return getattr(value, name), getattr(error, name)
+def _bracket(outcome: Outcome) -> tuple[Array, Array]:
+    return jax.lax.stop_gradient(outcome.stats["bracket"])
+
+
+def _judge(judged: jtu.Partial, judge: jtu.Partial, products: Any) -> list[ErrorBar]:
+    """The bars that a door returns, from those of the log-determinant and of forms."""
+    return [judged(judge(products))]
+
+
+def _first_bar(bars: list[ErrorBar]) -> ErrorBar:
+    return bars[0]
+
+
+def _second_bar(bars: list[ErrorBar]) -> ErrorBar:
+    return bars[1]
+
+
+def _joint_bars(bars: list[ErrorBar]) -> ErrorBar:
+    return likelihood_bar(bars)
 
 
 def _with_rounding(error, *parts) -> Float[Array, ""]:
     """The standard error of a sum, which is rounded."""
     size = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
     rounding = 4 * jnp.finfo(error.dtype).eps * size
-    return joint_error(error, rounding)
+    return jnp.hypot(error, rounding)
 
 
 def _check_right(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:

@@ -1,12 +1,8 @@
 """Error bars of derivatives: directional derivatives as estimates.
 
-The samples of an estimate are linear in `V^* A V` for blocks V that are held fixed. Those of
-its derivative along dA are the same function of `V^* dA V`, of products that the derivative
-takes anyway, and so is its error bar.
-
-An estimate has no room for a second error bar: along a tangent, that of the slope is passed
-on in the place of the tangents of the standard error and of its degrees of freedom. Neither
-is linear in the tangent; nothing transposes them.
+The samples of an estimate are linear in products `A V` with blocks V that are held fixed. The
+samples of its derivative along dA are the same function of `dA V`, products that the
+derivative takes anyway. An estimate carries them as `Evidence`, whose tangents they are.
 """
 
 from collections.abc import Callable
@@ -17,19 +13,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Inexact, Int
 
-from ._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from ._arguments import kind_of, require
-from ._estimate import SLOPES, Estimate
-from ._functional import Trace
-from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
-from ._linalg.small import matmul
-from ._linalg.tall import column_dots, inner, side_by_side
-from ._operators.block import derived, product_tangent
-from ._primitive import Blocks, StandIn, refuse_slope
+from ._estimate import Estimate
 from ._results import finite_or_failed
-from ._state import TraceState, functional_of
+from ._rule import refuse_slope
 
 
 def jvp(
@@ -74,11 +62,6 @@ def jvp(
         what = f"{name} must be a tuple, one for each argument of fn"
         hint = f"write ({name[:-1]},) for a single one"
         require(isinstance(given, tuple | list), where, what, given, hint, TypeError)
-    if SLOPES.value:
-        raise NotImplementedError(
-            f"{where}: a slope of a slope has no error bar; take jax.jvp or jax.grad of "
-            "the slope's value."
-        )
     primals, tangents = tuple(primals), tuple(tangents)
     _check_tangents(primals, tangents, where)
     tangents = jtu.tree_map(
@@ -95,32 +78,44 @@ def jvp(
         require(right, where, what, estimate, hint, TypeError)
         return estimate
 
-    with SLOPES(True):
-        value, tangent = eqx.filter_jvp(checked, primals, tangents)
+    value, tangent = eqx.filter_jvp(checked, primals, tangents)
+    if value._evidence.unbox() is None:
+        refuse_slope()
+    return value, _slope(value, tangent)
 
-    if not isinstance(functional_of(value.state), Trace):
-        refuse_slope()  # of what no rule saw, such as an identity
+
+@eqx.filter_jit
+def _slope(value: Estimate, tangent: Estimate) -> Estimate:
+    """The derivative of an estimate as an estimate."""
 
     def slope_of(x, t):
         return jnp.zeros_like(x) if t is None else t
 
-    def error_of(x, t):
-        # What is not known of the value is not known of its slope.
-        return jnp.where(jnp.isfinite(x), jnp.abs(slope_of(x, t)), jnp.inf)
-
-    def freedom_of(x, t):
-        return jnp.full_like(x, jnp.inf) if t is None else jnp.where(t > 0, t, jnp.inf)
-
     slope = jtu.tree_map(slope_of, value.value, tangent.value)
-    error = jtu.tree_map(error_of, value._standard_error, tangent._standard_error)
-    freedom = jtu.tree_map(
-        freedom_of,
-        value.stats["degrees_of_freedom"],
-        tangent.stats["degrees_of_freedom"],
+    leaves, treedef = jtu.tree_flatten(value.value)
+    evidence, changed = value._evidence.unbox(), tangent._evidence.unbox_tangent()
+    bars = evidence.slopes(jtu.tree_leaves(slope), changed)
+    known = [jnp.isfinite(x) for x in treedef.flatten_up_to(value._standard_error)]
+    # The error of a slope is unknown where the error of the value is.
+    errors = [
+        jnp.where(known, bar.standard_error, jnp.inf).reshape(x.shape)
+        for bar, known, x in zip(bars, known, leaves, strict=True)
+    ]
+    freedoms = [
+        jnp.broadcast_to(x.degrees_of_freedom, x.standard_error.shape) for x in bars
+    ]
+    freedoms = [jnp.where(x > 0, x, jnp.inf) for x in freedoms]
+    stats = {
+        "num_matvecs": value.stats["num_matvecs"],
+        "degrees_of_freedom": treedef.unflatten(freedoms),
+    }
+    return value.replaced(
+        value=slope,
+        standard_error=treedef.unflatten(errors),
+        result=finite_or_failed(slope, value.result),
+        stats=stats,
+        evidence=None,
     )
-    stats = {"num_matvecs": value.stats["num_matvecs"], "degrees_of_freedom": freedom}
-    result = finite_or_failed(slope, value.result)
-    return value, Estimate(slope, error, result, stats, value.state, value._by)
 
 
 def _check_tangents(primals: tuple, tangents: tuple, where: str) -> None:
@@ -138,63 +133,3 @@ def _check_tangents(primals: tuple, tangents: tuple, where: str) -> None:
         matches = matches and jnp.shape(x) == jnp.shape(t)
         got = f"{kind_of(t)} for {kind_of(x)}"
         require(matches, where, "tangents must match primals", got, hint, TypeError)
-
-
-class TestedBlocks(StandIn):
-    """Blocks V and Z, and the error bar that products W with V have, `bar(V, W)`."""
-
-    V: Inexact[Array, "n p"]
-    Z: Inexact[Array, "n p"]
-    bar: jtu.Partial
-    count: int | Int[Array, ""] | None = None
-
-    def derivative(self, state, tangent):
-        return Blocks([(self.V, self.Z)], self.count).derivative(state, tangent)
-
-    def slope(self, state, tangent):
-        W = product_tangent(state.operator, tangent.operator, self.V)
-        if W is None:
-            return None
-        _, error, freedom = self.bar(self.V, W)
-        return functional_of(state).pair(self.Z, W), error, freedom
-
-
-def with_bar(blocks: Any, bar: Callable[..., ErrorBar], *arguments: Any) -> Any:
-    """Blocks V and Z; where slopes are wanted with `bar(*arguments, V, W)`."""
-    if not SLOPES.value:
-        return blocks
-    V, Z = blocks
-    return TestedBlocks(V, Z, jtu.Partial(bar, *arguments))
-
-
-def leave_one_out_blocks(
-    pairs: list[tuple[Array, Array]], loo: LeaveOneOut, count: int | Int[Array, ""]
-) -> Any:
-    """The blocks `[Q, G]` of leave-one-out estimates; with their bar, too."""
-    if not SLOPES.value:
-        return pairs
-    bar = jtu.Partial(_leave_one_out_bar, loo)
-    V, Z = (side_by_side(*x) for x in zip(*pairs, strict=True))
-    return TestedBlocks(V, Z, bar, None if isinstance(count, int) else count)
-
-
-def _leave_one_out_bar(loo: LeaveOneOut, V: Array, W: Array) -> ErrorBar:
-    (Q, G), (WQ, WG) = (jnp.split(x, 2, axis=1) for x in (V, W))
-    H, L, K = inner(Q, WQ), inner(Q, WG), inner(WQ, G)
-    if loo.basis is not None:
-        adjoint = loo.basis.conj().T
-        H, L, K = (matmul(adjoint, x) for x in (matmul(H, loo.basis), L, K))
-    paired = leave_one_out_forms(H, L, K, column_dots(G, WG), loo)
-    return leave_one_out_bar(paired, loo.probes.active)
-
-
-def slope_of_linear(
-    estimator: Any, state: Any, tangent: Any, room: int, count: int | Int[Array, ""]
-) -> tuple[Any, ...] | None:
-    """Of an estimate that is linear in the operator: that of dA, by the same probes."""
-    if not jtu.tree_leaves(tangent.operator):
-        return None
-    operator = derived(state.operator, tangent.operator)
-    part = TraceState(state.key, operator, functional=functional_of(state))
-    buffers = estimator.grow(part, estimator.begin(part, room), 0, room)
-    return tuple(estimator.judge(part, buffers, count)[0])

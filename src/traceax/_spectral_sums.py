@@ -20,7 +20,8 @@ from ._arguments import (
     known_number,
     require,
 )
-from ._estimate import Estimate, raise_failure, scaled_error
+from ._estimate import Estimate, raise_failure
+from ._estimator import init_state
 from ._likelihood import Given, preconditioned_logdet
 from ._operators.block import is_known, is_positive_semidefinite, jitted, space_of
 from ._operators.check import ShiftedLinearOperator, checked_operator, shift_of
@@ -36,7 +37,6 @@ from ._spectral.function import (
     SpectralFunction,
 )
 from ._spectral.structure import STRUCTURES
-from ._state import init_state
 
 
 def trace_function(
@@ -61,9 +61,9 @@ def trace_function(
     estimate = traceax.trace_function(key, jnp.sqrt, operator, 120)
     ```
 
-    Differentiable with respect to `operator`, and to what `fn` closes over: first
-    derivatives of any kind, and second derivatives with respect to the operator. They
-    are estimates of the derivatives of `tr f(A)`, not derivatives of an algorithm.
+    Differentiable once with respect to `operator`, and to what `fn` closes over, in forward
+    and reverse mode; exact answers by a factorisation to any order. Derivatives are estimates
+    of the derivatives of `tr f(A)`, not derivatives of an algorithm.
 
     **Arguments:**
 
@@ -264,9 +264,9 @@ def _norm(total: Estimate, power: Float[Array, ""]) -> Estimate:
     # The slope of the root, for its error.
     slope = power.astype(value.dtype) * jnp.where(positive, total.value, 1)
     slope = jnp.where(positive, value / slope, 1)
-    error = scaled_error(slope, total._standard_error)
     result = finite_or_failed(value, total.result)
-    return Estimate(value, error, result, stats, total.state, total._by)
+    scaled = total.times(slope)
+    return scaled.replaced(value=value, result=result, stats=stats)
 
 
 def _root(

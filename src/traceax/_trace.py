@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.error_bar import exact_bar
+from ._accuracy.error_bar import ErrorBar, exact_bar
 from ._accuracy.tolerance import Stop, make_stop, products_of_loop
 from ._arguments import budget_of
-from ._base import TraceEstimator
-from ._drive import run_estimator
-from ._estimate import Estimate, raise_failure, scaled_error
+from ._estimate import Estimate, raise_failure
+from ._estimator import TraceState, estimate_state, init_state
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
@@ -33,8 +33,9 @@ from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._operators.inverse import InverseLinearOperator, expand_inverse
 from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._results import RESULTS, finite_or_failed
+from ._rule import Evidence
 from ._samplers import NormalSampler, RademacherSampler
-from ._state import TraceState, init_state
+from ._trace_estimator import TraceEstimator
 
 
 class CHOICES(eqx.Enumeration):
@@ -174,7 +175,10 @@ def _estimate(
         error = nothing.real
         if split.exact is not None and split.num_matvecs:  # products are rounded
             error = exact_bar(error, functional.sum(jnp.abs(split.exact)))[1]
-        estimate = Estimate(nothing, error, RESULTS.successful, stats, state)
+        evidence = Evidence(nothing, jtu.Partial(_judge_exact))
+        estimate = Estimate(
+            nothing, error, RESULTS.successful, stats, state, evidence=evidence
+        )
     else:
         budget, choice, part = k - split.num_matvecs, CHOICES.given, state
         if estimator is None:
@@ -188,7 +192,7 @@ def _estimate(
         if stop is not None:
             exact = None if split.exact is None else functional.sum(split.exact)
             stop = stop.for_part(split.factor, exact)
-        estimate = run_estimator(estimator, part, budget, stop, throw=False)
+        estimate = estimate_state(estimator, part, budget, stop)
         if stop is not None and choice is not CHOICES.given:
             all_taken = estimate.stats["num_matvecs"] >= space.size
             choice = CHOICES.where(all_taken, CHOICES.budget, choice)
@@ -218,11 +222,13 @@ def _combine(
 ) -> Estimate:
     """`factor * estimate + exact part`."""
     space = state.space
-    value = estimate.value.astype(space.compute_dtype)
-    error = estimate._standard_error.astype(space.real_dtype)
+    estimate = estimate.replaced(
+        value=estimate.value.astype(space.compute_dtype),
+        standard_error=estimate._standard_error.astype(space.real_dtype),
+    )
     if split.factor is not None:
-        factor = split.factor.astype(space.compute_dtype)
-        value, error = value * factor, scaled_error(factor, error)
+        estimate = estimate.times(split.factor.astype(space.compute_dtype))
+    value, error = estimate.value, estimate._standard_error
     if split.exact is not None:
         exact = state.functional.sum(split.exact)
         # The sum is rounded; an error of 0 says that all of it is exact.
@@ -233,14 +239,18 @@ def _combine(
     if real:
         value = jnp.real(value)
     used = estimate.stats["num_matvecs"] + split.num_matvecs
-    return Estimate(
-        value,
-        error,
-        finite_or_failed(value, estimate.result),
-        {**estimate.stats, "num_matvecs": used},
-        state,
-        estimate._by,
+    return estimate.replaced(
+        value=value,
+        standard_error=error,
+        result=finite_or_failed(value, estimate.result),
+        stats={**estimate.stats, "num_matvecs": used},
+        state=state,
     )
+
+
+def _judge_exact(value: Array) -> list[ErrorBar]:
+    error = jnp.zeros_like(value.real)
+    return [ErrorBar(value, error, jnp.full_like(error, jnp.inf))]
 
 
 def set_choice(estimate: Estimate, choice: CHOICES) -> Estimate:

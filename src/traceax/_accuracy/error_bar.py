@@ -43,7 +43,7 @@ class ErrorBar(NamedTuple):
 
 def independent_samples(
     samples: Inexact[Array, " m"],
-    norms: Float[Array, " m"],
+    norms: Float[Array, " l"],
     gram: Inexact[Array, "g g"],
     exact: Inexact[Array, " e"] | None = None,
     *,
@@ -54,7 +54,7 @@ def independent_samples(
 ) -> ErrorBar:
     r"""The error bar of the mean of independent samples `w_j^* A w_j`.
 
-    - `norms`, `gram`: `|A w_j|`, and `w_i^* A w_j` of the first probes.
+    - `norms`, `gram`: `|A w_j|` and `w_i^* A w_j` for the first probes.
     - `exact`: what else is added up to the value, for the error of rounding.
     - `dimension`: n, for the remedy for ties.
     - `active`: which samples there are, at least two; all by default. The error of a single
@@ -75,27 +75,29 @@ def independent_samples(
     `8 (tr A^3)^2 / (tr A^2)^3`, and `M_ij M_jl M_li`, of three probes with the Gram matrix
     M, is an unbiased estimate of `tr A^3`. With `may_miss` see `_of_few_probes`.
     """
-    m = len(samples) if active is None else jnp.sum(active).astype(norms.dtype)
-    samples, norms = leading(samples, active), leading(norms, active)
+    m, l = len(samples), len(norms)  # noqa: E741
+    if active is not None:
+        samples, norms = leading(samples, active), leading(norms, active[:l])
+        m, l = (jnp.sum(x).astype(norms.dtype) for x in (active, active[:l]))  # noqa: E741
     mean = jnp.sum(samples) / jnp.asarray(m).astype(samples.dtype)
     if samples.shape[0] == 1:
         return _unknown(mean)
-    magnitude = jnp.sum(jnp.abs(samples) + norms) / m
+    magnitude = jnp.sum(jnp.abs(samples)) / m + jnp.sum(norms) / l
     # Divided by it, squares neither over- nor underflow.
     unit = divisor(magnitude)
     deviations = leading((samples - mean) / unit.astype(samples.dtype), active)
     square_sums, cube_sums = power_sums(deviations)
-    energy = jnp.sum((norms / unit) ** 2)
+    energy = jnp.sum((norms / unit) ** 2) / l
     if dimension is not None and dimension > 2:
-        along = jnp.sum((jnp.abs(samples) / unit) ** 2)
+        along = jnp.sum((jnp.abs(samples[: len(norms)]) / unit) ** 2) / l
         energy = jnp.maximum(dimension * energy - along, 0) / (dimension - 2)
     share: ArrayLike = _TIE_SHARE
     if off_diagonal is not None:
         seen, eps = off_diagonal / unit, jnp.finfo(norms.dtype).eps
-        varies = seen > 100 * eps * jnp.sqrt(energy / m)
-        energy = jnp.where(varies, m * seen**2, energy)
+        varies = seen > 100 * eps * jnp.sqrt(energy)
+        energy = jnp.where(varies, seen**2, energy)
         share = jnp.where(varies, _TIE_SHARE_OFF_DIAGONAL, _TIE_SHARE)
-    variance = _untie(sum(square_sums) / (m - 1), 2 * energy / m, m, share) / m
+    variance = _untie(sum(square_sums) / (m - 1), 2 * energy, m, share) / m
     skewness = jnp.maximum(
         squared_skewness(square_sums, cube_sums, m),
         gram_squared_skewness(gram / unit.astype(gram.dtype), active),
@@ -133,16 +135,15 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     return ErrorBar(jnp.sum(means), unit * jnp.sqrt(variance), freedom)
 
 
-def joint_bar(
-    means: list[Inexact[Array, ""]],
-    errors: list[Float[Array, ""]],
-    freedoms: list[Float[Array, ""]],
-) -> ErrorBar:
+def joint_bar(bars: list[ErrorBar]) -> ErrorBar:
     """The error bar that a tolerance of several values is for: of their moduli, as some may
     be complex; of a single one its own."""
-    if len(means) > 1:
+    if len(bars) > 1:
+        means, errors, freedoms = zip(*bars, strict=True)
         return ErrorBar(*map(jnp.stack, (list(map(jnp.abs, means)), errors, freedoms)))
-    return ErrorBar(means[0], errors[0], freedoms[0].astype(errors[0].dtype))
+    (bar,) = bars
+    freedom = jnp.asarray(bar.degrees_of_freedom, bar.standard_error.dtype)
+    return bar._replace(degrees_of_freedom=freedom)
 
 
 def gram_of(probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]) -> Array:

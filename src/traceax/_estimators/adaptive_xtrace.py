@@ -2,16 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
 from .._accuracy.error_bar import ErrorBar, weighted_bar
 from .._average import average
-from .._base import TraceEstimator
 from .._linalg import adaptive, tall
 from .._linalg.small import squares
 from .._operators.block import apply_block
+from .._rule import Blocks, Evidence
 from .._samplers import RademacherSampler, Sampler, check_sampler
-from .._slope import with_bar
+from .._trace_estimator import TraceEstimator
 
 # With fewer products there are too few tests to choose by.
 _LEAST_PRODUCTS = 8
@@ -56,12 +57,6 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         check_sampler(self.sampler, type(self).__name__, independent=True)
 
     def compute(self, state, k):
-        if state.grown is not None:
-            raise TypeError(
-                "AdaptiveXTraceEstimator.estimate: an estimate can't go on from an earlier "
-                "one; begin anew with init and another key, or go on with "
-                "traceax.XTraceEstimator()."
-            )
         if k < _LEAST_PRODUCTS:
             return average(state, k, self.sampler, resphere=False)
         operator, space = state.operator, state.space
@@ -93,24 +88,30 @@ class AdaptiveXTraceEstimator(TraceEstimator):
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
             "basis": jnp.sum(plan.in_basis),
-            "kept": (),  # tells a state that was used
+            "kept": (),  # marks a state that was used
         }
         V = tall.side_by_side(W, X)
         error = bar.standard_error * jnp.real(unit)
-        blocks = with_bar((V, tall.combine(V, K.conj())), _slope_bar, gram, plan)
+        judge = jtu.Partial(_judge_form, gram, plan, n)
+        evidence = Evidence((jnp.zeros_like(K), None), judge)
+        blocks = Blocks([(V, tall.combine(V, K.conj()))], evidence)
         return bar.mean * unit, error, stats, blocks
 
 
-def _slope_bar(gram, plan: adaptive.Plan, V, W) -> ErrorBar:
-    h = len(plan.uses_basis)
-    unit = tall.power_of_two_scale(W)
-    VW = tall.inner(V, W / unit.astype(W.dtype))
-    form = _form(jnp.diagonal(VW)[:h], VW[:h, h:], VW[h:, :h], VW[h:, h:])
-    # Of tests that agree by chance, no less than of others.
-    samples = adaptive.samples_of(form, gram, len(V), plan)
-    bar = _bar(samples, form, gram, len(V), plan, jnp.mean(squares(VW[:h, h:])))
-    error = unit * bar.standard_error
-    return ErrorBar(unit * bar.mean, error, bar.degrees_of_freedom)
+def _judge_form(
+    gram: Inexact[Array, "k k"],
+    plan: adaptive.Plan,
+    n: int,
+    products: tuple[Inexact[Array, "k k"], None],
+) -> list[ErrorBar]:
+    D, h = products[0], len(plan.uses_basis)
+    unit = tall.power_of_two_scale(D)
+    D = D / unit.astype(D.dtype)
+    form = _form(jnp.diagonal(D)[:h], D[:h, h:], D[h:, :h], D[h:, h:])
+    # Tests that agree by chance have no shorter bar than others.
+    samples = adaptive.samples_of(form, gram, n, plan)
+    bar = _bar(samples, form, gram, n, plan, jnp.mean(squares(D[:h, h:])))
+    return [bar._replace(standard_error=unit * bar.standard_error)]
 
 
 def _bar(found, form, gram, n: int, plan: adaptive.Plan, half_variance) -> ErrorBar:

@@ -3,8 +3,11 @@
 from typing import ClassVar
 
 import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact
 
 from .._accuracy.error_bar import (
+    GRAM_PROBES,
     ErrorBar,
     gram_of,
     independent_samples,
@@ -12,19 +15,19 @@ from .._accuracy.error_bar import (
 )
 from .._accuracy.moments import add_samples, empty_moments
 from .._average import average
-from .._base import TraceEstimator
 from .._functional import Trace
 from .._linalg.tall import (
     column_dots,
     column_norms,
     combine,
-    extend,
     inner,
+    orthonormalise,
     side_by_side,
 )
 from .._operators.block import apply_block
+from .._rule import Blocks, Evidence
 from .._samplers import RademacherSampler, Sampler, check_sampler
-from .._slope import with_bar
+from .._trace_estimator import TraceEstimator
 
 
 class HutchPlusPlusEstimator(TraceEstimator):
@@ -63,63 +66,44 @@ class HutchPlusPlusEstimator(TraceEstimator):
 
     def compute(self, state, k):
         functional = state.functional
-        if _sketch_size(k, 0, 0) == 0 and isinstance(functional, Trace):
+        if k < 4 and isinstance(functional, Trace):
             return average(state, k, self.sampler, resphere=False)
+        # A single residual probe would leave the error unknown.
+        m = k // 3 if k >= 4 else 0
+        l = k - 2 * m  # noqa: E741
         n, dtype = state.space.size, state.space.compute_dtype
-        grown, nothing = state.grown, jnp.zeros((n, 0), dtype)
-        Q, AQ, APsi = [nothing] * 3 if grown is None else grown.buffers
-        known, tested = Q.shape[1], APsi.shape[1]
-        m = _sketch_size(k, known, tested)
-        num_tests = max(k - 2 * m, tested)
-        # Of one sequence in turn: there is one draw to compile.
-        block = self.sampler.sample(state.key, n, 2 * max(m, num_tests), dtype)
-        Omega, Psi = block[:, ::2][:, :m], block[:, 1::2][:, :num_tests]
-        Y = apply_block(state.operator, Omega[:, known:])
-        if m > known:
-            basis = jnp.pad(Q, ((0, 0), (0, m - known)))
-            new, _ = extend(basis, Y, known)
-            Q = side_by_side(Q, new)
-        # Of the probes themselves: what is left of them depends on all of the sketch,
-        # and products with it could not be used again.
-        block = side_by_side(Q[:, known:], Psi[:, tested:])
-        products = apply_block(state.operator, block)
-        AQ = side_by_side(AQ, products[:, : m - known])
-        APsi = side_by_side(APsi, products[:, m - known :])
-        inside = inner(Q, Psi)
-        G, AG = Psi - combine(Q, inside), APsi - combine(AQ, inside)
+        # Alternating columns of one sequence: there is one draw to compile.
+        block = self.sampler.sample(state.key, n, 2 * max(m, l), dtype)
+        Omega, Psi = block[:, ::2][:, :m], block[:, 1::2][:, :l]
+        Y = apply_block(state.operator, Omega)
+        Q = orthonormalise(Y)[0] if m else Y
+        G = Psi - combine(Q, inner(Q, Psi))
+        products = apply_block(state.operator, side_by_side(G, Q))
+        AG, AQ = products[:, :l], products[:, l:]
+        evidence = None
         if isinstance(functional, Trace):
-            bar = _bar(G, AG, column_dots(Q, AQ))
+            samples = column_dots(G, AG), column_dots(Q, AQ)
+            seen, first = jnp.concatenate(samples), AG.T[:GRAM_PROBES]
+            (bar,) = _judge(G, (seen, first))
+            nothing = jnp.zeros_like(seen), jnp.zeros_like(first)
+            evidence = Evidence(nothing, jtu.Partial(_judge, G))
         else:
             moments = empty_moments(functional, n, dtype)
-            bar = moments_bar(add_samples(moments, functional, G, AG, 0), num_tests)
+            bar = moments_bar(add_samples(moments, functional, G, AG, 0), l)
         stats = {
-            "num_matvecs": 2 * m + num_tests,
+            "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
-            "kept": [Q, AQ, APsi],
+            "kept": (),  # marks a state that was used
         }
         value = functional.pair(Q, AQ) + bar.mean
-        blocks = side_by_side(Q, G), side_by_side(Q, G / num_tests)
-        return value, bar.standard_error, stats, with_bar(blocks, _slope_bar, m)
+        pair = side_by_side(G, Q), side_by_side(G / l, Q)
+        return value, bar.standard_error, stats, Blocks([pair], evidence)
 
 
-def _slope_bar(rank: int, V, W) -> ErrorBar:
-    exact = column_dots(V[:, :rank], W[:, :rank])
-    return _bar(V[:, rank:], W[:, rank:], exact)
-
-
-def _bar(G, AG, exact) -> ErrorBar:
-    samples, norms = column_dots(G, AG), column_norms(AG)
-    return independent_samples(samples, norms, gram_of(G, AG), exact)
-
-
-def _sketch_size(k: int, known: int, tested: int) -> int:
-    """The number of probes that sketch the range, of k products in all.
-
-    `known` did before, and `tested` were tested on what it left: no more new products are
-    taken than were allowed for.
-    """
-    # A single residual probe would leave the error unknown.
-    size, budget = (k // 3 if k >= 4 else 0), k - 2 * known - tested
-    while size > known and 2 * (size - known) + max(k - 2 * size - tested, 0) > budget:
-        size -= 1
-    return max(size, known)
+def _judge(
+    G: Inexact[Array, "n l"],
+    products: tuple[Inexact[Array, " p"], Inexact[Array, "few n"]],
+) -> list[ErrorBar]:
+    (seen, first), l = products, G.shape[1]  # noqa: E741
+    norms, gram = column_norms(first.T), gram_of(G, first.T)
+    return [independent_samples(seen[:l], norms, gram, seen[l:])]

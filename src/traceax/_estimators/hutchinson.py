@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
 from .._accuracy.error_bar import (
     GRAM_PROBES,
+    ErrorBar,
     exact_bar,
     gram_of,
     independent_samples,
@@ -25,21 +26,19 @@ from .._accuracy.moments import (
 )
 from .._arguments import check_optional_integer, without_numpy
 from .._functional import Trace
-from .._growing import GrowingEstimator
 from .._linalg.tall import column_dots, column_norms
 from .._linalg.types import fold
 from .._operators.block import Space, columns_at_once
-from .._primitive import Columns
+from .._rule import Columns, Evidence
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
-from .._slope import SLOPES, slope_of_linear
+from .._trace_estimator import GrowingEstimator
 
 
 class TraceSamples(NamedTuple):
     """The samples `w_j^* A w_j`, or those of rounds, and what their error bar needs."""
 
     samples: Inexact[Array, " m"]
-    norms: Float[Array, " m"]  # |A w_j|
-    first: Inexact[Array, "2 few n"]  # probes and products, for the skewness of samples
+    first: Inexact[Array, "2 few n"]  # probes and products, for ties and skewness
 
 
 class SampleMoments(NamedTuple):
@@ -121,7 +120,6 @@ class HutchinsonEstimator(GrowingEstimator):
         few = min(room, GRAM_PROBES, max(self._columns(n), least))
         return TraceSamples(
             jnp.zeros(room, dtype),
-            jnp.zeros(room, state.space.real_dtype),
             jnp.zeros((2, few, n), dtype),
         )
 
@@ -152,22 +150,29 @@ class HutchinsonEstimator(GrowingEstimator):
         return buffers
 
     def judge(self, state, buffers, count):
-        n = state.space.size
+        return self._bar(buffers, count, state.space.size, state.space.rounding), None
+
+    def _bar(
+        self,
+        buffers: TraceSamples | SampleMoments,
+        count: int | Int[Array, ""],
+        n: int,
+        rounding: float,
+    ) -> ErrorBar:
         if isinstance(buffers, SampleMoments):
             bar = moments_bar(buffers.moments, count)
             variation = bar.standard_error
         else:
-            samples, norms, (Omega, Y) = buffers
-            active = None
+            samples, (Omega, Y) = buffers
+            active, few, variation = None, None, None
             if not isinstance(count, int):
                 active = jnp.arange(len(samples), dtype=jnp.int32) < count
-            variation = None
+                few = active[: len(Omega)]
             if self._sees_off_diagonal:
-                few = None if active is None else active[: Omega.shape[0]]
                 variation = off_diagonal_size(Omega.T, Y.T, few)
             bar = independent_samples(
                 samples,
-                norms,
+                column_norms(Y.T),
                 gram_of(Omega.T, Y.T),
                 dimension=n,
                 active=active,
@@ -176,26 +181,26 @@ class HutchinsonEstimator(GrowingEstimator):
             )
         if not self.sampler.independent:
             # Samples of a part of an orthogonal basis, whose sum over all is known.
-            left = 1 - jnp.asarray(count).astype(state.space.real_dtype) / n
-            error = bar.standard_error * jnp.sqrt(left)
+            remaining = 1 - jnp.asarray(count).astype(bar.standard_error.dtype) / n
+            error = bar.standard_error * jnp.sqrt(remaining)
             bar = bar._replace(standard_error=error)
         if self.sampler._is_exact and variation is not None:
-            size = state.space.rounding * _size_of_sum(buffers, count)
-            rounding = exact_bar(bar.mean, size)
-            # Rounds that differ by more disprove the claim; of one there is nothing to see.
+            exact = exact_bar(bar.mean, rounding * _size_of_sum(buffers, count))
+            # Rounds that differ by more disprove the claim; a single round shows nothing.
             seen = jnp.isfinite(variation)
-            is_wrong = seen & (variation > rounding.standard_error)
-            bar = jtu.tree_map(ft.partial(jnp.where, is_wrong), bar, rounding)
-        return bar, None
+            is_wrong = seen & (variation > exact.standard_error)
+            bar = jtu.tree_map(ft.partial(jnp.where, is_wrong), bar, exact)
+        return bar
 
     def stand_in(self, state, buffers, count):
         space, room = state.space, _room(buffers)
+        evidence = None
+        if isinstance(buffers, TraceSamples):
+            nothing = jtu.tree_map(jnp.zeros_like, (buffers.samples, buffers.first[1]))
+            parts = self, count, space.rounding, buffers.first[0]
+            evidence = Evidence(nothing, jtu.Partial(_judge_products, *parts))
         chunk = self._chunk(space.size)
-        probes = Probes(state.key, self.sampler, count, room, chunk, space)
-        once = probes.size >= room and isinstance(count, int)
-        # What is differentiated of rounds is not A V.
-        once = once and self.sampler.round_size == 1
-        return [probes.chunk(0)] if once and not SLOPES.value else probes
+        return Probes(state.key, self.sampler, count, room, chunk, space, evidence)
 
     def more_stats(self, buffers):
         known = isinstance(buffers, TraceSamples)
@@ -226,26 +231,34 @@ def _size_of_sum(
     return jnp.sum(jnp.abs(Omega[0] * Y[0]))
 
 
+def _judge_products(
+    estimator: HutchinsonEstimator,
+    count: int | Int[Array, ""],
+    rounding: float,
+    Omega: Inexact[Array, "few n"],
+    products: tuple[Inexact[Array, " m"], Inexact[Array, "few n"]],
+) -> list[ErrorBar]:
+    samples, first = products
+    buffers = TraceSamples(samples, jnp.stack([Omega, first]))
+    return [estimator._bar(buffers, count, Omega.shape[1], rounding)]
+
+
 def _add_probes(
     buffers: TraceSamples, Omega: Inexact[Array, "n c"], Y: Inexact[Array, "n c"], start
 ) -> TraceSamples:
     """The buffers with the samples of probes from `start` on."""
-
-    def put(buffer, new):
-        if buffer.shape == new.shape:
-            return new
-        return jax.lax.dynamic_update_slice_in_dim(buffer, new, start, 0)
-
-    samples = put(buffers.samples, column_dots(Omega, Y))
-    norms, first = put(buffers.norms, column_norms(Y)), buffers.first
+    samples, first = buffers
+    new = column_dots(Omega, Y)
+    if samples.shape != new.shape:
+        new = jax.lax.dynamic_update_slice_in_dim(samples, new, start, 0)
     few = first.shape[1]
     if not isinstance(start, int) or start < few:
-        new = jnp.stack([block[:, :few].T for block in (Omega, Y)])
+        block = jnp.stack([block[:, :few].T for block in (Omega, Y)])
         # Rows beyond the last are dropped.
-        rows = jnp.arange(new.shape[1], dtype=jnp.int32) + start
-        from_start = isinstance(start, int) and start == 0 and new.shape == first.shape
-        first = new if from_start else first.at[:, rows].set(new, mode="drop")
-    return TraceSamples(samples, norms, first)
+        rows = jnp.arange(block.shape[1], dtype=jnp.int32) + start
+        is_all = isinstance(start, int) and start == 0 and block.shape == first.shape
+        first = block if is_all else first.at[:, rows].set(block, mode="drop")
+    return TraceSamples(new, first)
 
 
 class Probes(Columns):
@@ -258,7 +271,18 @@ class Probes(Columns):
     size: int = eqx.field(static=True)
     space: Space = eqx.field(static=True)
 
-    def __init__(self, key, sampler, count, most: int, chunk: int, space: Space):
+    evidence: Evidence | None
+
+    def __init__(
+        self,
+        key: Key[Array, ""],
+        sampler: Sampler,
+        count: int | Int[Array, ""],
+        most: int,
+        chunk: int,
+        space: Space,
+        evidence: Evidence | None,
+    ):
         self.key, self.sampler, self.count, self.most = key, sampler, count, most
         # In chunks of equal size.
         number = math.ceil(most / min(chunk, most))
@@ -266,14 +290,10 @@ class Probes(Columns):
         if not isinstance(count, int):
             # So that a loop that stopped early pays for what it took.
             self.size = min(self.size, max(8, most // 8))
-        self.space = space
+        self.space, self.evidence = space, evidence
 
     def product(self, operator, V):
         return self.sampler._apply(operator, V)
-
-    def slope(self, state, tangent):
-        estimator = HutchinsonEstimator(self.sampler, self.size)
-        return slope_of_linear(estimator, state, tangent, self.most, self.count)
 
     def chunk(self, start):
         V = self.sampler._draw_range(self.key, start, self.size, self.most, self.space)

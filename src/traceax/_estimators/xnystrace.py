@@ -8,7 +8,6 @@ from jaxtyping import Array, Inexact
 
 from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._functional import Trace
-from .._growing import GrowingEstimator, put_units
 from .._linalg.leave_one_out import make_probe_set
 from .._linalg.nystrom import nystrom_factor, nystrom_sums, nystrom_traces, stand_in
 from .._linalg.tall import combine, extend
@@ -19,7 +18,7 @@ from .._operators.block import (
 )
 from .._results import RESULTS
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .._slope import leave_one_out_blocks
+from .._trace_estimator import GrowingEstimator, left_out_blocks, put_units
 
 
 class XNysTraceBuffers(NamedTuple):
@@ -117,4 +116,4 @@ class XNysTraceEstimator(GrowingEstimator):
     def stand_in(self, state, buffers, count):
         probes = make_probe_set(buffers.U, count, self.resphere)
         pairs, loo = stand_in(buffers.U, buffers.T, buffers.AU, probes)
-        return leave_one_out_blocks(pairs, loo, count)
+        return left_out_blocks(pairs, loo, count)

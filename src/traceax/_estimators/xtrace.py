@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Inexact
 from .._accuracy.error_bar import leave_one_out_bar
 from .._average import average
 from .._functional import Trace
-from .._growing import GrowingEstimator, put_units
 from .._linalg.leave_one_out import (
     LeaveOneOut,
     leave_one_out,
@@ -21,7 +20,7 @@ from .._linalg.leave_one_out import (
 from .._linalg.tall import column_dots, extend, inner
 from .._operators.block import apply_block, is_hermitian
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .._slope import leave_one_out_blocks
+from .._trace_estimator import GrowingEstimator, left_out_blocks, put_units
 
 
 class XTraceBuffers(NamedTuple):
@@ -125,7 +124,7 @@ class XTraceEstimator(GrowingEstimator):
 
     def stand_in(self, state, buffers, count):
         loo = self._left_out(buffers, count)
-        return leave_one_out_blocks(stand_in(buffers.Omega, buffers.Q, loo), loo, count)
+        return left_out_blocks(stand_in(buffers.Omega, buffers.Q, loo), loo, count)
 
     def _left_out(self, buffers: XTraceBuffers, count) -> LeaveOneOut:
         probes = make_probe_set(buffers.Q, count, self.resphere)

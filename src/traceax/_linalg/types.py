@@ -158,8 +158,20 @@ def fori_loop(
     return jax.lax.fori_loop(start, steps, *in_loop(body, carry, jnp.int32(0)))
 
 
+def scan(step: Callable[[Carry, Any], tuple[Carry, T]], carry: Carry, xs: Any) -> Any:
+    """`jax.lax.scan`, in the same way."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return jax.lax.scan(step, carry, xs)
+    first = jtu.tree_map(lambda x: x[0], xs)
+    _, carry = in_loop(lambda x, carry: step(carry, x)[0], carry, first)
+
+    def wide(carry, x):
+        new, out = step(carry, x)
+        return jtu.tree_map(lambda x, y: widened(x, axes_of(y)), new, carry), out
+
+    return jax.lax.scan(wide, carry, xs)
+
+
 def fold(step: Callable[[Carry, Any], Carry], carry: Carry, xs: Any) -> Carry:
     """The carry of a `jax.lax.scan`, in the same way."""
-    first = jtu.tree_map(lambda x: x[0], xs)
-    body, carry = in_loop(lambda x, carry: step(carry, x), carry, first)
-    return jax.lax.scan(lambda carry, x: (body(x, carry), None), carry, xs)[0]
+    return scan(lambda carry, x: (step(carry, x), None), carry, xs)[0]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
+from .._results import RESULTS
 from .pivoted_cholesky import rounding_of
 from .small import cholesky, frobenius, inverse_conjugate_transpose, matmul, squares
 from .tall import combine, inner
@@ -66,6 +67,15 @@ class Preconditioner(eqx.Module):
         control variate. Optional."""
         return None
 
+    @property
+    def _magnitude(self) -> Float[Array, ""] | None:
+        """Magnitude of the terms that cancel in a product with `M A M^*`. Optional."""
+        return None
+
+    def _verdict(self, n: int) -> tuple[dict[str, Array], list[tuple[Array, RESULTS]]]:
+        """Entries of `stats`, and reasons to refuse a result, for n unknowns. Optional."""
+        return {}, []
+
     def sandwich(
         self, product: Callable[[Block], Array], noise: Any, block: Block
     ) -> Array:
@@ -100,6 +110,18 @@ class Whitening(Preconditioner):
     @property
     def lower(self) -> Float[Array, ""]:
         return jnp.ones_like(self.logdet)
+
+    @property
+    def _magnitude(self):
+        return self.size
+
+    def _verdict(self, n):
+        residual = jax.lax.stop_gradient(self.residual_trace)
+        failures = [
+            (~self.semidefinite, RESULTS.not_semidefinite),
+            (~jnp.isfinite(residual), RESULTS.nonfinite),
+        ]
+        return {"num_columns": self.num_columns, "residual": residual / n}, failures
 
     def rotate(self, block: Block) -> Array:  # W V
         return block - combine(self.basis, matmul(self.core, inner(self.basis, block)))

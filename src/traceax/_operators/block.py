@@ -325,13 +325,16 @@ def apply_block(
 
 
 def product_tangent(
-    operator: lx.AbstractLinearOperator, tangent: PyTree, V: Inexact[Array, "n p"]
+    operator: lx.AbstractLinearOperator,
+    tangent: PyTree,
+    V: Inexact[Array, "n p"],
+    product: Callable = apply_block,
 ) -> Inexact[Array, "n p"] | None:
-    """`dA V`, of a fixed V. `None` stands for 0."""
+    """`dA V` for a fixed V. `None` stands for 0."""
     if not jtu.tree_leaves(tangent):
         return None
     V = jax.lax.stop_gradient(V)
-    return eqx.filter_jvp(lambda op: apply_block(op, V), (operator,), (tangent,))[1]
+    return eqx.filter_jvp(lambda op: product(op, V), (operator,), (tangent,))[1]
 
 
 def derived(

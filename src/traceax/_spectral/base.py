@@ -1,4 +1,4 @@
-"""The abstract class of estimators of spectral functions."""
+"""Spectral functions: the question, the contract of their estimators, and exact answers."""
 
 import abc
 import functools as ft
@@ -12,14 +12,12 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 
-from .._accuracy.error_bar import ErrorBar
+from .._accuracy.error_bar import ErrorBar, joint_bar
 from .._arguments import StoredKey, check_key, check_real_scalar
-from .._drive import Estimator
-from .._estimate import joint_error
-from .._linalg.krylov import RitzPairs
+from .._estimator import Estimator, State
 from .._linalg.small import divisor, eigh, frobenius, squares
 from .._linalg.tall import combine, inner, power_of_two_scale
-from .._linalg.whitening import Preconditioner, Whitening
+from .._linalg.whitening import Preconditioner
 from .._operators.block import (
     Space,
     apply_block,
@@ -29,10 +27,8 @@ from .._operators.block import (
 )
 from .._operators.check import checked_operator
 from .._operators.inverse import errors_of_solves, solve_of_column
-from .._primitive import Outcome, make_outcome
 from .._results import RESULTS, finite_or_failed
-from .._state import State
-from .blocks import SpectralBlocks, Terms
+from .._rule import Evidence, Outcome, as_arrays, cast_bar
 from .function import (
     SpectralFunction,
     checked_lower,
@@ -40,6 +36,7 @@ from .function import (
     spectral_function,
 )
 from .ritz import ritz_values
+from .stand_in import Exact, RitzStandIn, judge_exact
 
 
 class SpectralState(State):
@@ -49,12 +46,12 @@ class SpectralState(State):
 
     - `key`: a typed key.
     - `operator`: a symmetric or Hermitian operator.
-    - `function`: of its eigenvalues.
+    - `function`: a function of its eigenvalues.
     - `lower`: a number that no eigenvalue is below, or `None`.
-    - `right`: right-hand sides b, of which `b^* A^-1 b` is wanted as well, where there is a
-        bracket; or `None`.
-    - `preconditioner`: what makes the operator of another one; or `None`.
-    - `trace`: that of the operator, where the caller knows it; or `None`.
+    - `right`: right-hand sides b, of which `b^* A^-1 b` is estimated as well, where there is
+        a bracket; or `None`.
+    - `preconditioner`: the preconditioner that the operator contains; or `None`.
+    - `trace`: the trace of the operator, where the caller knows it; or `None`.
     - `space`: the space that the operator maps to itself.
     """
 
@@ -66,6 +63,7 @@ class SpectralState(State):
     preconditioner: Preconditioner | None
     trace: Float[Array, ""] | None
     space: Space = eqx.field(static=True)
+    grown: ClassVar[None] = None  # pyright: ignore
 
     def __init__(
         self,
@@ -87,40 +85,50 @@ class SpectralState(State):
         self.space = space_of(operator)
 
     @property
-    def size(self) -> Float[Array, ""] | None:
-        """That of the numbers that products are made of, where these cancel."""
+    def key(self) -> Key[Array, ""]:
+        """A typed key."""
+        return self._key.typed
+
+    @property
+    def num_right(self) -> int:
+        """How many right-hand sides there are."""
+        return 0 if self.right is None else self.right.shape[1]
+
+    @property
+    def has_bracket(self) -> bool:
+        """Whether the truncation error of a Krylov space has bounds."""
+        bounded = self.lower is not None or is_positive_semidefinite(self.operator)
+        return self.function.monotone and bounded
+
+    @property
+    def magnitude(self) -> Float[Array, ""] | None:
+        """Magnitude of the terms that cancel in a product, for rounding errors."""
         P = self.preconditioner
-        return P.size if isinstance(P, Whitening) else None
+        return None if P is None else P._magnitude
 
+    def tree(self, values):
+        return self.function.tree(values, self.space.real_dtype)
 
-class SpectralOutcome(NamedTuple):
-    """What an estimator computes, a list entry for each leaf of the function.
+    def bar(self, bars):
+        return joint_bar(bars) if self.right is None else likelihood_bar(bars)
 
-    - `values`, `standard_errors`, `degrees_of_freedom`: scalars.
-    - `stats`: a dictionary with at least `"num_matvecs"` and a list of results.
-    - `blocks`: what the derivative is made of.
-    - `forms`: of the state's right-hand sides.
-    """
-
-    values: list[Inexact[Array, ""]]
-    standard_errors: list[Float[Array, ""]]
-    degrees_of_freedom: list[Float[Array, ""]]
-    stats: dict[str, PyTree]
-    blocks: SpectralBlocks
-    forms: "Forms | None" = None
+    def stats_of_exact(self, stats):
+        # More points of weight 0.
+        missing = self.space.size - stats["ritz_values"].shape[0]
+        points = jnp.pad(stats["ritz_values"], (0, missing), mode="edge")
+        weights = jnp.pad(stats["ritz_weights"], (0, missing))
+        return {**stats, "ritz_values": points, "ritz_weights": weights}
 
 
 class Forms(NamedTuple):
-    """`b^* A^-1 b` of q right-hand sides.
+    """`b^* A^-1 b` for q right-hand sides.
 
-    - `values`, `standard_errors`: between the lower end of a bracket and what the value takes
-        for the upper one.
+    - `bar`: values between the lower end of a bracket and the upper end that the value takes.
     - `bracket`: its ends.
-    - `coordinates`: of `A^-1 b` in the Ritz vectors.
+    - `coordinates`: coordinates of `A^-1 b` in the Ritz vectors.
     """
 
-    values: Float[Array, " q"]
-    standard_errors: Float[Array, " q"]
+    bar: ErrorBar
     bracket: tuple[Float[Array, " q"], Float[Array, " q"]]
     coordinates: Inexact[Array, "p q"]
 
@@ -165,55 +173,22 @@ class SpectralEstimator(Estimator):
         return init_spectral_state(where, key, operator, fn, lower, monotone, trace)
 
     @abc.abstractmethod
-    def compute(self, state: SpectralState, k: int) -> SpectralOutcome:
+    def compute(self, state: SpectralState, k: int) -> tuple[Outcome, RitzStandIn]:
         """The algorithm. Called with `1 <= k < n`.
 
         **Arguments:**
 
         - `state`: as `init` returned it.
         - `k`: a Python int, the most products that may be used.
+
+        **Returns:** what `spectral_outcome` makes of error bars, and Ritz pairs.
         """
 
     def _exact(self, state):
         return _exact(state, bracketed=self._gives_brackets)
 
     def _finish(self, state, computed):
-        blocks = computed.blocks
-        points, weights = blocks.pairs.values, jnp.real(jnp.diagonal(blocks.coupling))
-        outcome = spectral_outcome(
-            state.function,
-            state.space,
-            computed.values,
-            computed.standard_errors,
-            computed.degrees_of_freedom,
-            computed.stats,
-            points,
-            weights,
-        )
-        forms = computed.forms
-        if forms is not None:
-            solution = combine(blocks.pairs.ritz_vectors, forms.coordinates)
-            stats = {"inv_quad_bracket": forms.bracket, "solution": solution}
-            outcome = outcome._replace(
-                value=Terms(outcome.value, forms.values),
-                standard_error=Terms(outcome.standard_error, forms.standard_errors),
-                result=finite_or_failed(forms.values, outcome.result),
-                stats={**outcome.stats, **stats},
-            )
-        return outcome, blocks
-
-    def stats_of_size(self, stats, size):
-        # More points of weight 0.
-        missing = size - stats["ritz_values"].shape[0]
-        points = jnp.pad(stats["ritz_values"], (0, missing), mode="edge")
-        weights = jnp.pad(stats["ritz_weights"], (0, missing))
-        return {**stats, "ritz_values": points, "ritz_weights": weights}
-
-    def bar_of(self, outcome):
-        if isinstance(outcome.value, Terms):
-            freedom = outcome.stats["degrees_of_freedom"]
-            return likelihood_bar(outcome.value, outcome.standard_error, freedom)
-        return super().bar_of(outcome)
+        return computed
 
 
 def init_spectral_state(
@@ -242,51 +217,36 @@ def init_spectral_state(
 
 
 def spectral_outcome(
-    function: SpectralFunction,
-    space: Space,
-    values: list[Inexact[Array, ""]],
-    errors: list[Float[Array, ""]],
-    freedoms: list[Float[Array, ""]],
+    state: SpectralState,
+    bars: list[ErrorBar],
+    results: list[RESULTS],
     stats: dict[str, PyTree],
     points: Float[Array, " p"],
     weights: Float[Array, " p"],
+    forms: ErrorBar | None = None,
+    evidence: Evidence | None = None,
 ) -> Outcome:
-    """The outcome in the structure of the function, from its values at some points."""
-    real = not any(jnp.iscomplexobj(x) for x in values)
-    dtype = space.compute_dtype
-    dtype = dtype if real else complex_dtype(dtype)
-    results = stats.get("result", [RESULTS.successful] * len(values))
-    results = _in_domain(results, function, points)
-    values, errors, freedoms = (
-        function.tree(x, space.real_dtype) for x in (values, errors, freedoms)
-    )
-    result = function.tree(results, space.real_dtype)
-    stats = {
-        **stats,
-        "degrees_of_freedom": freedoms,
-        "ritz_values": points,
-        "ritz_weights": weights,
-        "result": result,
-    }
-    outcome = make_outcome(values, errors, stats, dtype, real=real)
-
-    def as_real(x, found):
-        return found if jnp.iscomplexobj(x) else jnp.real(found)
-
-    return outcome._replace(value=jtu.tree_map(as_real, values, outcome.value))
-
-
-def _in_domain(
-    results: list[RESULTS], function: SpectralFunction, points: Float[Array, " p"]
-) -> list[RESULTS]:
-    """`results`, unless finite points are outside of a leaf's domain: it is no number, or
-    infinite at 0."""
-    leaves = [jnp.abs(x) for x in function(points)]
-    finite = jnp.isfinite(points).all()
-    outside = [
-        jnp.any(jnp.isnan(x) | (jnp.isinf(x) & (points == 0))) & finite for x in leaves
+    """The outcome for every leaf, and for quadratic forms; checked and cast."""
+    space = state.space
+    bars = [
+        cast_bar(
+            bar,
+            complex_dtype(space.compute_dtype)
+            if jnp.iscomplexobj(bar.mean)
+            else space.real_dtype,
+        )
+        for bar in bars
     ]
-    return list(map(outside_if, outside, results))
+    leaves = [jnp.abs(x) for x in state.function(points)]
+    finite, checked = jnp.isfinite(points).all(), []
+    for leaf, bar, result in zip(leaves, bars, results, strict=True):
+        # No number, or infinite at 0, at a finite point.
+        outside = jnp.any(jnp.isnan(leaf) | (jnp.isinf(leaf) & (points == 0))) & finite
+        sums = bar.mean if forms is None else (bar.mean, forms.mean)
+        checked.append(finite_or_failed(sums, outside_if(outside, result)))
+    stats = {**stats, "ritz_values": points, "ritz_weights": weights}
+    bars = bars if forms is None else [*bars, forms]
+    return Outcome(bars, checked, as_arrays(stats), evidence)
 
 
 def outside_if(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
@@ -300,14 +260,14 @@ def exact_stats(
 ) -> dict[str, PyTree]:
     """The `stats` of an exact answer that an estimate would have, too."""
     stats: dict[str, PyTree] = {"known_trace": jnp.asarray(False)}
-    if has_bracket(state):
-        value = state.function.tree(values, eigenvalues.dtype)
+    if state.has_bracket:
+        value = state.tree(values)
         stats["bracket"], stats["bracket_is_proven"] = (value, value), jnp.asarray(True)
         stats["bottom"] = jnp.min(eigenvalues, initial=jnp.inf)
     return stats
 
 
-def _exact(state: SpectralState, *, bracketed: bool) -> SpectralOutcome:
+def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStandIn]:
     operator, space = state.operator, state.space
     identity = jnp.eye(space.size, dtype=space.compute_dtype)
     A = apply_block(operator, identity)
@@ -315,72 +275,76 @@ def _exact(state: SpectralState, *, bracketed: bool) -> SpectralOutcome:
     unit = power_of_two_scale(A).astype(A.dtype)
     size = divisor(frobenius(hermitian / unit))
     asymmetry = frobenius((A - hermitian) / unit) / size
-    values, vectors = eigh(hermitian)
+    theta, S = eigh(hermitian)
     indices = jnp.arange(space.size, dtype=jnp.int32)
     solves = jax.vmap(ft.partial(solve_of_column, operator), (1, 0))(A, indices)
     error = None
     if solves is not None:
         of_solves = jnp.linalg.norm(errors_of_solves(solves).columns)
-        error = of_solves / divisor(jnp.max(jnp.abs(values)))
-    values, noise, result = ritz_values(
-        values, asymmetry, operator, state.lower, state.size, error
+        error = of_solves / divisor(jnp.max(jnp.abs(theta)))
+    theta, noise, result = ritz_values(
+        theta, asymmetry, operator, state.lower, state.magnitude, error
     )
-    function = state.function.in_range(values)
-    leaves = [jnp.sum(f) for f in function(values)]
-    errors, decided = rounding_errors(
-        function, values, jnp.ones_like(values), noise, state.lower
-    )
-    infinite = [jnp.full((), jnp.inf, space.real_dtype) for _ in leaves]
+    function, ones = state.function.in_range(theta), jnp.ones_like(theta)
+    values = [jnp.sum(f) for f in function(theta)]
+    errors, decided = rounding_errors(function, theta, ones, noise, state.lower)
+    infinite = jnp.full((), jnp.inf, space.real_dtype)
+    bars = [ErrorBar(*x, infinite) for x in zip(values, errors, strict=True)]
     results = [outside_if(x, result) for x in decided]
-    stats = {"num_matvecs": space.size, "result": results, **function.unit}
+    stats = {"num_matvecs": space.size, **function.unit}
     if bracketed:
-        stats.update(exact_stats(state, leaves, values))
-    pairs = RitzPairs(identity, values, vectors, identity, space.size)
-    forms, coordinates = None, None
+        stats.update(exact_stats(state, values, theta))
+    forms, solutions, t_right = None, None, None
     if state.right is not None:
-        inside = inner(vectors, state.right)
-        forms = forms_between(inside, values, None, state.size)
-        coordinates = forms.coordinates
-    blocks = SpectralBlocks(pairs, identity, solutions=coordinates)
-    return SpectralOutcome(leaves, errors, infinite, stats, blocks, forms)
-
-
-def has_bracket(state: SpectralState) -> bool:
-    """Whether the error of a Krylov space has bounds."""
-    bounded = state.lower is not None or is_positive_semidefinite(state.operator)
-    return state.function.monotone and bounded
+        found = forms_between(inner(S, state.right), theta, None, state.magnitude)
+        forms, solutions = found.bar, found.coordinates
+        stats.update(inv_quad_bracket=found.bracket, solution=combine(S, solutions))
+        t_right = jnp.zeros_like(solutions)
+    judge = jtu.Partial(judge_exact, Exact(theta, S, solutions), state.function)
+    evidence = Evidence((jnp.zeros_like(A), state.function, t_right), judge)
+    outcome = spectral_outcome(
+        state, bars, results, stats, theta, ones, forms, evidence
+    )
+    pairs = identity, theta, S, identity
+    return outcome, RitzStandIn(*pairs, solutions=solutions, evidence=evidence)
 
 
 def forms_between(
     inside: Inexact[Array, "p q"],
-    values: Float[Array, " p"],
+    theta: Float[Array, " p"],
     highs: tuple[Float[Array, " q"], Float[Array, " q"]] | None,
-    size: Float[Array, ""] | None,
+    magnitude: Float[Array, ""] | None,
 ) -> Forms:
     """`Forms` from coordinates of b in Ritz vectors, and the Ritz values.
 
     T gives a lower bound. `highs` are upper bounds from E: for a bound of the spectrum, and
     for the number that the value takes in its place. Rounding changes A by about `eps |A|`,
-    or by `eps size` if larger, and so the form by that times `|A^-1 b|^2`. We take 0.6 of it:
-    the 95 % quantile of errors was at most 1.13 of it in 12 problems in 32 bits, 100 draws each.
+    or by `eps magnitude` if larger, and so the form by that times `|A^-1 b|^2`. We take 0.6 of
+    it: the 95 % quantile of errors was at most 1.13 of it in 12 problems in 32 bits, 100 draws
+    each.
     """
-    coordinates = inside / values[:, None].astype(inside.dtype)
-    low = jnp.sum(squares(inside) / values[:, None], axis=0)
+    coordinates = inside / theta[:, None].astype(inside.dtype)
+    low = jnp.sum(squares(inside) / theta[:, None], axis=0)
     high, side = (low, low) if highs is None else highs
     bracket = jnp.minimum(low, high), jnp.maximum(low, high)
-    largest = jnp.max(values) if size is None else jnp.maximum(jnp.max(values), size)
+    largest = jnp.max(theta)
+    if magnitude is not None:
+        largest = jnp.maximum(largest, magnitude)
     changed = largest * jnp.sum(squares(coordinates), axis=0) + high
-    rounding = 0.6 * jnp.finfo(values.dtype).eps * changed
+    rounding = 0.6 * jnp.finfo(theta.dtype).eps * changed
     error = jnp.hypot((side - low) / 2, rounding)
-    return Forms((low + side) / 2, error, bracket, coordinates)
+    bar = ErrorBar((low + side) / 2, error, jnp.full_like(error, jnp.inf))
+    return Forms(bar, bracket, coordinates)
 
 
-def likelihood_bar(value: Terms, error: Terms, freedom: Float[Array, ""]) -> ErrorBar:
-    """The error bar of a Gaussian log likelihood, up to what is known exactly."""
-    number = value.inv_quad.shape[0]
-    mean = -(number * value.logdet + jnp.sum(value.inv_quad)) / 2
-    errors = number * error.logdet / 2, jnp.sum(error.inv_quad) / 2
-    return ErrorBar(mean, joint_error(*errors), freedom)
+def likelihood_bar(bars: list[ErrorBar]) -> ErrorBar:
+    """The error bar of a Gaussian log likelihood, up to what is known exactly, from those of
+    a log-determinant and of quadratic forms."""
+    logdet, forms = bars
+    number = forms.mean.shape[0]
+    mean = -(number * logdet.mean + jnp.sum(forms.mean)) / 2
+    errors = number * logdet.standard_error / 2, jnp.sum(forms.standard_error) / 2
+    return ErrorBar(mean, jnp.hypot(*errors), logdet.degrees_of_freedom)
 
 
 def probes_and_steps(

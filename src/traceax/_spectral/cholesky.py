@@ -5,7 +5,7 @@ derivatives: `tr(A^-1 dA)`, `-tr(A^-1 dA A^-1)`, and `-u^* dA u + 2 Re(u^* db)` 
 `u = A^-1 b`. JAX transposes these and differentiates them again.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -18,15 +18,14 @@ from jax.custom_batching import sequential_vmap
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float, Inexact
 
-from .._estimate import Estimate
+from .._accuracy.error_bar import ErrorBar
 from .._linalg.small import divisor, frobenius, matmul, squares
 from .._linalg.tall import column_dots, largest_entry
 from .._operators.block import is_positive_semidefinite, space_of
 from .._operators.entries import has_known_entries, matrix_of
-from .._primitive import Algorithm, StandIn, estimate
 from .._results import RESULTS
+from .._rule import Evidence, Outcome
 from .base import SpectralState, exact_stats, spectral_outcome
-from .blocks import Terms
 from .function import HIDDEN, RECIPROCAL
 from .ritz import largest_asymmetry
 
@@ -129,7 +128,7 @@ def _inverse_jvp(primals, tangents):
     return inverse, -matmul(matmul(inverse, tangents[0]), inverse)
 
 
-class CholeskyFactorisation(Algorithm):
+def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
     """The exact answer by one Cholesky factorisation, which JAX differentiates.
 
     The factorisation takes `n^3 / 3` operations, a derivative `2 n^3` more. About five
@@ -137,59 +136,52 @@ class CholeskyFactorisation(Algorithm):
 
     Entries have errors of about `eps sqrt(A_ii A_jj)`, by the bound in Higham, "Accuracy and
     Stability of Numerical Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027. Those
-    of the diagonal can be equal, as of 1 and a noise. With `M = D A^-1 D`, `D^2 = diag A`, they
+    of the diagonal can be equal, as for 1 and a noise. With `M = D A^-1 D`, `D^2 = diag A`, they
     change the log-determinant by `eps tr M`, and a quadratic form by `eps |D u|^2`.
 
     - `bounded`: whether the operator has a noise, below which no eigenvalue can be.
     """
-
-    bounded: bool = eqx.field(static=True, default=False)
-
-    def run(self, state, k, stop):
-        space, right = state.space, state.right
-        A = matrix_of(state.operator)
-        solved = _solve(A, A[:, :0] if right is None else right)
-        held = jax.lax.stop_gradient(A)
-        unit, result = _rounding(held, state)
-        D = _root_of_diagonal(held)
-        once, twice = jax.lax.stop_gradient(solved.tests)
-        value, changed = solved.logdet, jnp.sum(_signs(A) * once)
-        if state.function.evaluates(RECIPROCAL):
-            inverse = inverse_of(A, solved.lower)
-            value = jnp.trace(jnp.real(inverse))
-            changed = jnp.sum(squares(once / D))
-        error = jnp.real(changed) / _NUM_PROBES + jnp.abs(value)
-        failed = jnp.isnan(solved.logdet) & (result == RESULTS.successful)
-        if self.bounded:
-            result = RESULTS.where(failed, RESULTS.not_semidefinite, result)
-        else:
-            result = RESULTS.where(failed, _why(failed, held, state), result)
-            # An eigenvalue of D^-1 A D^-1, the smallest or a larger one.
-            smallest = frobenius(once) / divisor(frobenius(twice))
-            hidden = (smallest < HIDDEN / _ROUNDING * unit) & (
-                result == RESULTS.successful
-            )
-            if state.lower is not None:
-                hidden = hidden & (state.lower <= 0)
-            result = RESULTS.where(hidden, RESULTS.outside_domain, result)
-        unknown = jnp.full(space.size, jnp.inf, space.real_dtype)
-        stats = {"num_matvecs": 0, "result": [result]}
-        stats.update(exact_stats(state, [value], unknown))
-        bar = [unit * error], [unknown[0]]
-        outcome = spectral_outcome(
-            state.function, space, [value], *bar, stats, unknown, unknown
+    space, right = state.space, state.right
+    A = matrix_of(state.operator)
+    solved = _solve(A, A[:, :0] if right is None else right)
+    held = jax.lax.stop_gradient(A)
+    unit, result = _rounding(held, state)
+    D = _root_of_diagonal(held)
+    once, twice = jax.lax.stop_gradient(solved.tests)
+    value, changed = solved.logdet, jnp.sum(_signs(A) * once)
+    if state.function.evaluates(RECIPROCAL):
+        inverse = inverse_of(A, solved.lower)
+        value = jnp.trace(jnp.real(inverse))
+        changed = jnp.sum(squares(once / D))
+    error = unit * (jnp.real(changed) / _NUM_PROBES + jnp.abs(value))
+    failed = jnp.isnan(solved.logdet) & (result == RESULTS.successful)
+    if bounded:
+        result = RESULTS.where(failed, RESULTS.not_semidefinite, result)
+    else:
+        result = RESULTS.where(failed, _why(failed, held, state), result)
+        # An eigenvalue of D^-1 A D^-1, the smallest or a larger one.
+        smallest = frobenius(once) / divisor(frobenius(twice))
+        hidden = (smallest < HIDDEN / _ROUNDING * unit) & (result == RESULTS.successful)
+        if state.lower is not None:
+            hidden = hidden & (state.lower <= 0)
+        result = RESULTS.where(hidden, RESULTS.outside_domain, result)
+    unknown = jnp.full(space.size, jnp.inf, space.real_dtype)
+    bars = [ErrorBar(value, error, unknown[0])]
+    stats = {"num_matvecs": 0, **exact_stats(state, [value], unknown)}
+    forms = None
+    if right is not None:
+        solutions = jax.lax.stop_gradient(solved.solutions)
+        errors = unit * (jnp.sum(squares(D * solutions), axis=0) + solved.forms)
+        forms = ErrorBar(
+            solved.forms, errors + solved.changes, jnp.full_like(errors, jnp.inf)
         )
-        if right is not None:
-            forms, solutions = solved.forms, jax.lax.stop_gradient(solved.solutions)
-            errors = unit * (jnp.sum(squares(D * solutions), axis=0) + forms)
-            errors = errors + solved.changes
-            bracket = {"inv_quad_bracket": (forms, forms), "solution": solutions}
-            outcome = outcome._replace(
-                value=Terms(outcome.value, forms),
-                standard_error=Terms(outcome.standard_error, errors),
-                stats={**outcome.stats, **bracket},
-            )
-        return outcome, Factor(A, solved.lower, solved.solutions, unit)
+        stats["inv_quad_bracket"] = solved.forms, solved.forms
+        stats["solution"] = solutions
+    evidence = Evidence((state.operator, right), jtu.Partial(_judge, state))
+    results = [result]
+    return spectral_outcome(
+        state, bars, results, stats, unknown, unknown, forms, evidence
+    )
 
 
 def _rounding(
@@ -225,53 +217,34 @@ def _why(
     return RESULTS.where(negative, RESULTS.not_semidefinite, RESULTS.outside_domain)
 
 
-class Factor(StandIn):
-    """The factorisation, for slopes with error bars."""
-
-    A: Inexact[Array, "n n"]
-    lower: Inexact[Array, "n n"]
-    solutions: Inexact[Array, "n q"]
-    unit: Float[Array, ""]
-
-    def derivative(self, state, tangent):
-        found = self.slope(state, tangent)
-        return None if found is None else found[0]
-
-    def slope(self, state, tangent):
-        primal = state.operator, state.right
-        tangent = tangent.operator, tangent.right
-        if not jtu.tree_leaves(tangent):
-            return None
-        _, (dA, dB) = eqx.filter_jvp(
-            lambda operator, right: (matrix_of(operator), right), primal, tangent
-        )
-        A, U, D = self.A, self.solutions, _root_of_diagonal(self.A)
-        dA = jnp.zeros_like(A) if dA is None else dA
-        # Errors of entries enter twice: by the inverse, and by dA.
-        inverse, unit = inverse_of(A, self.lower), 2 * self.unit
-        N = matmul(inverse, dA)
-        value, terms = jnp.trace(N), inverse.conj() * dA
-        if state.function.evaluates(RECIPROCAL):
-            value, N = -jnp.sum(N.T * inverse), 2 * matmul(inverse, N)
-            terms = N
-        moved = D * matmul(N, inverse) * D.T
-        # Between independent errors of entries and coherent ones.
-        size = jnp.sqrt(frobenius(moved)) * jnp.sqrt(jnp.sum(jnp.abs(moved)))
-        error = unit * (size + frobenius(terms))
-        value, freedom = jnp.real(value), jnp.full_like(unit, jnp.inf)
-        if state.right is None:
-            return value, error, freedom
-        dB = jnp.zeros_like(U) if dB is None else dB
-        change = dB - matmul(dA, U)
-        forms = jnp.real(column_dots(U, dB + change))
-        sizes = [jnp.linalg.norm(D * x, axis=0) for x in (matmul(inverse, change), U)]
-        terms = jnp.linalg.norm(U, axis=0) * jnp.linalg.norm(dB + change, axis=0)
-        errors = unit * (2 * sizes[0] * sizes[1] + terms)
-        return Terms(value, forms), Terms(error, errors), freedom
-
-
-def factorised(state: SpectralState, bounded: bool = False) -> Estimate:
-    """The exact answer for a positive definite operator that `is_small`."""
-    algorithm, size = CholeskyFactorisation(bounded), state.space.size
-    outcome = estimate(algorithm, state, size, None, plain=True)
-    return Estimate(*outcome[:4], state, ("Cholesky", 0))
+def _judge(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
+    """The errors that rounding makes of derivatives, along tangents of A and of b."""
+    primal = state.operator, state.right
+    (A, B), (dA, dB) = eqx.filter_jvp(
+        lambda operator, right: (matrix_of(operator), right), primal, products
+    )
+    dA = jnp.zeros_like(A) if dA is None else dA
+    solved = _solve(A, A[:, :0] if B is None else B)
+    U, D, (unit, _) = solved.solutions, _root_of_diagonal(A), _rounding(A, state)
+    # Errors of entries enter twice: by the inverse, and by dA.
+    inverse, unit = inverse_of(A, solved.lower), 2 * unit
+    N = matmul(inverse, dA)
+    value, terms = jnp.trace(N), inverse.conj() * dA
+    if state.function.evaluates(RECIPROCAL):
+        value, N = -jnp.sum(N.T * inverse), 2 * matmul(inverse, N)
+        terms = N
+    moved = D * matmul(N, inverse) * D.T
+    # Between independent errors of entries and coherent ones.
+    size = jnp.sqrt(frobenius(moved)) * jnp.sqrt(jnp.sum(jnp.abs(moved)))
+    error = unit * (size + frobenius(terms))
+    freedom = jnp.full_like(unit, jnp.inf)
+    bars = [ErrorBar(jnp.real(value), error, freedom)]
+    if B is None:
+        return bars
+    dB = jnp.zeros_like(U) if dB is None else dB
+    change = dB - matmul(dA, U)
+    forms = jnp.real(column_dots(U, dB + change))
+    sizes = [jnp.linalg.norm(D * x, axis=0) for x in (matmul(inverse, change), U)]
+    terms = jnp.linalg.norm(U, axis=0) * jnp.linalg.norm(dB + change, axis=0)
+    errors = unit * (2 * sizes[0] * sizes[1] + terms)
+    return [*bars, ErrorBar(forms, errors, jnp.full_like(errors, jnp.inf))]

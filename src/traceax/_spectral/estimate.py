@@ -9,12 +9,12 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from .._accuracy.tolerance import Depth, Stop, make_stop
 from .._arguments import known_number
-from .._drive import limits, run_estimator
 from .._estimate import Estimate, raise_failure, with_slopes
+from .._estimator import estimate_state, limits, made_of
 from .._operators.block import jitted
 from .._operators.entries import readable_data
 from .._progress import NO_PROGRESS_METER, ProgressMeter
-from .base import SpectralEstimator, SpectralState, has_bracket, init_spectral_state
+from .base import SpectralEstimator, SpectralState, init_spectral_state
 from .cholesky import factorised, is_small
 from .function import LOG, RECIPROCAL
 from .krylov_aware import KrylovAwareEstimator
@@ -57,7 +57,7 @@ def estimate_function(
         method = by_structure(state, k, where)
         if method is None and k is None and is_small(state.operator):
             lower = None if state.lower is None else known_number(state.lower)
-            indefinite = not has_bracket(state) or (lower is not None and lower < 0)
+            indefinite = not state.has_bracket or (lower is not None and lower < 0)
             inverse = state.function.evaluates(RECIPROCAL)
             if state.function.evaluates(LOG) or (inverse and not indefinite):
                 method = factorised
@@ -89,14 +89,15 @@ def _estimate(
     stop: Stop | Depth | None,
 ) -> Estimate:
     if method is None:
-        estimate = run_estimator(estimator, state, k, stop, throw=False)
-        stats = dict(estimate.stats)
+        estimate = estimate_state(estimator, state, k, stop)
     else:
-        estimate = method(state)
-        stats = dict(estimate.stats)
-        if stop is not None:
-            needed = stats["num_matvecs"].astype(state.space.real_dtype)
-            stats["products_needed"] = needed
+        estimate = made_of(
+            method(state), state, ("Cholesky" if method is factorised else "", 0)
+        )
+    stats = dict(estimate.stats)
+    if method is not None and stop is not None:
+        needed = stats["num_matvecs"].astype(state.space.real_dtype)
+        stats["products_needed"] = needed
     if "bracket" in stats:
         stats["bracket"] = tuple(
             with_slopes(x, estimate.value) for x in stats["bracket"]

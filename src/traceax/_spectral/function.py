@@ -203,10 +203,11 @@ def _final(_, x: PyTree) -> PyTree:
 @_final.def_jvp
 def _refuse(primals, tangents):
     raise NotImplementedError(
-        "This derivative is not implemented. Estimates of spectral functions have first "
-        "derivatives of any kind, and second ones with respect to the operator; f(A) as "
-        "an operator has first derivatives. Third derivatives, and second ones that mix "
-        "the operator and what the function closes over, are missing."
+        "traceax: estimates of spectral functions and likelihoods have first derivatives, "
+        "got a second one; and so does f(A) as an operator. Exact answers have derivatives "
+        "of any order: leave out k and estimator, for at most 2,000 unknowns whose entries "
+        "can be read. Otherwise take differences of gradients with one key, or the Fisher "
+        "matrix in place of a Hessian: see the recipe for standard errors of parameters."
     )
 
 

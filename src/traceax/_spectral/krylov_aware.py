@@ -5,9 +5,11 @@ import math
 from typing import ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Inexact, Int
 
+from .._accuracy.error_bar import ErrorBar
 from .._accuracy.tolerance import (
     LEAST_PRODUCTS,
     Check,
@@ -21,21 +23,21 @@ from .._linalg.krylov import (
     arnoldi_factor,
     arnoldi_start,
     arnoldi_step,
-    smallest_of,
 )
 from .._linalg.small import divisor
-from .._linalg.tall import column_norms, side_by_side
+from .._linalg.tall import column_norms, combine, side_by_side
 from .._operators.block import apply_block
 from .._operators.kernel import stored
+from .._rule import Evidence, Outcome
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .base import (
     SpectralEstimator,
-    SpectralOutcome,
     SpectralState,
-    has_bracket,
     probes_and_steps,
+    spectral_outcome,
 )
-from .krylov_sums import krylov_sums, num_right
+from .krylov_sums import KrylovSums, krylov_sums
+from .stand_in import RitzStandIn, Truncated, judge_truncated
 
 # Of an estimate whose budget is left out: probes, steps at most, and steps at most of the
 # spaces that leave a probe out, which are most of the work where there are many.
@@ -80,7 +82,7 @@ class KrylovAwareEstimator(SpectralEstimator):
     | beyond the products | O(n k^2 + k^3 m) time, three n x k blocks; derivatives hold five |
     | bias | of the Krylov space: at most half of the bracket, or that of f(T). None where f is a polynomial of degree 1 |
     | standard error | of probes, from leaving out pairs; and of the Krylov space, from the bracket or from its last block |
-    | derivative | `tr((F o C) V^* dA V)` with Ritz vectors V, that of f(T); k products with dA; second ones take 4 k more |
+    | derivative | `tr((F o C) V^* dA V)` with Ritz vectors V, that of f(T); k products with dA |
 
     *Without k*, where there is a bracket, m is 5, and s grows until half of the bracket is
     at most a tenth of the standard error of probes; of a likelihood at most 0.1, if that
@@ -118,33 +120,30 @@ class KrylovAwareEstimator(SpectralEstimator):
         check_sampler(self.sampler, name, resphere=True, independent=True)
 
     def least_of_loop(self, state):
-        return LEAST_PRODUCTS + 2 * num_right(state)
+        return LEAST_PRODUCTS + 2 * state.num_right
 
     def compute(self, state, k):
-        q = num_right(state)
+        q = state.num_right
         m, steps = probes_and_steps(self.num_probes, k, best_probes(k), q)
         product, start = self._begin(state, m)
         basis, factor, R = arnoldi(product, start, steps)
         sums = krylov_sums(state, factor, R, steps, basis)
-        blocks = sums.blocks(basis, factor[:, : m + q])
-        stats = {"num_matvecs": (m + q) * steps, **sums.stats}
-        leaves = sums.means, sums.errors, sums.freedoms
-        return SpectralOutcome(*leaves, stats, blocks, sums.forms)
+        return _outcome(state, sums, basis, factor, steps)
 
     def depth(self, state, meter):
-        if not has_bracket(state):
+        if not state.has_bracket:
             return None
-        # Of a likelihood a tenth of a nat.
+        # A tenth of a nat for a likelihood.
         negligible = 0.0 if state.right is None else 0.1
         return Depth(meter, state.space.real_dtype, negligible)
 
     def compute_until(self, state, k, stop):
         to_depth = isinstance(stop, Depth)
         if k < LEAST_PRODUCTS:
-            outcome = self.compute(state, k)
+            outcome, stand_in = self.compute(state, k)
             stats = {**outcome.stats, "products_needed": jnp.inf}
-            return outcome if to_depth else outcome._replace(stats=stats)
-        q, num_probes = num_right(state), self.num_probes
+            return outcome if to_depth else outcome._replace(stats=stats), stand_in
+        q, num_probes = state.num_right, self.num_probes
         if num_probes is None and to_depth:
             num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
         elif num_probes is None:
@@ -154,25 +153,16 @@ class KrylovAwareEstimator(SpectralEstimator):
         m, most = probes_and_steps(num_probes, k, num_probes, q)
         most = min(most, _STEPS_TO_DEPTH) if to_depth else most
         product, start = self._begin(state, m)
-        width, sizes = m + q, _sizes(most)
+        width = m + q
 
         def judge(run, count):
             factor, R = arnoldi_factor(run, count)
+            sums = krylov_sums(
+                state, factor, R, count, run.basis, _sizes(most), _STEPS_LEFT_OUT
+            )
             if isinstance(stop, Depth):
-                sums = krylov_sums(
-                    state, factor, R, count, run.basis, sizes, _STEPS_LEFT_OUT
-                )
-                return Check(sums.bar(), sums, sums.ratio(stop))
-
-            def sums_of_size(size):
-                leading = factor[: width * size, : width * (size + 1)]
-                basis = run.basis.T[: width * size].T
-                sums = krylov_sums(state, leading, R, count, basis)
-                return sums.padded(width * (most - size))
-
-            branches = [lambda size=size: sums_of_size(size) for size in sizes]
-            sums = jax.lax.switch(smallest_of(sizes, count), branches)
-            return Check(sums.bar(), sums)
+                return Check(sums.bars[0], sums, sums.ratio(stop))
+            return Check(state.bar(sums.all_bars), sums)
 
         loop = run_until(
             stop,
@@ -187,17 +177,16 @@ class KrylovAwareEstimator(SpectralEstimator):
         )
         _, sums, _ = loop.check
         basis, factor, _ = loop.buffers
-        used, of_sizes = width * loop.count, tuple(width * size for size in sizes)
-        blocks = sums.blocks(basis, factor[:, :width], used, of_sizes)
-        errors, forms = sums.errors, sums.forms
-        stats = {"num_matvecs": used, **sums.stats}
+        stats = dict(sums.stats)
         if not to_depth:
-            errors = [widened_for_loop(x, m) for x in errors]
-            if forms is not None:
-                error = widened_for_loop(forms.standard_errors, m)
-                forms = forms._replace(standard_errors=error)
             stats["products_needed"] = width * loop.forecast.needed
-        return SpectralOutcome(sums.means, errors, sums.freedoms, stats, blocks, forms)
+        sums = sums._replace(stats=stats)
+        outcome, stand_in = _outcome(
+            state, sums, basis, factor, loop.count, _STEPS_LEFT_OUT
+        )
+        if not to_depth:
+            outcome = outcome._replace(bars=[_widened(x, m) for x in outcome.bars])
+        return outcome, stand_in
 
     def _begin(self, state: SpectralState, m: int):
         """Products, and what the space starts from: right-hand sides, and m probes."""
@@ -226,3 +215,59 @@ def _sizes(most: int) -> tuple[int, ...]:
     while sizes[0] > 20:
         sizes.insert(0, -(-sizes[0] // 3))
     return tuple(sizes)
+
+
+def _widened(bar: ErrorBar, m: int) -> ErrorBar:
+    return bar._replace(standard_error=widened_for_loop(bar.standard_error, m))
+
+
+def _outcome(
+    state: SpectralState,
+    sums: KrylovSums,
+    basis: Inexact[Array, "n k"],
+    factor: Inexact[Array, "k kw"],
+    steps: int | Int[Array, ""],
+    most_left_out: int | None = None,
+) -> tuple[Outcome, RitzStandIn]:
+    """The outcome and its stand-in, from the sums after so many steps."""
+    k, width = len(factor), factor.shape[1] - len(factor)
+    shallow, rows = steps, k // width
+    if most_left_out is not None:
+        shallow, rows = jnp.minimum(steps, most_left_out), min(most_left_out, rows)
+    theta, S, forms = sums.theta, sums.S, sums.forms
+    stats = {"num_matvecs": width * steps, **sums.stats}
+    solutions = t_right = of_forms = None
+    if forms is not None:
+        solutions, of_forms = forms.coordinates, forms.bar.standard_error
+        t_right = jnp.zeros_like(solutions)
+        solution = combine(combine(basis, S), solutions)
+        stats.update(inv_quad_bracket=forms.bracket, solution=solution)
+    space = Truncated(
+        omega=factor[:, :width],
+        theta=theta,
+        S=S,
+        n=state.space.size,
+        q=state.num_right,
+        steps=steps,
+        shallow=shallow,
+        most_left_out=rows,
+        columns=sums.columns,
+        solutions=solutions,
+        of_leaves=sums.unfound,
+        of_forms=of_forms,
+    )
+    nothing = jnp.zeros_like(S), state.function, t_right
+    evidence = Evidence(nothing, jtu.Partial(judge_truncated, space, state.function))
+    count = None if isinstance(steps, int) else width * steps
+    outcome = spectral_outcome(
+        state,
+        sums.bars,
+        sums.results,
+        stats,
+        theta,
+        jnp.real(jnp.diagonal(sums.coupling)),
+        None if forms is None else forms.bar,
+        evidence,
+    )
+    parts = basis, theta, S, sums.coupling, count, solutions, evidence
+    return outcome, RitzStandIn(*parts)

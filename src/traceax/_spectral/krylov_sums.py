@@ -7,15 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from .._accuracy.error_bar import ErrorBar, joint_bar, leave_one_out_bar
+from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
 from .._accuracy.tolerance import Depth
-from .._estimate import SLOPES
-from .._linalg.krylov import (
-    RitzPairs,
-    block_lanczos,
-    residual_norms,
-    ritz_pairs,
-)
+from .._linalg.krylov import block_lanczos, residual_norms, ritz_pairs
 from .._linalg.left_out_krylov import (
     Samples,
     coupling_of,
@@ -26,16 +20,9 @@ from .._linalg.left_out_krylov import (
 from .._linalg.small import matmul, squares
 from .._linalg.tall import column_norms, inner
 from .._operators.entries import known_trace
+from .._results import RESULTS
 from . import control
-from .base import (
-    Forms,
-    SpectralState,
-    forms_between,
-    has_bracket,
-    likelihood_bar,
-    outside_if,
-)
-from .blocks import SpectralBlocks, Terms
+from .base import Forms, SpectralState, forms_between, outside_if
 from .bracket import (
     End,
     at_both,
@@ -49,90 +36,43 @@ from .bracket import (
 )
 from .function import rounding_errors, weighted_sums
 from .ritz import ritz_values
-from .slope import Tests
 
 
 class KrylovSums(NamedTuple):
-    """What a Krylov space tells, with a list entry for each leaf of the function.
+    """Sums over a Krylov space, with a list entry for each leaf of the function.
 
-    - `unfound`: errors of what the space leaves, half of the distance to the end that the
+    - `bars`: error bars of the sums.
+    - `unfound`: truncation errors: half of the distance to the end of the bracket that the
         value takes, or extrapolated.
     - `of_probes`: errors of probes, and of rounding.
+    - `theta`, `S`, `coupling`: Ritz pairs, and the matrix C that derivatives need.
+    - `columns`: control variates by columns, or `None`.
     """
 
-    means: list[Inexact[Array, ""]]
+    bars: list[ErrorBar]
+    results: list[RESULTS]
     unfound: list[Float[Array, ""]]
     of_probes: list[Float[Array, ""]]
-    freedoms: list[Float[Array, ""]]
-    values: Float[Array, " k"]
-    vectors: Inexact[Array, "k k"]
+    theta: Float[Array, " k"]
+    S: Inexact[Array, "k k"]
     coupling: Inexact[Array, "k k"]
     stats: dict[str, Any]
     forms: Forms | None
-    tests: Tests | None
+    columns: control.ColumnControl | None
 
     @property
-    def errors(self) -> list[Float[Array, ""]]:
-        return [jnp.hypot(*x) for x in zip(self.unfound, self.of_probes, strict=True)]
-
-    def padded(self, missing: int) -> "KrylovSums":
-        """With so many Ritz pairs more, copies of the last value with vectors of 0."""
-        forms = self.forms
-        if forms is not None:
-            coordinates = jnp.pad(forms.coordinates, ((0, missing), (0, 0)))
-            forms = forms._replace(coordinates=coordinates)
-        tests = self.tests
-        if tests is not None:
-            tests = tests.padded(missing)
-        return self._replace(
-            tests=tests,
-            values=jnp.pad(self.values, (0, missing), mode="edge"),
-            vectors=jnp.pad(self.vectors, (0, missing)),
-            coupling=jnp.pad(self.coupling, (0, missing)),
-            forms=forms,
-        )
+    def all_bars(self) -> list[ErrorBar]:
+        """The bars of sums, and of quadratic forms."""
+        return self.bars if self.forms is None else [*self.bars, self.forms.bar]
 
     def ratio(self, depth: Depth) -> Float[Array, ""]:
-        """What the space leaves, over what it may leave: enough at 1 or less."""
-        left, error = jnp.stack(self.unfound), jnp.stack(self.of_probes)
+        """The truncation error over the one that may remain: enough at 1 or less."""
+        unfound, error = jnp.stack(self.unfound), jnp.stack(self.of_probes)
         if self.forms is not None:
             low, high = self.forms.bracket
-            left = (len(low) * left + jnp.sum(high - low) / 2) / 2
+            unfound = (len(low) * unfound + jnp.sum(high - low) / 2) / 2
             error = len(low) * error / 2
-        return depth.ratio(left, error)
-
-    def bar(self) -> ErrorBar:
-        """The error bar that a tolerance is for."""
-        if self.forms is None:
-            return joint_bar(self.means, self.errors, self.freedoms)
-        values = Terms(self.means[0], self.forms.values)
-        errors = Terms(self.errors[0], self.forms.standard_errors)
-        return likelihood_bar(values, errors, self.freedoms[0])
-
-    def blocks(
-        self,
-        basis: Inexact[Array, "n k"],
-        omega: Inexact[Array, "k w"],
-        count: Int[Array, ""] | None = None,
-        sizes: tuple[int, ...] = (),
-    ) -> SpectralBlocks:
-        """The Ritz pairs, with probes of length `sqrt(n / m)`, for derivatives.
-
-        `count` and `sizes` are those of `SpectralBlocks`.
-        """
-        solutions = None if self.forms is None else self.forms.coordinates
-        q, width = 0 if solutions is None else solutions.shape[1], omega.shape[1]
-        probes = omega.T[q:].T
-        length = math.sqrt(basis.shape[0] / (width - q))
-        scales = length / jnp.linalg.norm(probes, axis=0)
-        probes = inner(self.vectors, probes * scales[None, :].astype(omega.dtype))
-        pairs = RitzPairs(basis, self.values, self.vectors, probes, width)
-        return SpectralBlocks(pairs, self.coupling, count, sizes, solutions, self.tests)
-
-
-def num_right(state: SpectralState) -> int:
-    """How many right-hand sides there are."""
-    return 0 if state.right is None else state.right.shape[1]
+        return depth.ratio(unfound, error)
 
 
 def krylov_sums(
@@ -155,11 +95,11 @@ def krylov_sums(
     # The space, with and without each probe.
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
-    n, width, q = state.space.size, omega.shape[1], num_right(state)
+    n, width, q = state.space.size, omega.shape[1], state.num_right
     m, orders = width - q, tuple(width * size for size in step_sizes)
     theta, S = ritz_pairs(T, width * steps, sizes=orders)
     theta, noise, result = ritz_values(
-        theta, asymmetry, state.operator, state.lower, state.size
+        theta, asymmetry, state.operator, state.lower, state.magnitude
     )
     shallow, rows = steps, len(T)  # coordinates that spaces without a probe reach
     if most_left_out is not None:
@@ -198,8 +138,7 @@ def krylov_sums(
     samples = _samples(weights, leaves, controls)
 
     # Truncation errors, from extensions of T to the ends of the spectrum.
-    stats = {
-        "result": [outside_if(x, result) for x in decided],
+    stats: dict[str, Any] = {
         "known_trace": jnp.asarray(trace is not None),
         **function.unit,
     }
@@ -222,7 +161,7 @@ def krylov_sums(
     forms, last = None, width * steps - 1
     residuals = residual_norms(R, S, steps)
     weight = jnp.mean(weights[0], axis=0)
-    if has_bracket(state):
+    if state.has_bracket:
         lower, bottom, proven = lower_ends(function, theta, state)
         one = jnp.ones_like(lower)
         both = at_both(at_end, End(one, lower), End(one, bottom))
@@ -231,7 +170,7 @@ def krylov_sums(
         of_reach = end_errors(function, theta[0], weight[0], end, changes(of_lower))
         if state.right is not None:
             highs = form_of_lower, form_of_bottom
-            forms = forms_between(inner(S, right), theta, highs, state.size)
+            forms = forms_between(inner(S, right), theta, highs, state.magnitude)
         positive = jnp.min(theta) >= 0
         _, brackets = middles_of(samples, of_lower, positive)
         samples, sides = middles_of(samples, of_bottom, positive)
@@ -241,7 +180,7 @@ def krylov_sums(
             for (low, high), more in zip(sides, of_reach, strict=True)
         ]
         stats["bracket"] = tuple(
-            function.tree(list(x), theta.dtype) for x in zip(*brackets, strict=True)
+            state.tree(list(x)) for x in zip(*brackets, strict=True)
         )
         stats["bracket_is_proven"], stats["bottom"] = proven & positive, bottom
     else:
@@ -252,25 +191,25 @@ def krylov_sums(
         ):
             more = end_errors(function, theta[j], weight[j], end, changes(others))
             unfound = list(map(jnp.maximum, unfound, more))
-    bars = [
-        leave_one_out_bar(paired_samples(sample, magnitude))
-        for sample, magnitude in zip(samples, magnitudes, strict=True)
-    ]
-    tests = None
-    if SLOPES.value:
-        left = unfound, None if forms is None else forms.standard_errors
-        tests = Tests(left_out, projected, steps, shallow, columns, left)
+    of_probes, bars = [], []
+    for sample, magnitude, rounded, more in zip(
+        samples, magnitudes, rounding, unfound, strict=True
+    ):
+        bar = leave_one_out_bar(paired_samples(sample, magnitude))
+        of_probes.append(jnp.hypot(bar.standard_error, rounded))
+        error = jnp.hypot(more, of_probes[-1])
+        bars.append(bar._replace(standard_error=error))
     return KrylovSums(
-        [x.mean for x in bars],
-        unfound,
-        [jnp.hypot(x.standard_error, y) for x, y in zip(bars, rounding, strict=True)],
-        [x.degrees_of_freedom for x in bars],
-        theta,
-        S,
-        coupling,
-        stats,
-        forms,
-        tests,
+        bars=bars,
+        results=[outside_if(x, result) for x in decided],
+        unfound=unfound,
+        of_probes=of_probes,
+        theta=theta,
+        S=S,
+        coupling=coupling,
+        stats=stats,
+        forms=forms,
+        columns=columns,
     )
 
 

@@ -20,15 +20,15 @@ from .._operators.block import apply_block
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
 from .base import (
     SpectralEstimator,
-    SpectralOutcome,
     SpectralState,
     outside_if,
     probes_and_steps,
+    spectral_outcome,
 )
-from .blocks import SpectralBlocks
 from .bracket import end_errors, extended_pairs, outer_ends
 from .function import SpectralFunction, remaining, rounding_errors, weighted_sums
 from .ritz import ritz_values
+from .stand_in import RitzStandIn
 
 
 class LanczosQuadratureEstimator(SpectralEstimator):
@@ -47,7 +47,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     | beyond the products | O(n k s) time, three n x k blocks; derivatives hold five |
     | bias | of the quadrature; none where f is a polynomial of degree 2 s - 1 |
     | standard error | of probes, from their spread; and of the quadrature, extrapolated from its last steps |
-    | derivative | `tr((F o C) V^* dA V)` with the Ritz vectors V of all probes, k products with dA; second ones take 4 k more |
+    | derivative | `tr((F o C) V^* dA V)` with the Ritz vectors V of all probes, k products with dA |
 
     **Arguments:**
 
@@ -104,7 +104,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         quadrature = _quadrature_errors(function, krylov, flat)
         of_ends = _end_errors(function, krylov, flat, state)
         quadrature = list(map(jnp.maximum, quadrature, of_ends))
-        means, errors, freedoms = [], [], []
+        bars = []
         for leaf, *others in zip(function(flat), quadrature, rounding, strict=True):
             f = leaf.reshape(m, steps)
             samples = jnp.mean(weighted_sums(squares, f).reshape(rounds, p), axis=1)
@@ -117,12 +117,11 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             off = unit * off_diagonal_size(vectors, images) if p > 1 else None
             sizes, gram = unit * column_norms(images), gram_of(vectors, images)
             bar = independent_samples(samples, sizes, gram, off_diagonal=off)
-            means.append(bar.mean)
-            errors.append(ft.reduce(jnp.hypot, others, bar.standard_error))
-            freedoms.append(bar.degrees_of_freedom)
-        stats = {"num_matvecs": m * steps, "result": results, **function.unit}
-        blocks = SpectralBlocks(pairs, coupling)
-        return SpectralOutcome(means, errors, freedoms, stats, blocks)
+            error = ft.reduce(jnp.hypot, others, bar.standard_error)
+            bars.append(bar._replace(standard_error=error))
+        stats = {"num_matvecs": m * steps, **function.unit}
+        outcome = spectral_outcome(state, bars, results, stats, flat, weights)
+        return outcome, RitzStandIn(pairs.basis, flat, pairs.vectors, coupling)
 
 
 def _images(

@@ -11,22 +11,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Bool, Float, Inexact
 
+from .._accuracy.error_bar import ErrorBar
 from .._arguments import check_budget
-from .._estimate import Estimate
 from .._linalg.small import divisor
 from .._linalg.tall import column_norms, largest_entry, power_of_two_scale
 from .._operators.block import Space, apply_block, is_hermitian, is_known
 from .._operators.entries import known_diagonal
 from .._results import RESULTS
+from .._rule import Evidence, Outcome
 from .base import SpectralState, exact_stats, spectral_outcome
-from .function import HIDDEN, LOG, RECIPROCAL, SpectralFunction
+from .function import HIDDEN, LOG, RECIPROCAL
 from .ritz import largest_asymmetry
 
-Method = Callable[[SpectralState], Estimate]
-
+Method = Callable[[SpectralState], Outcome]
 
 _TRIANGULAR = lx.is_lower_triangular, lx.is_upper_triangular
 STRUCTURES = lx.is_diagonal, lx.is_tridiagonal, *_TRIANGULAR
@@ -63,7 +64,7 @@ class _Scaled(NamedTuple):
     asymmetry: Float[Array, ""]
 
 
-def _by_diagonal(state: SpectralState) -> Estimate:
+def _by_diagonal(state: SpectralState) -> Outcome:
     """The sum over the diagonal, whose entries are the eigenvalues."""
     operator, space, function = state.operator, state.space, state.function
     diagonal = known_diagonal(operator)
@@ -86,13 +87,22 @@ def _by_diagonal(state: SpectralState) -> Estimate:
         singular = jnp.any(entries == 0)
         result = RESULTS.where(singular, RESULTS.outside_domain, result)
         points = jnp.full_like(points, jnp.inf)
-    errors = [jnp.zeros_like(points, shape=()) for _ in values]
+    bars = [_rounded(x, jnp.zeros_like(points, shape=())) for x in values]
     stats.update(num_matvecs=diagonal.num_matvecs, **function.unit)
     weights = jnp.where(jnp.isinf(points), jnp.inf, jnp.ones_like(points))
-    return _made(state, function, values, errors, result, stats, points, weights)
+    evidence = Evidence(values, jtu.Partial(_judge_sums))
+    return _made(state, bars, result, stats, points, weights, evidence)
 
 
-def _by_bands(state: SpectralState) -> Estimate:
+def _rounded(value: Inexact[Array, ""], error: Float[Array, ""]) -> ErrorBar:
+    return ErrorBar(value, error, jnp.full_like(error, jnp.inf))
+
+
+def _judge_sums(values: list[Inexact[Array, ""]]) -> list[ErrorBar]:
+    return [_rounded(x, jnp.zeros_like(jnp.real(x))) for x in values]
+
+
+def _by_bands(state: SpectralState) -> Outcome:
     """The determinant of a tridiagonal operator, or how its logarithm changes."""
     operator, space = state.operator, state.space
     bands, unit, asymmetry = _read_bands(operator, space)
@@ -108,23 +118,23 @@ def _by_bands(state: SpectralState) -> Estimate:
         zero = jnp.zeros_like(bands.diagonal, shape=())
         return jax.jvp(shifted, (zero,), (jnp.ones_like(zero),))[1]
 
-    def error_of(fn):
-        """The error that rounding of the entries makes."""
-        held = jax.lax.stop_gradient(bands)
-        value, slopes = jax.value_and_grad(lambda bands: jnp.real(fn(bands)))(held)
-        terms = jnp.stack([x * y for x, y in zip(slopes, held, strict=True)])
-        eps = jnp.finfo(space.real_dtype).eps
-        return eps * (column_norms(terms.reshape(-1, 1))[0] + jnp.abs(value))
+    held = jax.lax.stop_gradient(bands)
 
-    value, error = log_det(bands), error_of(log_det)
+    def slopes_of(fn):
+        return jax.grad(lambda bands: jnp.real(fn(bands)))(held)
+
+    value, slopes = log_det(bands), slopes_of(log_det)
+    error = _band_errors(slopes, held, value)
     of_unit = space.size * jnp.log(unit)
     stats = dict[str, Any](num_matvecs=3)
     # The relative error of the determinant.
     wrong = jnp.isinf(value) | (error > 1 / HIDDEN)
     hermitian, result = _is_hermitian(operator), RESULTS.successful
     if state.function.evaluates(RECIPROCAL):
-        value, error = trace_inverse(bands), error_of(trace_inverse)
-        value, error = value / unit.astype(value.dtype), error / unit
+        value, slopes = trace_inverse(bands), slopes_of(trace_inverse)
+        slopes = jtu.tree_map(lambda x: x / unit.astype(x.dtype), slopes)
+        value = value / unit.astype(value.dtype)
+        error = _band_errors(slopes, held, value)
     else:
         eps = jnp.finfo(space.real_dtype).eps
         value, error = value + of_unit, error + eps * jnp.abs(of_unit)
@@ -137,9 +147,22 @@ def _by_bands(state: SpectralState) -> Estimate:
         asymmetric = asymmetry > largest_asymmetry(space)
         result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)
     unknown = jnp.full(space.size, jnp.inf, space.real_dtype)
-    return _made(
-        state, state.function, [value], [error], result, stats, unknown, unknown
-    )
+    bars = [_rounded(value, error)]
+    evidence = Evidence((bands, value), jtu.Partial(_judge_bands, slopes))
+    return _made(state, bars, result, stats, unknown, unknown, evidence)
+
+
+def _band_errors(slopes: _Bands, bands: _Bands, value: Array) -> Float[Array, ""]:
+    """The error that rounding of the entries makes."""
+    terms = jnp.stack([x * y for x, y in zip(slopes, bands, strict=True)])
+    size = column_norms(terms.reshape(-1, 1))[0] + jnp.abs(value)
+    return jnp.finfo(size.dtype).eps * size
+
+
+def _judge_bands(slopes: _Bands, products: tuple[_Bands, Array]) -> list[ErrorBar]:
+    # Entries and their inverse are rounded.
+    bands, value = products
+    return [_rounded(value, 2 * _band_errors(slopes, bands, value))]
 
 
 def _is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
@@ -189,19 +212,16 @@ def _log_det(bands: _Bands) -> tuple[Array, Array, Bool[Array, ""]]:
 
 def _made(
     state: SpectralState,
-    function: SpectralFunction,
-    values: list[Inexact[Array, ""]],
-    errors: list[Float[Array, ""]],
+    bars: list[ErrorBar],
     result: RESULTS,
     stats: dict[str, Any],
     points: Float[Array, " n"],
     weights: Float[Array, " n"],
-) -> Estimate:
-    """The estimate of an exact answer."""
-    infinite = [jnp.full((), jnp.inf, x.dtype) for x in errors]
-    stats = {**stats, "result": [result] * len(values)}
-    stats.update(exact_stats(state, values, points))
-    outcome = spectral_outcome(
-        function, state.space, values, errors, infinite, stats, points, weights
+    evidence: Evidence,
+) -> Outcome:
+    """The outcome of an exact answer."""
+    stats = {**stats, **exact_stats(state, [x.mean for x in bars], points)}
+    results = [result] * len(bars)
+    return spectral_outcome(
+        state, bars, results, stats, points, weights, evidence=evidence
     )
-    return Estimate(*outcome[:4], state, ("", 0))

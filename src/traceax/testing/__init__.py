@@ -1,7 +1,7 @@
 """Conformance checks for estimators, preconditioners and operators of your own."""
 
 from .._arguments import require
-from .._base import TraceEstimator
+from .._trace_estimator import TraceEstimator
 from ._checks import CHECKS, Subject, failures
 from ._parts import check_entries as check_entries
 from ._parts import check_operator as check_operator

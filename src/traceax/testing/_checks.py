@@ -12,9 +12,9 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Inexact, Key
 
-from .._base import TraceEstimator
 from .._estimate import Estimate
 from .._results import RESULTS
+from .._trace_estimator import TraceEstimator
 
 N, K, NUM_KEYS = 18, 9, 2000
 _Z = 4.5  # a right estimator is further off by chance once in 1e5 checks

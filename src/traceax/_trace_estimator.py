@@ -1,0 +1,334 @@
+"""The contracts of trace estimators: a fixed budget, or buffers that grow."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, Float, Inexact, Int, Key, PyTree
+
+from ._accuracy.error_bar import ErrorBar, exact_bar, leave_one_out_bar
+from ._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until, step_width
+from ._arguments import require
+from ._estimator import Estimator, Grown, init_state
+from ._functional import Functional, Trace
+from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
+from ._linalg.small import matmul
+from ._linalg.tall import put
+from ._operators.block import has_real_trace
+from ._operators.entries import entry_of, map_columns
+from ._operators.inverse import errors_of_solves, solve_of_column
+from ._results import RESULTS, finite_or_failed
+from ._rule import (
+    Blocks,
+    Columns,
+    Evidence,
+    Identity,
+    Outcome,
+    StandIn,
+    as_arrays,
+    cast_bar,
+)
+from ._samplers import with_drawn
+
+
+class TraceEstimator(Estimator):
+    r"""Abstract base class of trace estimators.
+
+    A concrete estimator is a frozen module whose fields are configuration, so that
+    equal estimators compile once. It writes `compute`, and `init` where it needs set-up,
+    in plain JAX; it gets `estimate` from here, and with it exact answers for `k >= n`,
+    failure reporting, and the derivative rule: the value's derivative is `<Z, dA V>`,
+    whatever `compute` does inside. `compute` itself is never differentiated.
+
+    **Attributes:**
+
+    - `gives_diagonals`: a class variable, whether `compute` sums as `state.functional`
+        says, which [`traceax.diagonal`][] asks for, of a [`traceax.TraceState`][]. `False`
+        by default.
+    """
+
+    gives_diagonals: ClassVar[bool] = False
+    _plain_exact: ClassVar[bool] = True
+
+    def init(self, key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> Any:
+        """Checks, and set-up that doesn't depend on the budget. Optional to write.
+
+        **Arguments:**
+
+        - `key`: as for `jax.random`; a typed key or a legacy `uint32` key.
+        - `operator`: a square lineax operator.
+
+        **Returns:**
+
+        A state: a PyTree with at least the attributes `.key` and `.operator`, of which
+        only `.operator` is differentiable. By default a [`traceax.TraceState`][]; one of
+        your own begins with `traceax.init_state(key, operator)`, which checks both.
+        """
+        where = f"{type(self).__name__}.init"
+        state = init_state(key, operator, where)
+        self.check(state.operator, where)
+        return state
+
+    def check(self, operator: lx.AbstractLinearOperator, where: str) -> None:
+        """Refuses operators that the estimator can't take. Optional."""
+
+    @abc.abstractmethod
+    def compute(
+        self, state: Any, k: int
+    ) -> tuple[
+        Inexact[Array, ""],
+        Float[Array, ""],
+        dict[str, PyTree],
+        tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | Any,
+    ]:
+        r"""The algorithm. Called with `1 <= k < n`.
+
+        **Arguments:**
+
+        - `state`: as `init` returned it.
+        - `k`: a Python int, the most products that may be used. Use all but at most
+            two.
+
+        **Returns:**
+
+        A tuple `(value, standard_error, stats, (V, Z))`:
+
+        - the estimate and its standard error (NaN where it cannot be known);
+        - a dictionary with at least `"num_matvecs"`. `"degrees_of_freedom"` of the
+            standard error makes the interval a Student t interval; a
+            [`traceax.RESULTS`][] item under `"result"` reports a failure. Arrays under
+            `"kept"` are handed to a later estimate that goes on from this one, as
+            `state.grown.buffers`, and `k` is then the sum of both budgets;
+        - blocks of shape `(n, p)`, in the order of the operator's flattened structure,
+            with `E[V Z^*] = I`.
+        """
+
+    def _exact(self, state):
+        operator, space, functional = state.operator, state.space, state.functional
+
+        def entry(column, j):
+            return entry_of(column, j), solve_of_column(operator, column, j)
+
+        entries, solves = map_columns(operator, entry)
+        bar = _exact_bar(functional, space.rounding, entries)
+        if solves is not None:
+            # As good as the products. Their errors may all be of one sign.
+            more = functional.sum(errors_of_solves(solves).diagonal)
+            bar = bar._replace(standard_error=bar.standard_error + more)
+        evidence = None
+        if isinstance(functional, Trace):
+            judge = jtu.Partial(_judge_entries, functional, space.rounding)
+            evidence = Evidence((entries, None), judge)
+        stats = {"num_matvecs": space.size}
+        return self._finish(state, (*bar[:2], stats, Identity(operator, evidence)))
+
+    def _finish(self, state, computed):
+        value, error, stats, blocks = computed
+        space, where = state.space, f"{type(self).__name__}.compute"
+        what, hint = '"num_matvecs" must be among stats', "see TraceEstimator.compute"
+        require("num_matvecs" in stats, where, what, f"{[*stats]}", hint)
+        if not isinstance(blocks, StandIn):
+            V, Z = map(jnp.shape, blocks)
+            what = f"blocks V and Z must be of one shape ({space.size}, p)"
+            right = V == Z and V[:-1] == (space.size,)
+            require(right, where, what, f"{V} and {Z}", hint)
+            blocks = Blocks([blocks])
+        # A new dictionary: `stats` may belong to the estimator.
+        stats = {"degrees_of_freedom": jnp.inf, **stats}
+        kept, result = stats.pop("kept", None), stats.pop("result", RESULTS.successful)
+        real = has_real_trace(state.operator)
+        dtype = space.real_dtype if real else space.compute_dtype
+        bar = cast_bar(ErrorBar(value, error, stats.pop("degrees_of_freedom")), dtype)
+        result = finite_or_failed(bar.mean, result)
+        evidence = blocks.evidence if isinstance(blocks, Columns) else None
+        return Outcome([bar], [result], as_arrays(stats), evidence, kept), blocks
+
+
+def _exact_bar(functional: Functional, rounding: float, entries: Array) -> ErrorBar:
+    sizes = rounding * functional.sum(jnp.abs(entries))
+    return exact_bar(functional.sum(entries), sizes)
+
+
+def _judge_entries(
+    functional: Functional, rounding: float, products: tuple[Array, None]
+) -> list[ErrorBar]:
+    return [_exact_bar(functional, rounding, products[0])]
+
+
+class GrowingEstimator(TraceEstimator):
+    """Abstract base class of estimators that fill buffers, a unit at a time.
+
+    A unit is what is taken together: a probe, or a few, with all of their products. A
+    subclass writes `begin`, `grow`, `judge` and `stand_in`; budgets, tolerances and going on
+    from earlier estimates are written here, once.
+
+    **Attributes:**
+
+    - `products_per_unit`: a class variable.
+    """
+
+    products_per_unit: ClassVar[int]
+
+    @abc.abstractmethod
+    def begin(self, state: Any, room: int) -> PyTree[Array]:
+        """Buffers of zeros for `room` units, along every axis that holds units."""
+
+    @abc.abstractmethod
+    def grow(
+        self, state: Any, buffers: Any, count: int | Int[Array, ""], width: int
+    ) -> PyTree[Array]:
+        """The buffers of `count` units with the next `width` units put after these."""
+
+    @abc.abstractmethod
+    def judge(
+        self, state: Any, buffers: Any, count: int | Int[Array, ""]
+    ) -> tuple[ErrorBar, RESULTS | None]:
+        """The error bar of `count` units, whose mean is the value, and a failure to report,
+        or `None`."""
+
+    @abc.abstractmethod
+    def stand_in(
+        self, state: Any, buffers: Any, count: int | Int[Array, ""]
+    ) -> list[tuple[Array, Array]] | Columns:
+        """Pairs of blocks V and Z, n x room, columns beyond `count` being 0. The derivative of
+        the value is the sum over all pairs of `<Z, dA V>`."""
+
+    def fallback(self, state: Any, k: int) -> Any:
+        """For budgets too small for this algorithm: the result of another one, as `compute`
+        returns it; `None` to go on. Optional."""
+        return None
+
+    def more_stats(self, buffers: Any) -> dict[str, Array]:
+        """Entries of `stats` besides those of all estimators. Optional."""
+        return {}
+
+    def least_of_loop(self, state):
+        return max(LEAST_PRODUCTS, 2 * self.products_per_unit)
+
+    def compute(self, state, k):
+        other = self.fallback(state, k)
+        if other is not None:
+            return other
+        grown, more = self._room(state, k)
+        drawn = with_drawn(self, state.key, grown.room, state.space)
+        buffers, count = grown.buffers, grown.count + more
+        if more:
+            buffers = drawn.grow(state, buffers, grown.count, more)
+        grown = Grown(buffers, count, grown.room, k)
+        return drawn._results(state, grown, *drawn.judge(state, buffers, count))
+
+    def compute_until(self, state, k, stop):
+        minimum = max(LEAST_PRODUCTS // self.products_per_unit, 2)
+        grown, budget = state.grown, k
+        # Counts that are arrays are of loops, which took enough.
+        if grown is not None and isinstance(grown.count, int) and grown.count < minimum:
+            # Too few to go on from: forgotten, though their products are spent.
+            state, k = state.resumed(None), k - grown.budget
+        if k < LEAST_PRODUCTS:
+            value, error, stats, blocks = self.compute(state, k)
+            # Too few products for a forecast: it is not known.
+            return value, error, {**stats, "products_needed": jnp.inf}, blocks
+        grown, more = self._room(state, k)
+        drawn = with_drawn(self, state.key, grown.room, state.space)
+        step = step_width(more, minimum)
+
+        def judge(buffers, count):
+            bar, result = drawn.judge(state, buffers, count)
+            return Check(bar, RESULTS.successful if result is None else result)
+
+        loop = run_until(
+            stop,
+            lambda buffers, count: drawn.grow(state, buffers, count, step),
+            judge,
+            grown.buffers,
+            start=grown.count,
+            width=step,
+            limit=grown.count + more,
+            minimum=min(minimum, max(more, 1)),
+        )
+        grown = Grown(loop.buffers, loop.count, grown.room, budget)
+        bar, result, _ = loop.check
+        value, error, stats, blocks = drawn._results(state, grown, bar, result)
+        stats["products_needed"] = self.products_per_unit * loop.forecast.needed
+        return value, error, stats, blocks
+
+    def _room(self, state: Any, k: int) -> tuple[Grown, int]:
+        """What the state has, with room for k products in all, and how many units more."""
+        self.check(state.operator, f"{type(self).__name__}.estimate")
+        grown, units = state.grown, k // self.products_per_unit
+        if grown is None:
+            return Grown(self.begin(state, units), 0, units), units
+        more = max(units - grown.budget // self.products_per_unit, 0)
+        return self._resize(state, grown, grown.room + more), more
+
+    def _resize(self, state: Any, grown: Grown, room: int) -> Grown:
+        """The same units, with buffers cut or padded with zeros to another room."""
+
+        def resize(x, like):
+            if x.shape == like.shape:
+                return x
+            common = [min(a, b) for a, b in zip(x.shape, like.shape, strict=True)]
+            missing = [(0, b - c) for b, c in zip(like.shape, common, strict=True)]
+            return jnp.pad(x[tuple(map(slice, common))], missing)
+
+        shapes = jax.eval_shape(lambda: self.begin(state, room))
+        buffers = jtu.tree_map(resize, grown.buffers, shapes)
+        return dataclasses.replace(grown, buffers=buffers, room=room)
+
+    def _results(self, state, grown: Grown, bar: ErrorBar, result: RESULTS | None):
+        """What `compute` returns: the value, its standard error, `stats` and blocks."""
+        stats = {
+            "num_matvecs": self.products_per_unit * grown.count,
+            "degrees_of_freedom": bar.degrees_of_freedom,
+            "result": RESULTS.successful if result is None else result,
+            "kept": grown,
+            **self.more_stats(grown.buffers),
+        }
+        blocks = self.stand_in(state, grown.buffers, grown.count)
+        if isinstance(blocks, list):
+            blocks = Blocks(blocks, None, grown.count)
+        return bar.mean, bar.standard_error, stats, blocks
+
+    def trim(self, state):
+        # Not where buffers are full, nor a count that is traced, or one of many lanes.
+        grown = state.grown
+        if grown is None or isinstance(grown.count, int | jax.core.Tracer):
+            return state
+        if grown.count.ndim > 0:
+            return state
+        count = int(grown.count)
+        grown = self._resize(state, grown, count)
+        budget = self.products_per_unit * count
+        return state.resumed(dataclasses.replace(grown, count=count, budget=budget))
+
+
+def put_units(buffers: PyTree, new: PyTree, count: int | Int[Array, ""]) -> Any:
+    """Buffers with new units from unit `count` on, along the last axis of each."""
+    return jtu.tree_map(lambda buffer, x: put(buffer, x, count), buffers, new)
+
+
+def left_out_blocks(
+    pairs: list[tuple[Array, Array]], loo: LeaveOneOut, count: int | Int[Array, ""]
+) -> Blocks:
+    """The blocks `[Q, G]` of leave-one-out estimates, with the evidence in `V^* W`."""
+    m, dtype = pairs[0][0].shape[1], pairs[0][0].dtype
+    form = jnp.zeros((2 * m, 2 * m), dtype)
+    return Blocks(pairs, Evidence((form, None), jtu.Partial(_judge_form, loo)), count)
+
+
+def _judge_form(
+    loo: LeaveOneOut, products: tuple[Inexact[Array, "k k"], None]
+) -> list[ErrorBar]:
+    """The error bar of leave-one-out samples, from their form on `[Q, G]`."""
+    (H, L), (K, on_G) = (jnp.split(x, 2, 1) for x in jnp.split(products[0], 2))
+    K = K.conj().T
+    if loo.basis is not None:
+        adjoint = loo.basis.conj().T
+        H, L, K = (matmul(adjoint, x) for x in (matmul(H, loo.basis), L, K))
+    paired = leave_one_out_forms(H, L, K, jnp.diagonal(on_G), loo)
+    return [leave_one_out_bar(paired, loo.probes.active)]
