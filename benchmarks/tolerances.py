@@ -38,10 +38,9 @@ from jax.scipy.stats import norm
 
 import traceax as tx
 from traceax._accuracy import tolerance as tolerance_module
-from traceax._accuracy.tolerance import LEAST_PRODUCTS, make_stop, step_width
-from traceax._operators.block import space_of
-from traceax._progress import NO_PROGRESS_METER
-from traceax._student_t import student_t_quantile
+from traceax._estimate import student_t_quantile
+from traceax._operators.space import space_of
+from traceax._tolerance import LEAST_PRODUCTS, NO_PROGRESS_METER, make_stop, step_width
 
 PSD = lx.positive_semidefinite_tag
 ESTIMATORS = {

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import Matern
 
 import traceax as tx
-from traceax._operators.block import apply_block
+from traceax._operators.space import apply_block
 
 jax.config.update("jax_enable_x64", True)
 

@@ -28,29 +28,24 @@ each_file = pytest.mark.parametrize(
 # Modules and folders. Each knows only those above it.
 LAYERS = [
     "_arguments",
-    "_student_t",
     "_results",
     "_estimate",
-    "_progress",
     "_functional",
     "_linalg",
     "_operators",
-    "_colours",
     "_samplers",
-    "_coloured_sampler",
-    "_accuracy",
+    "_colours",
+    "_error_bar",
+    "_tolerance",
+    "_rule",
     "_state",
-    "_primitive",
+    "_estimator",
+    "_trace_estimator",
     "_slope",
     "_preconditioner",
-    "_drive",
-    "_base",
-    "_average",
-    "_growing",
     "_estimators",
     "_spectral",
     "_trace",
-    "_by_block",
     "_diagonal",
     "_divergence",
     "_problem",
@@ -109,7 +104,7 @@ def test_no_late_imports_and_no_long_files(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             assert node in top
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 450
 
 
 @each_file

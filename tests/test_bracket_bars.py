@@ -21,7 +21,7 @@ from spectral_helpers import (
 )
 
 import traceax as tx
-from traceax._accuracy.error_bar import leave_one_out_bar
+from traceax._error_bar import leave_one_out_bar
 from traceax._linalg.left_out_krylov import paired_samples
 
 #

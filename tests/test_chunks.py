@@ -15,7 +15,7 @@ from helpers import (
 from problems import PSD, is_x64, matrix
 
 import traceax as tx
-from traceax._operators.block import columns_at_once
+from traceax._operators.space import columns_at_once
 
 # The same in both modes.
 pytestmark = pytest.mark.x64

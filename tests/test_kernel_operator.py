@@ -21,8 +21,8 @@ from kernels import Matern
 from problems import float_dtype, is_x64
 
 import traceax as tx
-from traceax._operators.block import apply_block
 from traceax._operators.entries import columns_of, diagonal_of, has_known_entries
+from traceax._operators.space import apply_block
 
 HERE = pathlib.Path(__file__).parent
 N = 23

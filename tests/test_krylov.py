@@ -11,13 +11,13 @@ from helpers import assert_close
 from problems import SPECTRA, as_array, float_dtype, hermitian, is_x64, matrix
 from spectral_helpers import eps, normal, wide
 
+from traceax._linalg.dense import eigh
 from traceax._linalg.krylov import arnoldi, block_lanczos, lanczos
 from traceax._linalg.left_out_krylov import (
     coupling_of,
     leave_probes_out,
     sample_weights,
 )
-from traceax._linalg.small import eigh
 from traceax._spectral.function import divided_differences
 
 # Householder reflections orthonormalise up to 2048 rows, products above.

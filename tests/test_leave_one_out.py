@@ -14,8 +14,8 @@ from helpers import (
 from problems import as_operator, matrix
 
 import traceax as tx
-from traceax._accuracy.error_bar import leave_one_out_bar
-from traceax._accuracy.moments import gram_squared_skewness
+from traceax._error_bar import gram_squared_skewness, leave_one_out_bar
+from traceax._linalg.dense import column_dots, inner, orthonormalise
 from traceax._linalg.leave_one_out import (
     ProbeSet,
     all_pairs,
@@ -25,8 +25,7 @@ from traceax._linalg.leave_one_out import (
 )
 from traceax._linalg.nystrom import nystrom_factor, nystrom_traces
 from traceax._linalg.nystrom import stand_in as nystrom_stand_in
-from traceax._linalg.tall import column_dots, inner, orthonormalise
-from traceax._operators.block import apply_block
+from traceax._operators.space import apply_block
 
 N, M = 20, 5
 

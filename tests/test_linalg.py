@@ -12,10 +12,10 @@ from problems import as_operator, complex_dtype, float_dtype, haar, matrix
 
 import traceax as tx
 from traceax._linalg import tall
-from traceax._linalg.small import inverse_root
-from traceax._linalg.tall import (
+from traceax._linalg.dense import (
     column_norms,
     extend,
+    inverse_root,
     orthonormalise,
     power_of_two_scale,
     put,

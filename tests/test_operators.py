@@ -23,7 +23,7 @@ from jax.flatten_util import ravel_pytree
 from problems import PSD, as_operator, float_dtype, matrix
 
 import traceax as tx
-from traceax._operators.block import apply_block
+from traceax._operators.space import apply_block
 
 
 def _structured():
@@ -303,7 +303,7 @@ def test_large_blocks_are_multiplied_some_columns_at_a_time(monkeypatch, kind, k
     _, whole = squares()
     assert_close(whole[0][1], OPERATORS[kind](p).as_matrix() @ block, rtol=1e-3)
     # As if a block of 5 columns were large.
-    monkeypatch.setattr("traceax._operators.block._CACHED", 5 * 20)
+    monkeypatch.setattr("traceax._operators.space._CACHED", 5 * 20)
     text, several = squares()
     assert ("while" in text) == (k > 5)
     for x, y in zip(jax.tree.leaves(several), jax.tree.leaves(whole), strict=True):

@@ -10,7 +10,7 @@ from helpers import assert_close
 from problems import PSD, as_array, as_operator, float_dtype, is_x64, matern, points
 
 from traceax._linalg.whitening import whiten
-from traceax._operators.block import apply_block
+from traceax._operators.space import apply_block
 from traceax._preconditioner import (
     PreconditionedLinearOperator,
     choose_pivots,

@@ -197,7 +197,7 @@ def test_an_estimator_may_wrap_another(key):
 def test_student_t_quantiles():
     from scipy import stats  # noqa: PLC0415
 
-    from traceax._student_t import student_t_quantile  # noqa: PLC0415
+    from traceax._estimate import student_t_quantile  # noqa: PLC0415
 
     freedom = np.asarray([1, 2, 3, 4, 5, 7, 10, 19, 50, 300, np.inf])
     rtol = np.where(freedom < 10, 1e-3, 3e-4)

@@ -16,7 +16,7 @@ from helpers import (
 from problems import PSD
 
 import traceax as tx
-from traceax._operators.block import apply_block
+from traceax._operators.space import apply_block
 
 # The same in both modes.
 pytestmark = pytest.mark.x64

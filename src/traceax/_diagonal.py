@@ -10,35 +10,34 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Key
 
-from ._accuracy.error_bar import ErrorBar, exact_bar, sum_of_independent
-from ._accuracy.tolerance import make_stop
 from ._arguments import check_budget, check_key, require
+from ._error_bar import ErrorBar, exact_bar, sum_of_independent
 from ._estimate import Estimate, raise_failure
-from ._estimator import TraceState, init_state, outcome_of
+from ._estimator import outcome_of
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._functional import Diagonal, LeafSums
-from ._linalg.small import divisor, squares
-from ._linalg.tall import power_of_two_scale
+from ._linalg.dense import divisor, power_of_two_scale, squares
 from ._linalg.types import axes_of, widened
-from ._operators.block import (
+from ._operators.check import as_complex, checked_operator
+from ._operators.entries import known_diagonal, map_columns
+from ._operators.inverse import errors_of_solves, solve_of_column
+from ._operators.space import (
     as_data,
     has_real_trace,
     is_hermitian,
     jitted,
     linear_function,
     size_of_product,
+    solver_tags,
     space_of,
     structure_of,
     unflatten,
     with_data,
 )
-from ._operators.check import as_complex, checked_operator
-from ._operators.entries import known_diagonal, map_columns
-from ._operators.inverse import errors_of_solves, solve_of_column
-from ._operators.solvers import solver_tags
-from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._results import RESULTS, finite_or_failed
 from ._rule import Evidence, cast_bar
+from ._state import TraceState, init_state
+from ._tolerance import NO_PROGRESS_METER, ProgressMeter, make_stop
 from ._trace import estimate_whole, trace
 from ._trace_estimator import TraceEstimator
 

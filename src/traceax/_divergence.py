@@ -10,13 +10,12 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Int, Key, PyTree
 
 from ._arguments import check_budget, require
-from ._coloured_sampler import ColouredSampler
-from ._colours import Colours
+from ._colours import ColouredSampler, Colours
 from ._estimate import Estimate
-from ._estimator import init_state
 from ._estimators.hutchinson import HutchinsonEstimator
-from ._operators.block import forward_mode, linear_function, structure_of
 from ._operators.check import is_real
+from ._operators.space import forward_mode, linear_function, structure_of
+from ._state import init_state
 from ._trace import CHOICES, estimate_whole, set_choice
 from ._trace_estimator import TraceEstimator
 

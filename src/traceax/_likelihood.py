@@ -9,9 +9,9 @@ from jaxtyping import Array, ArrayLike, Inexact, Key
 from ._arguments import check_real_scalar
 from ._estimate import Estimate, raise_failure
 from ._problem import Given, Problem, solve
-from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._spectral.estimate import Options
 from ._spectral.krylov_aware import KrylovAwareEstimator
+from ._tolerance import NO_PROGRESS_METER, ProgressMeter
 
 
 class InvQuadLogdet(eqx.Module):

@@ -13,29 +13,28 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
-from ._accuracy.error_bar import ErrorBar
-from ._accuracy.tolerance import Stop
 from ._arguments import check_key, require
+from ._error_bar import ErrorBar
 from ._estimate import Estimate, with_slopes
 from ._estimator import limits, outcome_of
 from ._linalg.whitening import Preconditioner, scale_only
-from ._operators.block import Space, is_data, jitted, space_of
 from ._operators.check import ShiftedLinearOperator, checked_operator
 from ._operators.entries import diagonal_of, has_known_entries, readable_data
+from ._operators.space import Space, is_data, jitted, space_of
 from ._preconditioner import (
     PreconditionedLinearOperator,
     check_preconditioner,
     make_preconditioner,
     noise_of,
 )
-from ._progress import ProgressMeter
 from ._results import RESULTS, finite_or_failed
 from ._rule import Outcome
-from ._spectral.base import SpectralState, likelihood_bar
 from ._spectral.cholesky import factorised, is_small
 from ._spectral.estimate import Options
 from ._spectral.function import LOG
 from ._spectral.krylov_aware import KrylovAwareEstimator
+from ._spectral.question import SpectralState, likelihood_bar
+from ._tolerance import ProgressMeter, Stop
 
 T = TypeVar("T")
 By = tuple[str, float]  # the name of a method, and the products of an exact answer

@@ -35,16 +35,11 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
-from ._accuracy.error_bar import ErrorBar
-from ._linalg.tall import column_dots, inner, side_by_side
+from ._error_bar import ErrorBar
+from ._linalg.dense import column_dots, inner, side_by_side
 from ._linalg.types import alike, scan
-from ._operators.block import (
-    apply_block,
-    columns_at_once,
-    product_tangent,
-    space_of,
-)
 from ._operators.entries import unit_columns, unit_vectors
+from ._operators.space import apply_block, columns_at_once, product_tangent, space_of
 from ._results import RESULTS
 
 

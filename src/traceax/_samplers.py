@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Array, Inexact, Int, Key
 
 from ._arguments import require
-from ._linalg.tall import column_norms, orthonormalise, signs
-from ._operators.block import Space, apply_block
+from ._linalg.dense import column_norms, orthonormalise, signs
+from ._operators.space import Space, apply_block
 
 Block = Inexact[Array, "n k"]
 Start = int | Int[Array, ""]

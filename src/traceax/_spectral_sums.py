@@ -12,31 +12,18 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
-from ._accuracy.tolerance import check_tolerance
-from ._arguments import (
-    check_real_scalar,
-    inexact,
-    known_minimum,
-    known_number,
-    require,
-)
+from ._arguments import check_real_scalar, inexact, known_minimum, known_number, require
 from ._estimate import Estimate, raise_failure
-from ._estimator import init_state
 from ._likelihood import Given, preconditioned_logdet
-from ._operators.block import is_known, is_positive_semidefinite, jitted, space_of
 from ._operators.check import ShiftedLinearOperator, checked_operator, shift_of
-from ._progress import NO_PROGRESS_METER, ProgressMeter
+from ._operators.space import is_known, is_positive_semidefinite, jitted, space_of
 from ._results import finite_or_failed
 from ._spectral.base import SpectralEstimator
 from ._spectral.estimate import Options, estimate_function
-from ._spectral.function import (
-    IDENTITY,
-    LOG,
-    RECIPROCAL,
-    Power,
-    SpectralFunction,
-)
+from ._spectral.function import IDENTITY, LOG, RECIPROCAL, Power, SpectralFunction
 from ._spectral.structure import STRUCTURES
+from ._state import init_state
+from ._tolerance import NO_PROGRESS_METER, ProgressMeter, check_tolerance
 
 
 def trace_function(

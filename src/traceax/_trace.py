@@ -11,30 +11,36 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._accuracy.error_bar import ErrorBar, exact_bar
-from ._accuracy.tolerance import Stop, make_stop, products_of_loop
 from ._arguments import budget_of
+from ._error_bar import ErrorBar, exact_bar
 from ._estimate import Estimate, raise_failure
-from ._estimator import TraceState, estimate_state, init_state
+from ._estimator import estimate_state
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
 from ._functional import Functional, Trace
-from ._operators.block import (
+from ._operators.check import as_complex
+from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
+from ._operators.inverse import InverseLinearOperator, expand_inverse
+from ._operators.space import (
     has_real_trace,
     is_semidefinite,
     jitted,
     parts_of,
     with_data,
 )
-from ._operators.check import as_complex
-from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
-from ._operators.inverse import InverseLinearOperator, expand_inverse
-from ._progress import NO_PROGRESS_METER, ProgressMeter
 from ._results import RESULTS, finite_or_failed
 from ._rule import Evidence
 from ._samplers import NormalSampler, RademacherSampler
+from ._state import TraceState, init_state
+from ._tolerance import (
+    NO_PROGRESS_METER,
+    ProgressMeter,
+    Stop,
+    make_stop,
+    products_of_loop,
+)
 from ._trace_estimator import TraceEstimator
 
 

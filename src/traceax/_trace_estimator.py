@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -11,17 +12,22 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Float, Inexact, Int, Key, PyTree
 
-from ._accuracy.error_bar import ErrorBar, exact_bar, leave_one_out_bar
-from ._accuracy.tolerance import LEAST_PRODUCTS, Check, run_until, step_width
 from ._arguments import require
-from ._estimator import Estimator, Grown, init_state
+from ._error_bar import (
+    GRAM_PROBES,
+    ErrorBar,
+    exact_bar,
+    gram_of,
+    independent_samples,
+    leave_one_out_bar,
+)
+from ._estimator import Estimator
 from ._functional import Functional, Trace
+from ._linalg.dense import column_dots, column_norms, matmul, put
 from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
-from ._linalg.small import matmul
-from ._linalg.tall import put
-from ._operators.block import has_real_trace
 from ._operators.entries import entry_of, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column
+from ._operators.space import apply_block, has_real_trace
 from ._results import RESULTS, finite_or_failed
 from ._rule import (
     Blocks,
@@ -33,7 +39,9 @@ from ._rule import (
     as_arrays,
     cast_bar,
 )
-from ._samplers import with_drawn
+from ._samplers import Sampler, with_drawn
+from ._state import Grown, TraceState, init_state
+from ._tolerance import LEAST_PRODUCTS, Check, run_until, step_width
 
 
 class TraceEstimator(Estimator):
@@ -332,3 +340,30 @@ def _judge_form(
         H, L, K = (matmul(adjoint, x) for x in (matmul(H, loo.basis), L, K))
     paired = leave_one_out_forms(H, L, K, jnp.diagonal(on_G), loo)
     return [leave_one_out_bar(paired, loo.probes.active)]
+
+
+def average(state: TraceState, k: int, sampler: Sampler, *, resphere: bool) -> Any:
+    """The mean over k probes, as `compute` returns it."""
+    n = state.space.size
+    W = sampler.sample(state.key, n, k, state.space.compute_dtype)
+    if resphere:
+        W = W * (math.sqrt(n) / column_norms(W)).astype(W.dtype)[None, :]
+    AW = apply_block(state.operator, W)
+    samples, first = column_dots(W, AW), AW.T[:GRAM_PROBES]
+    (bar,) = _judge(W, (samples, first))
+    stats = {"num_matvecs": k, "degrees_of_freedom": bar.degrees_of_freedom}
+    nothing = jnp.zeros_like(samples), jnp.zeros_like(first)
+    evidence = Evidence(nothing, jtu.Partial(_judge, W))
+    return bar.mean, bar.standard_error, stats, Blocks([(W, W / k)], evidence)
+
+
+def _judge(
+    W: Inexact[Array, "n k"],
+    products: tuple[Inexact[Array, " k"], Inexact[Array, "few n"]],
+) -> list[ErrorBar]:
+    samples, first = products
+    # Subtracting a multiple of the identity leaves the part that causes skewness.
+    mean = samples.mean() / len(W)
+    gram = gram_of(W, first.T) - mean * gram_of(W, W)
+    norms = column_norms(first.T)
+    return [independent_samples(samples, norms, gram, may_miss=True)]

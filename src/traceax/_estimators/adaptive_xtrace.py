@@ -5,14 +5,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
-from .._accuracy.error_bar import ErrorBar, weighted_bar
-from .._average import average
-from .._linalg import adaptive, tall
-from .._linalg.small import squares
-from .._operators.block import apply_block
+from .._error_bar import ErrorBar, weighted_bar
+from .._linalg import adaptive, dense
+from .._linalg.dense import squares
+from .._operators.space import apply_block
 from .._rule import Blocks, Evidence
 from .._samplers import RademacherSampler, Sampler, check_sampler
-from .._trace_estimator import TraceEstimator
+from .._trace_estimator import TraceEstimator, average
 
 # With fewer products there are too few tests to choose by.
 _LEAST_PRODUCTS = 8
@@ -64,19 +63,19 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         probes = self.sampler._draw_range(state.key, 0, k, k, space)
         W, fresh = probes[:, :h], probes[:, h:]
         AW = apply_block(operator, W)
-        unit = tall.power_of_two_scale(AW).astype(AW.dtype)
-        Q, R = tall.orthonormalise(AW / unit)
-        C, duals = tall.inner(Q, W), adaptive.dual_basis(R)
+        unit = dense.power_of_two_scale(AW).astype(AW.dtype)
+        Q, R = dense.orthonormalise(AW / unit)
+        C, duals = dense.inner(Q, W), adaptive.dual_basis(R)
         uses_basis, energies = adaptive.choose_basis(duals, R, C, n, k)
         plan = adaptive.plan_tests(duals, uses_basis, k - h)
         # X has a column more than Q if k is odd. Masks leave out all but the basis.
         odd = ((0, k - 2 * h), (0, 0))
         X = jnp.where(plan.in_basis[:, None], jnp.pad(Q.T, odd), fresh.T).T
         AX = apply_block(operator, X) / unit
-        tested, XAX = tall.column_dots(C, R), tall.inner(X, AX)
-        form = _form(tested, tall.inner(W, AX), jnp.pad(R, odd), XAX)
-        lengths, WX = tall.column_dots(W, W), tall.inner(W, X)
-        gram = _form(lengths, WX, WX.conj().T, tall.inner(X, X))
+        tested, XAX = dense.column_dots(C, R), dense.inner(X, AX)
+        form = _form(tested, dense.inner(W, AX), jnp.pad(R, odd), XAX)
+        lengths, WX = dense.column_dots(W, W), dense.inner(W, X)
+        gram = _form(lengths, WX, WX.conj().T, dense.inner(X, X))
         samples, transpose, shifts = jax.vjp(
             lambda form: adaptive.samples_of(form, gram, n, plan), form, has_aux=True
         )
@@ -90,11 +89,11 @@ class AdaptiveXTraceEstimator(TraceEstimator):
             "basis": jnp.sum(plan.in_basis),
             "kept": (),  # marks a state that was used
         }
-        V = tall.side_by_side(W, X)
+        V = dense.side_by_side(W, X)
         error = bar.standard_error * jnp.real(unit)
         judge = jtu.Partial(_judge_form, gram, plan, n)
         evidence = Evidence((jnp.zeros_like(K), None), judge)
-        blocks = Blocks([(V, tall.combine(V, K.conj()))], evidence)
+        blocks = Blocks([(V, dense.combine(V, K.conj()))], evidence)
         return bar.mean * unit, error, stats, blocks
 
 
@@ -105,7 +104,7 @@ def _judge_form(
     products: tuple[Inexact[Array, "k k"], None],
 ) -> list[ErrorBar]:
     D, h = products[0], len(plan.uses_basis)
-    unit = tall.power_of_two_scale(D)
+    unit = dense.power_of_two_scale(D)
     D = D / unit.astype(D.dtype)
     form = _form(jnp.diagonal(D)[:h], D[:h, h:], D[h:, :h], D[h:, h:])
     # Tests that agree by chance have no shorter bar than others.

@@ -6,17 +6,17 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact
 
-from .._accuracy.error_bar import (
+from .._error_bar import (
     GRAM_PROBES,
     ErrorBar,
+    add_samples,
+    empty_moments,
     gram_of,
     independent_samples,
     moments_bar,
 )
-from .._accuracy.moments import add_samples, empty_moments
-from .._average import average
 from .._functional import Trace
-from .._linalg.tall import (
+from .._linalg.dense import (
     column_dots,
     column_norms,
     combine,
@@ -24,10 +24,10 @@ from .._linalg.tall import (
     orthonormalise,
     side_by_side,
 )
-from .._operators.block import apply_block
+from .._operators.space import apply_block
 from .._rule import Blocks, Evidence
 from .._samplers import RademacherSampler, Sampler, check_sampler
-from .._trace_estimator import TraceEstimator
+from .._trace_estimator import TraceEstimator, average
 
 
 class HutchPlusPlusEstimator(TraceEstimator):

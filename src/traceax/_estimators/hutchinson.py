@@ -10,25 +10,23 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
-from .._accuracy.error_bar import (
+from .._arguments import check_optional_integer, without_numpy
+from .._error_bar import (
     GRAM_PROBES,
     ErrorBar,
+    Moments,
+    add_samples,
+    empty_moments,
     exact_bar,
     gram_of,
     independent_samples,
     moments_bar,
-)
-from .._accuracy.moments import (
-    Moments,
-    add_samples,
-    empty_moments,
     off_diagonal_size,
 )
-from .._arguments import check_optional_integer, without_numpy
 from .._functional import Trace
-from .._linalg.tall import column_dots, column_norms
+from .._linalg.dense import column_dots, column_norms
 from .._linalg.types import fold
-from .._operators.block import Space, columns_at_once
+from .._operators.space import Space, columns_at_once
 from .._rule import Columns, Evidence
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
 from .._trace_estimator import GrowingEstimator

@@ -6,16 +6,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
+from .._error_bar import ErrorBar, leave_one_out_bar
 from .._functional import Trace
+from .._linalg.dense import combine, extend
 from .._linalg.leave_one_out import make_probe_set
 from .._linalg.nystrom import nystrom_factor, nystrom_sums, nystrom_traces, stand_in
-from .._linalg.tall import combine, extend
-from .._operators.block import (
-    apply_block,
-    is_positive_semidefinite,
-    is_semidefinite,
-)
+from .._operators.space import apply_block, is_positive_semidefinite, is_semidefinite
 from .._results import RESULTS
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .._trace_estimator import GrowingEstimator, left_out_blocks, put_units

@@ -6,9 +6,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from .._accuracy.error_bar import leave_one_out_bar
-from .._average import average
+from .._error_bar import leave_one_out_bar
 from .._functional import Trace
+from .._linalg.dense import column_dots, extend, inner
 from .._linalg.leave_one_out import (
     LeaveOneOut,
     leave_one_out,
@@ -17,10 +17,9 @@ from .._linalg.leave_one_out import (
     make_probe_set,
     stand_in,
 )
-from .._linalg.tall import column_dots, extend, inner
-from .._operators.block import apply_block, is_hermitian
+from .._operators.space import apply_block, is_hermitian
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .._trace_estimator import GrowingEstimator, left_out_blocks, put_units
+from .._trace_estimator import GrowingEstimator, average, left_out_blocks, put_units
 
 
 class XTraceBuffers(NamedTuple):

@@ -37,6 +37,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
+from .dense import (
+    column_dots,
+    divisor,
+    inner,
+    inverse_conjugate_transpose,
+    matmul,
+    squares,
+)
 from .leave_one_out import (
     LeaveOneOut,
     ProbeSet,
@@ -44,8 +52,6 @@ from .leave_one_out import (
     leave_one_out_traces,
     normalise_columns,
 )
-from .small import divisor, inverse_conjugate_transpose, matmul, squares
-from .tall import column_dots, inner
 
 Square = Inexact[Array, "h h"]
 Whole = Inexact[Array, "k k"]

@@ -28,15 +28,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
-from .small import cholesky, divisor, eigh, frobenius, leading, matmul, squares
-from .tall import (
+from .dense import (
+    cholesky,
     column_norms,
     combine,
+    divisor,
+    eigh,
     extend,
+    frobenius,
     inner,
     largest_entry,
+    leading,
+    matmul,
     power_of_two_scale,
     put,
+    squares,
 )
 from .types import fori_loop
 

@@ -24,8 +24,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int
 
 from .._functional import Functional
-from .small import divisor, frobenius, inverse_conjugate_transpose, leading, matmul, svd
-from .tall import column_dots, combine, inner, power_of_two_scale
+from .dense import (
+    column_dots,
+    combine,
+    divisor,
+    frobenius,
+    inner,
+    inverse_conjugate_transpose,
+    leading,
+    matmul,
+    power_of_two_scale,
+    svd,
+)
 
 Block = Inexact[Array, "n m"]
 Square = Inexact[Array, "m m"]

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
+from .dense import divisor, frobenius, householder, leading, matmul, squares, svd
 from .leave_one_out import PairedSamples
-from .small import divisor, frobenius, householder, leading, matmul, squares, svd
 from .types import fori_loop
 
 Steps = int | Int[Array, ""]

@@ -18,6 +18,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact
 
 from .._functional import Functional
+from .dense import (
+    column_dots,
+    combine,
+    divisor,
+    frobenius,
+    inner,
+    inverse_root,
+    matmul,
+    orthonormalise,
+    power_of_two_scale,
+    squares,
+)
 from .leave_one_out import (
     LeaveOneOut,
     PairedSamples,
@@ -28,8 +40,6 @@ from .leave_one_out import (
     neighbour_pairs,
 )
 from .leave_one_out import stand_in as leave_one_out_stand_in
-from .small import divisor, frobenius, inverse_root, matmul, squares
-from .tall import column_dots, combine, inner, orthonormalise, power_of_two_scale
 
 Block = Inexact[Array, "n k"]
 Square = Inexact[Array, "k k"]

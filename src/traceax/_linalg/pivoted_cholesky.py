@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int, Key
 
-from .small import divisor, inverse_conjugate_transpose, matmul, squares
+from .dense import divisor, inverse_conjugate_transpose, matmul, squares
 from .types import fori_loop, while_loop
 
 Diagonal = Float[Array, " n"]

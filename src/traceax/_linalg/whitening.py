@@ -10,9 +10,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .._results import RESULTS
+from .dense import (
+    cholesky,
+    combine,
+    frobenius,
+    inner,
+    inverse_conjugate_transpose,
+    matmul,
+    squares,
+)
 from .pivoted_cholesky import rounding_of
-from .small import cholesky, frobenius, inverse_conjugate_transpose, matmul, squares
-from .tall import combine, inner
 
 Block = Inexact[Array, "n k"]
 

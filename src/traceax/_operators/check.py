@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._arguments import check_integers, kind_of, require
 from .._linalg.types import axes_of, layouts_noted, widened
-from .block import (
+from .space import (
     ByProducts,
     Space,
     complex_dtype,

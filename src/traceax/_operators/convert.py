@@ -14,8 +14,7 @@ from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._arguments import inexact, kind_of, require
 from .._linalg.types import axes_of, widened
-from .block import ByProducts, linear_function
-from .solvers import solver_tags
+from .space import ByProducts, linear_function, solver_tags
 
 _WHERE = "traceax.as_operator"
 _SCIPY = "scipy.sparse.linalg", "LinearOperator"

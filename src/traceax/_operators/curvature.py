@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, PyTree
 
 from .._arguments import check_integers, require
 from .._linalg.types import cast
-from .block import ByProducts, linear_function, structure_of, tags_of
 from .check import check_scalar, is_real
 from .closure import closure
+from .space import ByProducts, linear_function, structure_of, tags_of
 
 _HINT = "return a mean or a sum, and nothing else"
 

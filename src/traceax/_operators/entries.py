@@ -13,7 +13,10 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from .._arguments import require
-from .block import (
+from .check import ComplexLinearOperator, ShiftedLinearOperator, as_complex
+from .convert import SparseLinearOperator
+from .kernel import KernelLinearOperator
+from .space import (
     FEWEST,
     apply_block,
     as_data,
@@ -22,12 +25,9 @@ from .block import (
     has_one_pass,
     is_known,
     out_structure_of,
+    solver_tolerances,
     space_of,
 )
-from .check import ComplexLinearOperator, ShiftedLinearOperator, as_complex
-from .convert import SparseLinearOperator
-from .kernel import KernelLinearOperator
-from .solvers import solver_tolerances
 
 # Entries of a block of the identity on accelerators, and of `OnePass` operators: 256 MiB.
 _HELD = 2**26

@@ -10,10 +10,11 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from .._arguments import require
-from .._linalg.small import divisor
-from .._linalg.tall import column_norms, noise, power_of_two_scale
+from .._linalg.dense import column_norms, divisor, noise, power_of_two_scale
 from .._linalg.types import automatic, fori_loop
-from .block import (
+from .check import checked_operator
+from .entries import parts, readable_diagonal, unit_vectors
+from .space import (
     Dense,
     apply_block,
     as_data,
@@ -22,13 +23,11 @@ from .block import (
     is_semidefinite,
     jitted,
     parts_of,
+    solver_tolerances,
     space_of,
     unflatten,
     with_data,
 )
-from .check import checked_operator
-from .entries import parts, readable_diagonal, unit_vectors
-from .solvers import solver_tolerances
 
 _WHERE = "traceax.InverseLinearOperator"
 

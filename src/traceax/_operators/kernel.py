@@ -13,16 +13,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree, Shaped
 
 from .._arguments import check_optional_integer, require, without_numpy
-from .._linalg.small import matmul
+from .._linalg.dense import matmul
 from .._linalg.types import automatic
-from .block import (
-    OnePass,
-    is_data,
-    made_here,
-    on_cpu,
-    space_of,
-    structure_of,
-)
 from .check import (
     ComplexLinearOperator,
     check_scalar,
@@ -31,6 +23,7 @@ from .check import (
     with_leading_axis,
 )
 from .closure import closure
+from .space import OnePass, is_data, made_here, on_cpu, space_of, structure_of
 
 _WHERE = "traceax.KernelLinearOperator"
 # Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision.

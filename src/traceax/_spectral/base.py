@@ -1,123 +1,40 @@
-"""Spectral functions: the question, the contract of their estimators, and exact answers."""
+"""The contract of estimators of spectral functions, their outcome, and exact answers."""
 
 import abc
 import functools as ft
 import math
 from typing import Any, ClassVar, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 
-from .._accuracy.error_bar import ErrorBar, joint_bar
-from .._arguments import StoredKey, check_key, check_real_scalar
-from .._estimator import Estimator, State
-from .._linalg.small import divisor, eigh, frobenius, squares
-from .._linalg.tall import combine, inner, power_of_two_scale
-from .._linalg.whitening import Preconditioner
-from .._operators.block import (
-    Space,
+from .._error_bar import ErrorBar
+from .._estimator import Estimator
+from .._linalg.dense import (
+    combine,
+    divisor,
+    eigh,
+    frobenius,
+    inner,
+    power_of_two_scale,
+    squares,
+)
+from .._operators.inverse import errors_of_solves, solve_of_column
+from .._operators.space import (
     apply_block,
     complex_dtype,
-    is_positive_semidefinite,
-    space_of,
 )
-from .._operators.check import checked_operator
-from .._operators.inverse import errors_of_solves, solve_of_column
 from .._results import RESULTS, finite_or_failed
 from .._rule import Evidence, Outcome, as_arrays, cast_bar
 from .function import (
-    SpectralFunction,
-    checked_lower,
+    ritz_values,
     rounding_errors,
-    spectral_function,
 )
-from .ritz import ritz_values
+from .question import SpectralState, init_spectral_state
 from .stand_in import Exact, RitzStandIn, judge_exact
-
-
-class SpectralState(State):
-    """The state of an estimator of spectral functions.
-
-    **Attributes:**
-
-    - `key`: a typed key.
-    - `operator`: a symmetric or Hermitian operator.
-    - `function`: a function of its eigenvalues.
-    - `lower`: a number that no eigenvalue is below, or `None`.
-    - `right`: right-hand sides b, of which `b^* A^-1 b` is estimated as well, where there is
-        a bracket; or `None`.
-    - `preconditioner`: the preconditioner that the operator contains; or `None`.
-    - `trace`: the trace of the operator, where the caller knows it; or `None`.
-    - `space`: the space that the operator maps to itself.
-    """
-
-    _key: StoredKey
-    operator: lx.AbstractLinearOperator
-    function: SpectralFunction
-    lower: Float[Array, ""] | None
-    right: Inexact[Array, "n q"] | None
-    preconditioner: Preconditioner | None
-    trace: Float[Array, ""] | None
-    space: Space = eqx.field(static=True)
-    grown: ClassVar[None] = None  # pyright: ignore
-
-    def __init__(
-        self,
-        key: Key[Array, ""],
-        operator: lx.AbstractLinearOperator,
-        function: SpectralFunction,
-        lower: Float[Array, ""] | None = None,
-        right: Inexact[Array, "n q"] | None = None,
-        preconditioner: Preconditioner | None = None,
-        trace: Float[Array, ""] | None = None,
-    ):
-        self._key = StoredKey(key)
-        self.operator = operator
-        self.function = function
-        self.lower = lower
-        self.right = right
-        self.preconditioner = jax.lax.stop_gradient(preconditioner)
-        self.trace = jax.lax.stop_gradient(trace)
-        self.space = space_of(operator)
-
-    @property
-    def key(self) -> Key[Array, ""]:
-        """A typed key."""
-        return self._key.typed
-
-    @property
-    def num_right(self) -> int:
-        """How many right-hand sides there are."""
-        return 0 if self.right is None else self.right.shape[1]
-
-    @property
-    def has_bracket(self) -> bool:
-        """Whether the truncation error of a Krylov space has bounds."""
-        bounded = self.lower is not None or is_positive_semidefinite(self.operator)
-        return self.function.monotone and bounded
-
-    @property
-    def magnitude(self) -> Float[Array, ""] | None:
-        """Magnitude of the terms that cancel in a product, for rounding errors."""
-        P = self.preconditioner
-        return None if P is None else P._magnitude
-
-    def tree(self, values):
-        return self.function.tree(values, self.space.real_dtype)
-
-    def bar(self, bars):
-        return joint_bar(bars) if self.right is None else likelihood_bar(bars)
-
-    def stats_of_exact(self, stats):
-        # More points of weight 0.
-        missing = self.space.size - stats["ritz_values"].shape[0]
-        points = jnp.pad(stats["ritz_values"], (0, missing), mode="edge")
-        weights = jnp.pad(stats["ritz_weights"], (0, missing))
-        return {**stats, "ritz_values": points, "ritz_weights": weights}
 
 
 class Forms(NamedTuple):
@@ -189,31 +106,6 @@ class SpectralEstimator(Estimator):
 
     def _finish(self, state, computed):
         return computed
-
-
-def init_spectral_state(
-    where: str,
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    fn: Any,
-    lower: ArrayLike | None,
-    monotone: bool = False,
-    trace: ArrayLike | None = None,
-) -> SpectralState:
-    """Checks key, operator and function, and puts them into a state."""
-    operator = checked_operator(operator, where)
-    key, real = check_key(key, where), space_of(operator).real_dtype
-    if not isinstance(monotone, bool):
-        raise TypeError(
-            f"{where}: monotone must be True or False, got {monotone!r}; it says that fn "
-            "is operator monotone, such as jnp.log or jnp.sqrt, or minus it is."
-        )
-    function = spectral_function(fn, real, where, monotone)
-    lower = checked_lower(lower, real, where)
-    if trace is not None:
-        check_real_scalar(trace, "trace", where, "it is that of the operator")
-        trace = jnp.asarray(trace, real)
-    return SpectralState(key, operator, function, lower, trace=trace)
 
 
 def spectral_outcome(
@@ -335,16 +227,6 @@ def forms_between(
     error = jnp.hypot((side - low) / 2, rounding)
     bar = ErrorBar((low + side) / 2, error, jnp.full_like(error, jnp.inf))
     return Forms(bar, bracket, coordinates)
-
-
-def likelihood_bar(bars: list[ErrorBar]) -> ErrorBar:
-    """The error bar of a Gaussian log likelihood, up to what is known exactly, from those of
-    a log-determinant and of quadratic forms."""
-    logdet, forms = bars
-    number = forms.mean.shape[0]
-    mean = -(number * logdet.mean + jnp.sum(forms.mean)) / 2
-    errors = number * logdet.standard_error / 2, jnp.sum(forms.standard_error) / 2
-    return ErrorBar(mean, jnp.hypot(*errors), logdet.degrees_of_freedom)
 
 
 def probes_and_steps(

@@ -18,16 +18,22 @@ from jax.custom_batching import sequential_vmap
 from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float, Inexact
 
-from .._accuracy.error_bar import ErrorBar
-from .._linalg.small import divisor, frobenius, matmul, squares
-from .._linalg.tall import column_dots, largest_entry
-from .._operators.block import is_positive_semidefinite, space_of
+from .._error_bar import ErrorBar
+from .._linalg.dense import (
+    column_dots,
+    divisor,
+    frobenius,
+    largest_entry,
+    matmul,
+    squares,
+)
 from .._operators.entries import has_known_entries, matrix_of
+from .._operators.space import is_positive_semidefinite, space_of
 from .._results import RESULTS
 from .._rule import Evidence, Outcome
-from .base import SpectralState, exact_stats, spectral_outcome
-from .function import HIDDEN, RECIPROCAL
-from .ritz import largest_asymmetry
+from .base import exact_stats, spectral_outcome
+from .function import HIDDEN, RECIPROCAL, largest_asymmetry
+from .question import SpectralState
 
 # Up to this many unknowns the exact answer takes no longer than an estimate:
 # `benchmarks/exact.py`.

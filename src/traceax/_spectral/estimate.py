@@ -7,17 +7,17 @@ import equinox as eqx
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from .._accuracy.tolerance import Depth, Stop, make_stop
 from .._arguments import known_number
 from .._estimate import Estimate, raise_failure, with_slopes
 from .._estimator import estimate_state, limits, made_of
-from .._operators.block import jitted
 from .._operators.entries import readable_data
-from .._progress import NO_PROGRESS_METER, ProgressMeter
-from .base import SpectralEstimator, SpectralState, init_spectral_state
+from .._operators.space import jitted
+from .._tolerance import NO_PROGRESS_METER, Depth, ProgressMeter, Stop, make_stop
+from .base import SpectralEstimator
 from .cholesky import factorised, is_small
 from .function import LOG, RECIPROCAL
 from .krylov_aware import KrylovAwareEstimator
+from .question import SpectralState, init_spectral_state
 from .structure import Method, by_structure
 
 

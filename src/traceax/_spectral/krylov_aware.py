@@ -9,34 +9,18 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Int
 
-from .._accuracy.error_bar import ErrorBar
-from .._accuracy.tolerance import (
-    LEAST_PRODUCTS,
-    Check,
-    Depth,
-    run_until,
-    widened_for_loop,
-)
 from .._arguments import check_optional_integer, without_numpy
-from .._linalg.krylov import (
-    arnoldi,
-    arnoldi_factor,
-    arnoldi_start,
-    arnoldi_step,
-)
-from .._linalg.small import divisor
-from .._linalg.tall import column_norms, combine, side_by_side
-from .._operators.block import apply_block
+from .._error_bar import ErrorBar
+from .._linalg.dense import column_norms, combine, divisor, side_by_side
+from .._linalg.krylov import arnoldi, arnoldi_factor, arnoldi_start, arnoldi_step
 from .._operators.kernel import stored
+from .._operators.space import apply_block
 from .._rule import Evidence, Outcome
 from .._samplers import NormalSampler, Sampler, check_sampler
-from .base import (
-    SpectralEstimator,
-    SpectralState,
-    probes_and_steps,
-    spectral_outcome,
-)
+from .._tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened_for_loop
+from .base import SpectralEstimator, probes_and_steps, spectral_outcome
 from .krylov_sums import KrylovSums, krylov_sums
+from .question import SpectralState
 from .stand_in import RitzStandIn, Truncated, judge_truncated
 
 # Of an estimate whose budget is left out: probes, steps at most, and steps at most of the

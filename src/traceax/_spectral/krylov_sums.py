@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
-from .._accuracy.tolerance import Depth
+from .._error_bar import ErrorBar, leave_one_out_bar
+from .._linalg.dense import column_norms, inner, matmul, squares
 from .._linalg.krylov import block_lanczos, residual_norms, ritz_pairs
 from .._linalg.left_out_krylov import (
     Samples,
@@ -17,15 +17,16 @@ from .._linalg.left_out_krylov import (
     paired_samples,
     sample_weights,
 )
-from .._linalg.small import matmul, squares
-from .._linalg.tall import column_norms, inner
 from .._operators.entries import known_trace
 from .._results import RESULTS
-from . import control
-from .base import Forms, SpectralState, forms_between, outside_if
-from .bracket import (
+from .._tolerance import Depth
+from .base import Forms, forms_between, outside_if
+from .bounds import (
+    ColumnControl,
     End,
     at_both,
+    bias_of,
+    columns_control,
     end_errors,
     extended_pairs,
     lower_ends,
@@ -33,9 +34,10 @@ from .bracket import (
     outer_ends,
     quadrature_errors,
     reach,
+    trace_control,
 )
-from .function import rounding_errors, weighted_sums
-from .ritz import ritz_values
+from .function import ritz_values, rounding_errors, weighted_sums
+from .question import SpectralState
 
 
 class KrylovSums(NamedTuple):
@@ -58,7 +60,7 @@ class KrylovSums(NamedTuple):
     coupling: Inexact[Array, "k k"]
     stats: dict[str, Any]
     forms: Forms | None
-    columns: control.ColumnControl | None
+    columns: ColumnControl | None
 
     @property
     def all_bars(self) -> list[ErrorBar]:
@@ -124,17 +126,15 @@ def krylov_sums(
             trace = known_trace(state.operator) if known is None else known
     controls = columns = None
     if inside is not None:
-        controls, of_tests, columns = control.of_columns(
-            *inside, left_out, S_rows, leaves
-        )
+        controls, of_tests, columns = columns_control(*inside, left_out, S_rows, leaves)
         coupling = coupling + of_tests
     elif trace is not None:
-        controls, cancelled = control.of_trace(
+        controls, cancelled = trace_control(
             trace, left_out, weights, theta, S_rows, function
         )
         magnitudes = list(map(op.add, magnitudes, cancelled))
     if controls is not None:
-        rounding = list(map(jnp.hypot, rounding, map(control.bias_of, controls)))
+        rounding = list(map(jnp.hypot, rounding, map(bias_of, controls)))
     samples = _samples(weights, leaves, controls)
 
     # Truncation errors, from extensions of T to the ends of the spectrum.

@@ -10,24 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Inexact
 
-from .._accuracy.error_bar import gram_of, independent_samples
-from .._accuracy.moments import off_diagonal_size
 from .._arguments import check_optional_integer, require, without_numpy
+from .._error_bar import gram_of, independent_samples, off_diagonal_size
+from .._linalg.dense import column_norms, divisor, eigh, largest_entry, matmul
 from .._linalg.krylov import KrylovSpaces, RitzPairs, lanczos, residual_norms
-from .._linalg.small import divisor, eigh, matmul
-from .._linalg.tall import column_norms, largest_entry
-from .._operators.block import apply_block
+from .._operators.space import apply_block
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
-from .base import (
-    SpectralEstimator,
-    SpectralState,
-    outside_if,
-    probes_and_steps,
-    spectral_outcome,
+from .base import SpectralEstimator, outside_if, probes_and_steps, spectral_outcome
+from .bounds import end_errors, extended_pairs, outer_ends
+from .function import (
+    SpectralFunction,
+    remaining,
+    ritz_values,
+    rounding_errors,
+    weighted_sums,
 )
-from .bracket import end_errors, extended_pairs, outer_ends
-from .function import SpectralFunction, remaining, rounding_errors, weighted_sums
-from .ritz import ritz_values
+from .question import SpectralState
 from .stand_in import RitzStandIn
 
 

@@ -22,25 +22,32 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact
 
 from .._arguments import without_numpy
+from .._linalg.dense import (
+    combine,
+    divisor,
+    eigh,
+    inner,
+    largest_entry,
+    matmul,
+    orthonormalise,
+)
 from .._linalg.krylov import RitzPairs, arnoldi, lanczos
-from .._linalg.small import divisor, eigh, matmul
-from .._linalg.tall import combine, inner, largest_entry, orthonormalise
 from .._linalg.types import automatic
-from .._operators import block
-from .._operators.block import apply_block, as_data, product_tangent, space_of
+from .._operators import space as spaces
 from .._operators.check import ComplexLinearOperator, checked_operator
+from .._operators.space import apply_block, as_data, product_tangent, space_of
 from .function import (
     HIDDEN,
     SpectralFunction,
     checked_lower,
     divided_differences,
     final,
+    ritz_values,
     spectral_function,
 )
-from .ritz import ritz_values
 
 
-class MatrixFunctionLinearOperator(block.Dense):
+class MatrixFunctionLinearOperator(spaces.Dense):
     r"""The operator `f(A)` of a symmetric or Hermitian A, applied by Lanczos.
 
     ```python
@@ -91,7 +98,7 @@ class MatrixFunctionLinearOperator(block.Dense):
         where = "traceax.MatrixFunctionLinearOperator"
         operator = checked_operator(operator, where, "(operator, fn, num_steps)")
         space = space_of(operator)
-        if not block.is_hermitian(operator):
+        if not spaces.is_hermitian(operator):
             raise ValueError(
                 f"{where}: operator must be known to be Hermitian, got one without a "
                 "tag of that; give it lineax.symmetric_tag (if it is real) or "
@@ -108,7 +115,7 @@ class MatrixFunctionLinearOperator(block.Dense):
             raise ValueError(f"{where}: fn must return one scalar, not several.")
         if jnp.iscomplexobj(values[0]) and not space.is_complex:
             # The wrapped operator has lost its tag.
-            known = lower is None and block.is_positive_semidefinite(operator)
+            known = lower is None and spaces.is_positive_semidefinite(operator)
             lower = 0.0 if known else lower
             self.operator = ComplexLinearOperator(self.operator)
         self.num_steps = min(num_steps, space.size)
@@ -124,7 +131,7 @@ class MatrixFunctionLinearOperator(block.Dense):
         if jnp.iscomplexobj(x) and not space.is_complex:
             return ComplexLinearOperator(self).mv(vector)
         y = _product(self, x.astype(space.compute_dtype))
-        parts = block.unflatten(y, space.structure)
+        parts = spaces.unflatten(y, space.structure)
         return jtu.tree_map(lambda y, x: y.astype(x.dtype), parts, space.structure)
 
     def as_matrix(self):
@@ -137,9 +144,9 @@ class MatrixFunctionLinearOperator(block.Dense):
 
     def _knows(self, check):
         # A function keeps the structure, and has the sign that it is tagged with.
-        own, *_ = block.TAGS[check]
+        own, *_ = spaces.TAGS[check]
         kept = check in (lx.is_symmetric, lx.is_diagonal)
-        return own in self.tags or (kept and block.is_known(self.operator, check))
+        return own in self.tags or (kept and spaces.is_known(self.operator, check))
 
     def points(self, values: Float[Array, " s"], asymmetry: Float[Array, ""]):
         """Ritz values, moved to the end of the spectrum that rounding hides from them."""

@@ -30,7 +30,16 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
-from .._accuracy.error_bar import ErrorBar, leave_one_out_bar
+from .._error_bar import ErrorBar, leave_one_out_bar
+from .._linalg.dense import (
+    cholesky,
+    column_dots,
+    divisor,
+    frobenius,
+    inner,
+    matmul,
+    squares,
+)
 from .._linalg.krylov import ritz_pairs
 from .._linalg.left_out_krylov import (
     coupling_of_fewer,
@@ -38,12 +47,10 @@ from .._linalg.left_out_krylov import (
     paired_samples,
     sample_forms,
 )
-from .._linalg.small import cholesky, divisor, frobenius, matmul, squares
-from .._linalg.tall import column_dots, inner
 from .._linalg.types import alike
-from .._operators.block import product_tangent
+from .._operators.space import product_tangent
 from .._rule import Derivative, Evidence, StandIn
-from .control import ColumnControl
+from .bounds import ColumnControl
 from .function import SpectralFunction, divided_differences, final, weighted_sums
 
 # Columns that are multiplied at once where their number is known at run time only.

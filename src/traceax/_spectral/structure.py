@@ -15,17 +15,16 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Bool, Float, Inexact
 
-from .._accuracy.error_bar import ErrorBar
 from .._arguments import check_budget
-from .._linalg.small import divisor
-from .._linalg.tall import column_norms, largest_entry, power_of_two_scale
-from .._operators.block import Space, apply_block, is_hermitian, is_known
+from .._error_bar import ErrorBar
+from .._linalg.dense import column_norms, divisor, largest_entry, power_of_two_scale
 from .._operators.entries import known_diagonal
+from .._operators.space import Space, apply_block, is_hermitian, is_known
 from .._results import RESULTS
 from .._rule import Evidence, Outcome
-from .base import SpectralState, exact_stats, spectral_outcome
-from .function import HIDDEN, LOG, RECIPROCAL
-from .ritz import largest_asymmetry
+from .base import exact_stats, spectral_outcome
+from .function import HIDDEN, LOG, RECIPROCAL, largest_asymmetry
+from .question import SpectralState
 
 Method = Callable[[SpectralState], Outcome]
 
