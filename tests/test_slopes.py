@@ -377,6 +377,10 @@ def test_what_is_refused(key):
     def by_quadrature(t):
         return tx.logdet(key, t * operator, 3, tx.LanczosQuadratureEstimator())
 
+    def blocks(t):
+        pair = [jnp.ones(10), jnp.ones(10)]
+        return tx.as_operator(lambda x: jax.tree.map(lambda y: t * y, x), pair)
+
     identity = lx.IdentityLinearOperator(jax.eval_shape(lambda: jnp.ones(5)))
     signs = tx.HutchinsonEstimator()
     for refused in (
@@ -386,6 +390,7 @@ def test_what_is_refused(key):
         lambda t: tx.diagonal(key, t * identity, 5),
         lambda t: tx.leaf_traces(key, t * operator, 3, signs)[1],
         lambda t: tx.leaf_traces(key, t * operator, 5)[0],
+        lambda t: tx.leaf_traces(key, blocks(t), 18, probes="blocks")[1],
     ):
         with pytest.raises(NotImplementedError, match="no error bar"):
             tx.jvp(refused, (1.0,), (1.0,))

@@ -3,7 +3,6 @@
 import contextlib
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.core
 import jax.numpy as jnp
@@ -102,21 +101,6 @@ def check_integers(x: Any, name: str, where: str) -> None:
         hint = "convert them by x.astype(float), or enable 64-bit mode"
         fits = limits.min <= least and largest <= limits.max
         require(fits, where, what, f"{least} to {largest}", hint)
-
-
-class StoredKey(eqx.Module):
-    """A typed key as an ordinary array, which `eqx.tree_serialise_leaves` can save."""
-
-    data: Array
-    implementation: Any = eqx.field(static=True)
-
-    def __init__(self, key: Key[Array, ""]):
-        self.data = jax.random.key_data(key)
-        self.implementation = jax.random.key_impl(key)
-
-    @property
-    def typed(self) -> Key[Array, ""]:
-        return jax.random.wrap_key_data(self.data, impl=self.implementation)
 
 
 def check_budget(k: Any, where: str) -> int:

@@ -18,21 +18,23 @@ from ._estimators.hutchinson import HutchinsonEstimator
 from ._functional import Diagonal, LeafSums
 from ._linalg.dense import divisor, power_of_two_scale, squares
 from ._linalg.types import axes_of, widened
-from ._operators.check import as_complex, checked_operator
+from ._operators.check import (
+    as_complex,
+    as_data,
+    checked_operator,
+    jitted,
+    size_of_product,
+    with_data,
+)
 from ._operators.entries import known_diagonal, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column
+from ._operators.solvers import solver_tags
 from ._operators.space import (
-    as_data,
-    has_real_trace,
     is_hermitian,
-    jitted,
     linear_function,
-    size_of_product,
-    solver_tags,
     space_of,
     structure_of,
     unflatten,
-    with_data,
 )
 from ._results import RESULTS, finite_or_failed
 from ._rule import Evidence, cast_bar
@@ -87,7 +89,7 @@ def diagonal(
     require(norm in ("root mean square", "largest"), where, what, repr(norm), hint)
     dtype, structure = state.space.compute_dtype, state.space.structure
     stop = make_stop(rtol, atol, level, progress_meter, dtype, where, norm)
-    functional = Diagonal(has_real_trace(state.operator))
+    functional = Diagonal(state.space.has_real_trace)
     state = TraceState(state.key, state.operator, functional=functional)
     estimate = estimate_whole(where, state, k, estimator, stop, throw=throw)
     return _with_parts(estimate, lambda x: unflatten(x, structure))
@@ -136,7 +138,7 @@ def leaf_traces(
     known = known_diagonal(operator) is not None
     sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
     if probes == "whole" or known or check_budget(k, where) >= space.size:
-        functional = LeafSums(has_real_trace(operator), sizes)
+        functional = LeafSums(space.has_real_trace, sizes)
         state = TraceState(state.key, operator, functional=functional)
         estimate = estimate_whole(where, state, k, estimator, throw=throw)
     else:
@@ -161,7 +163,7 @@ def _by_block(state: TraceState, k: int) -> Estimate:
     of their share to the others.
     """
     operator, space = state.operator, state.space
-    dtype = space.real_dtype if has_real_trace(operator) else space.compute_dtype
+    dtype = space.real_dtype if space.has_real_trace else space.compute_dtype
     sizes = [math.prod(leaf.shape) for leaf in space.leaves]
     keys = jax.random.split(state.key, len(sizes))
     # Leaves of size 0 have trace 0.

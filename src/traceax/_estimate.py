@@ -173,22 +173,24 @@ class Estimate(eqx.Module):
         evidence: PyTree = None,
     ):
 
-        def usable(result, value):
-            # A number that must not be used is none, and neither is its derivative.
-            factor = jnp.where(has_failed(result), jnp.nan, 1.0)
+        # A number that must not be used is none, and neither is its derivative.
+        failed = map_results(has_failed, result)
+
+        def usable(failed, value):
+            factor = jnp.where(failed, jnp.nan, 1.0)
             return jtu.tree_map(lambda x: x * factor.astype(x.dtype), value)
 
-        def known(result, error):
-            failed = has_failed(result)
-            return jtu.tree_map(lambda x: jnp.where(failed, jnp.inf, x), error)
+        def known(failed, error):
+            return jtu.tree_map(
+                lambda x: jnp.where(failed | jnp.isnan(x), jnp.inf, x), error
+            )
 
-        self.value = map_results(usable, result, value)
-        standard_error = map_results(known, result, standard_error)
-        self._by = by
+        self.value = jtu.tree_map(usable, failed, value)
         # Not differentiable: 0 times infinity would spoil slopes of values.
         self._standard_error = jax.lax.stop_gradient(
-            jtu.tree_map(lambda x: jnp.where(jnp.isnan(x), jnp.inf, x), standard_error)
+            jtu.tree_map(known, failed, standard_error)
         )
+        self._by = by
         self.result = result
         self.stats = stats
         self._state = _Box(state)

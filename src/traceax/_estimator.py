@@ -16,13 +16,9 @@ from ._arguments import budget_of, most_products
 from ._error_bar import ErrorBar
 from ._estimate import Estimate, raise_failure
 from ._linalg.types import alike, automatic
+from ._operators.check import as_data, jitted
 from ._operators.entries import unit_columns
-from ._operators.space import (
-    as_data,
-    columns_at_once,
-    jitted,
-    solver_tolerance,
-)
+from ._operators.space import columns_at_once
 from ._results import RESULTS
 from ._rule import Evidence, Outcome, StandIn, bind, run
 from ._state import Grown, State, checked_state
@@ -92,7 +88,7 @@ class Estimator(eqx.Module):
         """The exact answer, or the estimate from k products at most, or until `stop`."""
         space = state.space
         exact = k >= space.size
-        solvers = solver_tolerance(state.operator, space.real_dtype)
+        solvers = state.solvers
         # Exact answers measure the errors of solvers.
         part = None if exact or self._bars_hold_solvers else solvers
         if exact:
@@ -243,12 +239,13 @@ def estimate_state(
 
 
 def made_of(outcome: Outcome, state: State, by: tuple[str, float]) -> Estimate:
-    bars = ErrorBar(*(state.tree(list(x)) for x in zip(*outcome.bars, strict=True)))
+    tree = state.treedef.unflatten
+    bars = ErrorBar(*map(tree, zip(*outcome.bars, strict=True)))
     stats = {**outcome.stats, "degrees_of_freedom": bars.degrees_of_freedom}
     return Estimate(
         value=bars.mean,
         standard_error=bars.standard_error,
-        result=state.tree(outcome.results),
+        result=tree(outcome.results),
         stats=stats,
         state=state.given,
         by=by,

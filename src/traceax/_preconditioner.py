@@ -21,9 +21,9 @@ from ._arguments import (
 )
 from ._linalg.pivoted_cholesky import Pivots, choose, spread
 from ._linalg.whitening import Preconditioner, Whitening, scale_only, whiten
-from ._operators.check import checked_operator, shift_of
+from ._operators.check import as_data, checked_operator, jitted, shift_of
 from ._operators.entries import columns_of, diagonal_of, has_known_entries
-from ._operators.space import ByProducts, apply_block, as_data, jitted, space_of
+from ._operators.space import ByProducts, apply_block, space_of
 
 # Probe j is drawn from `fold_in(key, j)`.
 _KEY_OF_PIVOTS = np.uint32(2**32 - 1)

@@ -18,9 +18,9 @@ from ._error_bar import ErrorBar
 from ._estimate import Estimate, with_slopes
 from ._estimator import limits, outcome_of
 from ._linalg.whitening import Preconditioner, scale_only
-from ._operators.check import ShiftedLinearOperator, checked_operator
+from ._operators.check import checked_operator, is_data, jitted
 from ._operators.entries import diagonal_of, has_known_entries, readable_data
-from ._operators.space import Space, is_data, jitted, space_of
+from ._operators.space import ShiftedLinearOperator, Space, space_of
 from ._preconditioner import (
     PreconditionedLinearOperator,
     check_preconditioner,

@@ -15,8 +15,13 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 from ._arguments import check_real_scalar, inexact, known_minimum, known_number, require
 from ._estimate import Estimate, raise_failure
 from ._likelihood import Given, preconditioned_logdet
-from ._operators.check import ShiftedLinearOperator, checked_operator, shift_of
-from ._operators.space import is_known, is_positive_semidefinite, jitted, space_of
+from ._operators.check import checked_operator, jitted, shift_of
+from ._operators.space import (
+    ShiftedLinearOperator,
+    is_known,
+    is_positive_semidefinite,
+    space_of,
+)
 from ._results import finite_or_failed
 from ._spectral.base import SpectralEstimator
 from ._spectral.estimate import Options, estimate_function

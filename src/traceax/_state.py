@@ -8,17 +8,30 @@ import jax.core
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree
 
-from ._arguments import StoredKey, check_key, kind_of
+from ._arguments import check_key, kind_of
 from ._error_bar import ErrorBar
 from ._estimate import Estimate
 from ._functional import TRACE, Functional
 from ._operators.check import checked_operator
-from ._operators.space import (
-    Space,
-    space_of,
-)
+from ._operators.solvers import solver_tolerance
+from ._operators.space import Space, state_space
+
+
+class StoredKey(eqx.Module):
+    """A typed key as an ordinary array, which `eqx.tree_serialise_leaves` can save."""
+
+    data: Array
+    implementation: Any = eqx.field(static=True)
+
+    def __init__(self, key: Key[Array, ""]):
+        self.data = jax.random.key_data(key)
+        self.implementation = jax.random.key_impl(key)
+
+    @property
+    def typed(self) -> Key[Array, ""]:
+        return jax.random.wrap_key_data(self.data, impl=self.implementation)
 
 
 class Grown(eqx.Module):
@@ -49,13 +62,19 @@ class State(eqx.Module):
     grown: eqx.AbstractVar[Grown | None]
 
     @property
+    def solvers(self) -> Float[Array, ""] | None:
+        """The relative error of iterative solvers inside the operator; `None` without any."""
+        return solver_tolerance(self.operator, self.space.real_dtype)
+
+    @property
     def given(self) -> Any:
         """The state as `init` returned it. Optional."""
         return self
 
-    def tree(self, values: list[Any]) -> Any:
-        """A number for each value, in the structure of the answer. Optional."""
-        return values[0]
+    @property
+    def treedef(self) -> Any:
+        """The structure of the answer. Optional."""
+        return jtu.tree_structure(0)
 
     def bar(self, bars: list[ErrorBar]) -> ErrorBar:
         """The error bar that a tolerance applies to. Optional."""
@@ -102,7 +121,7 @@ class TraceState(State):
         self.operator = operator
         self.grown = grown
         self.functional = functional
-        self.space = space_of(operator)
+        self.space = state_space(operator)
 
     @property
     def key(self) -> Key[Array, ""]:
@@ -165,7 +184,7 @@ def checked_state(given: Any, estimator: eqx.Module, where: str) -> State:
                 f"{where}: state must be that of an estimator, got "
                 f"{kind_of(given)}; pass {hint}."
             )
-        state = CustomState(own=given, space=space_of(operator))  # pyright: ignore
+        state = CustomState(own=given, space=state_space(operator))  # pyright: ignore
     grown = state.grown
     if grown is not None and grown.buffers == ():
         raise TypeError(

@@ -20,16 +20,10 @@ from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
 from ._functional import Functional, Trace
-from ._operators.check import as_complex
+from ._operators.check import as_complex, jitted, with_data
 from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._operators.inverse import InverseLinearOperator, expand_inverse
-from ._operators.space import (
-    has_real_trace,
-    is_semidefinite,
-    jitted,
-    parts_of,
-    with_data,
-)
+from ._operators.space import is_semidefinite, parts_of
 from ._results import RESULTS, finite_or_failed
 from ._rule import Evidence
 from ._samplers import NormalSampler, RademacherSampler
@@ -203,7 +197,7 @@ def _estimate(
             all_taken = estimate.stats["num_matvecs"] >= space.size
             choice = CHOICES.where(all_taken, CHOICES.budget, choice)
     if split.exact is not None or split.factor is not None:
-        real = has_real_trace(operator)
+        real = space.has_real_trace
         # What was kept is of the rest alone: the state is one that begins anew.
         estimate = _combine(estimate, state, split, real=real)
     return set_choice(estimate, choice)
@@ -275,7 +269,7 @@ def _choose(
     given = RademacherSampler(), False
     if isinstance(state.functional, Trace):
         given = NormalSampler(), True
-    semidefinite = is_semidefinite(state.operator)
+    semidefinite = state.space.is_semidefinite
     fixed = fixed and isinstance(state.functional, Trace)
     # Two products leave XNysTrace a single sample pair: intervals hold less often.
     if semidefinite and k >= 3:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools as ft
 import math
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from ._linalg.dense import column_dots, column_norms, matmul, put
 from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
 from ._operators.entries import entry_of, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column
-from ._operators.space import apply_block, has_real_trace
+from ._operators.space import apply_block
 from ._results import RESULTS, finite_or_failed
 from ._rule import (
     Blocks,
@@ -149,7 +150,7 @@ class TraceEstimator(Estimator):
         # A new dictionary: `stats` may belong to the estimator.
         stats = {"degrees_of_freedom": jnp.inf, **stats}
         kept, result = stats.pop("kept", None), stats.pop("result", RESULTS.successful)
-        real = has_real_trace(state.operator)
+        real = space.has_real_trace
         dtype = space.real_dtype if real else space.compute_dtype
         bar = cast_bar(ErrorBar(value, error, stats.pop("degrees_of_freedom")), dtype)
         result = finite_or_failed(bar.mean, result)
@@ -317,7 +318,7 @@ class GrowingEstimator(TraceEstimator):
 
 def put_units(buffers: PyTree, new: PyTree, count: int | Int[Array, ""]) -> Any:
     """Buffers with new units from unit `count` on, along the last axis of each."""
-    return jtu.tree_map(lambda buffer, x: put(buffer, x, count), buffers, new)
+    return jtu.tree_map(ft.partial(put, start=count), buffers, new)
 
 
 def left_out_blocks(

@@ -11,7 +11,7 @@ from .._functional import Trace
 from .._linalg.dense import combine, extend
 from .._linalg.leave_one_out import make_probe_set
 from .._linalg.nystrom import nystrom_factor, nystrom_sums, nystrom_traces, stand_in
-from .._operators.space import apply_block, is_positive_semidefinite, is_semidefinite
+from .._operators.space import apply_block, is_semidefinite
 from .._results import RESULTS
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .._trace_estimator import GrowingEstimator, left_out_blocks, put_units
@@ -91,7 +91,7 @@ class XNysTraceEstimator(GrowingEstimator):
         U, T, AU = buffers
         probes = make_probe_set(U, count, self.resphere)
         # Zero is both.
-        sign = 1 if is_positive_semidefinite(state.operator) else -1
+        sign = 1 if state.space.is_positive else -1
         factor = nystrom_factor(U, T, AU, sign, probes)
         if isinstance(state.functional, Trace):
             bar = leave_one_out_bar(

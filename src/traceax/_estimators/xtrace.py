@@ -17,7 +17,7 @@ from .._linalg.leave_one_out import (
     make_probe_set,
     stand_in,
 )
-from .._operators.space import apply_block, is_hermitian
+from .._operators.space import apply_block
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .._trace_estimator import GrowingEstimator, average, left_out_blocks, put_units
 
@@ -114,7 +114,7 @@ class XTraceEstimator(GrowingEstimator):
         Omega, Q, AQ, R, _ = buffers
         loo = self._left_out(buffers, count)
         if isinstance(state.functional, Trace):
-            T = R if is_hermitian(state.operator) else inner(AQ, Omega)
+            T = R if state.space.is_hermitian else inner(AQ, Omega)
             forms = column_dots(inner(Q, Omega), R)  # Omega^* A Omega = Omega^* Q R
             samples = leave_one_out_traces(inner(Q, AQ), T, forms, loo)
         else:

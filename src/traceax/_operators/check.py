@@ -1,32 +1,43 @@
 """What operators and arguments of them are accepted, and how algorithms see them."""
 
-from typing import Any
+import functools as ft
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
+import jax.core
+import jax.extend.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import lineax.internal as lxi
 import numpy as np
-from jaxtyping import Array, Float, Inexact, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .._arguments import check_integers, kind_of, require
+from .._linalg.dense import noise, power_of_two_scale
 from .._linalg.types import axes_of, layouts_noted, widened
+from .solvers import solver_tags
 from .space import (
-    ByProducts,
+    _EXPRESSIONS,
+    ComplexLinearOperator,
     Space,
+    apply_block,
     complex_dtype,
     forward_mode,
-    is_data,
-    is_known,
     linear_function,
+    on_cpu,
     out_structure_of,
     parts_of,
+    space_of,
     structure_of,
     tags_of,
-    unflatten,
 )
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def with_any_types(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
@@ -121,70 +132,6 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
     return operator
 
 
-_SEMIDEFINITE = lx.is_positive_semidefinite, lx.is_negative_semidefinite
-
-
-class ComplexLinearOperator(ByProducts):
-    """An operator on real vectors as one on complex vectors, a product being two of its."""
-
-    operator: lx.AbstractLinearOperator
-
-    def mv(self, vector):
-        parts = [jtu.tree_map(part, vector) for part in (jnp.real, jnp.imag)]
-        real, imaginary = map(self.operator.mv, parts)
-        with jax.numpy_dtype_promotion("standard"):
-            return jtu.tree_map(lambda x, y: x + 1j * y, real, imaginary)
-
-    def _knows(self, check):
-        # lineax takes a complex multiple for one by its real part.
-        return check not in _SEMIDEFINITE and is_known(self.operator, check)
-
-    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return _complex(self.operator.in_structure())
-
-    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return _complex(self.operator.out_structure())
-
-
-def _complex(structure: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
-    return jtu.tree_map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype)),
-        structure,
-    )
-
-
-class ShiftedLinearOperator(ByProducts):
-    """`A + shift I`, or A plus a diagonal. A sum compares types of arrays, which differ in
-    `jax.shard_map`."""
-
-    operator: lx.AbstractLinearOperator
-    shift: Inexact[Array, "*n"]
-
-    @property
-    def added(self) -> lx.AbstractLinearOperator:
-        """The multiple of the identity without its factor, or the diagonal."""
-        structure = self.in_structure()
-        if self.shift.ndim == 0:
-            return lx.IdentityLinearOperator(structure)
-        return lx.DiagonalLinearOperator(unflatten(self.shift, structure))
-
-    def mv(self, vector):
-        def shifted(product, x, shift):
-            return product + shift.astype(product.dtype) * x.astype(product.dtype)
-
-        shift = jtu.tree_map(lambda _: self.shift, vector)
-        if self.shift.ndim:
-            shift = unflatten(self.shift, self.in_structure())
-        return jtu.tree_map(shifted, self.operator.mv(vector), vector, shift)
-
-    def _knows(self, check):
-        lost = *_SEMIDEFINITE, lx.has_unit_diagonal
-        return check not in lost and is_known(self.operator, check)
-
-    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return self.operator.in_structure()
-
-
 def shift_of(shift: Any, space: Space, where: str, hint: str) -> Float[Array, "*n"]:
     """A scalar or a vector `(n,)` from a scalar, a vector, or a PyTree in the operator's
     structure. Leaves of a PyTree are scalars, or have the shapes of the operator's leaves.
@@ -266,3 +213,65 @@ def check_scalar(fn: Any, args: tuple, name: str, where: str, hint: str) -> Any:
     what = f"{name} must return a real floating-point array of shape ()"
     require(is_real(out) and out.shape == (), where, what, out, hint, TypeError)
     return out
+
+
+def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+    """An operator whose arrays are its leaves, also those that its functions close over.
+
+    A program that is kept sees array leaves alone, and what a Python function, or any other
+    object, reads may have changed since: an operator with such leaves is traced anew. Jitted
+    functions are JAX's to keep, unless they close over tracers.
+    """
+    leaves = jtu.tree_leaves(operator)
+    data = all(is_data(x) for x in leaves)
+    if data and not any(isinstance(x, jax.stages.Wrapped) for x in leaves):
+        return operator
+    if isinstance(operator, _EXPRESSIONS):
+        # Part by part: an inverse next to a function stays an inverse.
+        return with_data(operator)
+    tags = tags_of(operator) | solver_tags(operator)
+    made = linear_function(operator.mv, structure_of(operator.in_structure()), tags)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
+    return operator if data and not traced else made
+
+
+def with_data(tree: T) -> T:
+    """The PyTree with `as_data` of the operators in it, of an operator of its parts."""
+
+    def inside(x):
+        return x is not tree and isinstance(x, lx.AbstractLinearOperator)
+
+    return jtu.tree_map(lambda x: as_data(x) if inside(x) else x, tree, is_leaf=inside)
+
+
+def is_data(leaf: Any) -> bool:
+    """Whether a leaf is what it is for good, as arrays and constants are."""
+    constant = str | jax.extend.core.Jaxpr | jax.stages.Wrapped
+    norms = lxi.max_norm, lxi.rms_norm, lxi.two_norm  # of lineax's solvers
+    is_norm = any(leaf is norm for norm in norms)
+    return is_norm or eqx.is_array_like(leaf) or isinstance(leaf, constant)
+
+
+def jitted(fn: Callable[P, T]) -> Callable[P, T]:
+    """`eqx.filter_jit`, with the device of data that isn't traced for the default one."""
+    compiled = eqx.filter_jit(fn)
+
+    @ft.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        arrays = [x for x in jtu.tree_leaves(args) if isinstance(x, jax.Array)]
+        known = [x for x in arrays if not isinstance(x, jax.core.Tracer)]
+        devices = [device for x in known if x.committed for device in x.devices()]
+        if not devices or (devices[0].platform == "cpu") == on_cpu():
+            return compiled(*args, **kwargs)
+        with jax.default_device(devices[0]):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+@jitted
+def size_of_product(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
+    """A power of two of the size of the product with a vector of signs, or 1."""
+    space = space_of(operator)
+    signs = noise(1, space.size, space.compute_dtype, 0).T
+    return jax.lax.stop_gradient(power_of_two_scale(apply_block(operator, signs)))

@@ -14,7 +14,8 @@ from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._arguments import inexact, kind_of, require
 from .._linalg.types import axes_of, widened
-from .space import ByProducts, linear_function, solver_tags
+from .solvers import solver_tags
+from .space import ByProducts, linear_function
 
 _WHERE = "traceax.as_operator"
 _SCIPY = "scipy.sparse.linalg", "LinearOperator"

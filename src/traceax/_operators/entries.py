@@ -13,19 +13,20 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from .._arguments import require
-from .check import ComplexLinearOperator, ShiftedLinearOperator, as_complex
+from .check import as_complex, as_data
 from .convert import SparseLinearOperator
 from .kernel import KernelLinearOperator
+from .solvers import solver_tolerances
 from .space import (
     FEWEST,
+    ComplexLinearOperator,
+    ShiftedLinearOperator,
     apply_block,
-    as_data,
     columns_at_once,
     complex_dtype,
     has_one_pass,
     is_known,
     out_structure_of,
-    solver_tolerances,
     space_of,
 )
 
@@ -331,7 +332,3 @@ def map_columns(operator: lx.AbstractLinearOperator, fn: Callable) -> PyTree[Arr
 def entry_of(column: Inexact[Array, " m"], j: Int[Array, ""]) -> Inexact[Array, ""]:
     """`column[j]`, which JAX refuses to trace of a column without entries."""
     return column[j] if len(column) else jnp.zeros((), column.dtype)
-
-
-def diagonal_by_products(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
-    return map_columns(operator, entry_of)

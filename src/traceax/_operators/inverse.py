@@ -12,21 +12,18 @@ from jaxtyping import Array, Float, Inexact, Int, PyTree
 from .._arguments import require
 from .._linalg.dense import column_norms, divisor, noise, power_of_two_scale
 from .._linalg.types import automatic, fori_loop
-from .check import checked_operator
+from .check import as_data, checked_operator, jitted, with_data
 from .entries import parts, readable_diagonal, unit_vectors
+from .solvers import solver_tolerances
 from .space import (
     Dense,
     apply_block,
-    as_data,
     is_hermitian,
     is_known,
     is_semidefinite,
-    jitted,
     parts_of,
-    solver_tolerances,
     space_of,
     unflatten,
-    with_data,
 )
 
 _WHERE = "traceax.InverseLinearOperator"

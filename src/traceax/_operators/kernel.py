@@ -15,15 +15,16 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Int, PyTree, Shaped
 from .._arguments import check_optional_integer, require, without_numpy
 from .._linalg.dense import matmul
 from .._linalg.types import automatic
-from .check import (
-    ComplexLinearOperator,
-    check_scalar,
-    first_of,
-    length_of,
-    with_leading_axis,
-)
+from .check import check_scalar, first_of, is_data, length_of, with_leading_axis
 from .closure import closure
-from .space import OnePass, is_data, made_here, on_cpu, space_of, structure_of
+from .space import (
+    ComplexLinearOperator,
+    OnePass,
+    made_here,
+    on_cpu,
+    space_of,
+    structure_of,
+)
 
 _WHERE = "traceax.KernelLinearOperator"
 # Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision.

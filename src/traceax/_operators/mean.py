@@ -15,7 +15,8 @@ from .._arguments import require
 from .._linalg.types import automatic, fold
 from .check import as_complex, first_of, length_of, with_leading_axis
 from .closure import closure
-from .space import TAGS, ByProducts, solver_tags, space_of, structure_of
+from .solvers import solver_tags
+from .space import TAGS, ByProducts, space_of, structure_of
 
 _WHERE = "traceax.MeanLinearOperator"
 _SEMIDEFINITE = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}

@@ -13,71 +13,12 @@ import jax.extend.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-import lineax.internal as lxi
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, PyTree
+from jaxtyping import Array, Inexact, PyTree
 
-from .._linalg.dense import noise, power_of_two_scale
 from .._linalg.types import automatic, axes_of, on_mesh, widened
 from .closure import closure
-
-_ITERATIVE = lx.CG, lx.BiCGStab, lx.GMRES, lx.LSMR
-_DIRECT = (
-    *(lx.Cholesky, lx.Diagonal, lx.LU, lx.QR, lx.SVD, lx.Triangular, lx.Tridiagonal),
-    lx.AutoLinearSolver,
-)
-
-
-class SolverTag(eqx.Module):
-    """A tag of functions, and a part of operators, whose products take inexact solves."""
-
-    tolerance: float = eqx.field(static=True)
-
-
-@lx.transpose_tags_rules.append
-def _(tags):
-    return next((x for x in tags if isinstance(x, SolverTag)), None)
-
-
-def solver_tolerances(tree: PyTree[Any]) -> list[ArrayLike]:
-    """Relative tolerances of the solvers in a PyTree that aren't known to be direct.
-
-    Infinite for a fixed number of steps. A custom solver counts as 0: only its residuals,
-    which exact answers measure, show an error.
-    """
-    kinds = lx.AbstractLinearSolver | lx.FunctionLinearOperator | SolverTag
-
-    def is_found(x):  # `lineax.Normal` contains another solver
-        return isinstance(x, kinds) and not isinstance(x, lx.Normal)
-
-    found = []
-    for x in jtu.tree_leaves(tree, is_leaf=is_found):
-        if isinstance(x, lx.FunctionLinearOperator):
-            found += [tag.tolerance for tag in x.tags if isinstance(tag, SolverTag)]
-        elif isinstance(x, SolverTag):
-            found.append(x.tolerance)
-        elif isinstance(x, _ITERATIVE):
-            # An absolute tolerance is relative to entries of size 1, as probes have.
-            given = x.rtol, x.atol
-            known = all(isinstance(y, int | float) for y in given)
-            found.append((max(given) or math.inf) if known else jnp.maximum(*given))
-        elif is_found(x) and not isinstance(x, _DIRECT):
-            found.append(0.0)
-    return found
-
-
-def solver_tags(tree: PyTree[Any]) -> frozenset[object]:
-    """The tag of a function whose products take the solvers in a PyTree, if there are any."""
-    found = solver_tolerances(tree)
-    known = [x if isinstance(x, int | float) else math.inf for x in found]
-    return frozenset([SolverTag(max(known))] if known else [])
-
-
-def solver_tolerance(tree: PyTree[Any], dtype: Any) -> Float[Array, ""] | None:
-    """The largest of the `solver_tolerances` in a PyTree; `None` without solvers."""
-    found = [jnp.asarray(x).astype(dtype) for x in solver_tolerances(tree)]
-    return jax.lax.stop_gradient(ft.reduce(jnp.maximum, found)) if found else None
-
+from .solvers import SolverTag, solver_tags
 
 # Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, in its cache.
 _CACHED = 2**20
@@ -97,6 +38,23 @@ class Space(NamedTuple):
     compute_dtype: np.dtype  # that of blocks and of values; at least 32-bit
     leaves: tuple[jax.ShapeDtypeStruct, ...] = ()
     treedef: Any = None
+    # Facts about the operator, where `state_space` asked for them.
+    is_positive: bool = False
+    is_negative: bool = False
+    is_symmetric: bool = False
+
+    @property
+    def is_semidefinite(self) -> bool:
+        return self.is_positive or self.is_negative
+
+    @property
+    def is_hermitian(self) -> bool:
+        # lineax means the transpose by symmetry.
+        return self.is_semidefinite or (self.is_symmetric and not self.is_complex)
+
+    @property
+    def has_real_trace(self) -> bool:
+        return not self.is_complex or self.is_semidefinite
 
     @property
     def structure(self) -> PyTree[jax.ShapeDtypeStruct]:
@@ -153,6 +111,15 @@ def space_of(operator: lx.AbstractLinearOperator) -> Space:
     return Space(size, dtype, compute_dtype, tuple(leaves), treedef)
 
 
+def state_space(operator: lx.AbstractLinearOperator) -> Space:
+    """The space with what tags and classes say of the operator."""
+    return space_of(operator)._replace(
+        is_positive=is_positive_semidefinite(operator),
+        is_negative=is_known(operator, lx.is_negative_semidefinite),
+        is_symmetric=is_known(operator, lx.is_symmetric),
+    )
+
+
 def complex_dtype(dtype: Any) -> np.dtype:
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.complex64)
@@ -176,35 +143,6 @@ def forward_mode():
         ) from error
 
 
-def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """An operator whose arrays are its leaves, also those that its functions close over.
-
-    A program that is kept sees array leaves alone, and what a Python function, or any other
-    object, reads may have changed since: an operator with such leaves is traced anew. Jitted
-    functions are JAX's to keep, unless they close over tracers.
-    """
-    leaves = jtu.tree_leaves(operator)
-    data = all(is_data(x) for x in leaves)
-    if data and not any(isinstance(x, jax.stages.Wrapped) for x in leaves):
-        return operator
-    if isinstance(operator, _EXPRESSIONS):
-        # Part by part: an inverse next to a function stays an inverse.
-        return with_data(operator)
-    tags = tags_of(operator) | solver_tags(operator)
-    made = linear_function(operator.mv, structure_of(operator.in_structure()), tags)
-    traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
-    return operator if data and not traced else made
-
-
-def with_data(tree: T) -> T:
-    """The PyTree with `as_data` of the operators in it, of an operator of its parts."""
-
-    def inside(x):
-        return x is not tree and isinstance(x, lx.AbstractLinearOperator)
-
-    return jtu.tree_map(lambda x: as_data(x) if inside(x) else x, tree, is_leaf=inside)
-
-
 def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
     """The operator as lineax traces its products, with all its tags and its solvers'."""
     structure = structure_of(operator.in_structure())
@@ -213,45 +151,12 @@ def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperato
     return lx.FunctionLinearOperator(fn, structure, tags)
 
 
-def is_data(leaf: Any) -> bool:
-    """Whether a leaf is what it is for good, as arrays and constants are."""
-    constant = str | jax.extend.core.Jaxpr | jax.stages.Wrapped
-    norms = lxi.max_norm, lxi.rms_norm, lxi.two_norm  # of lineax's solvers
-    is_norm = any(leaf is norm for norm in norms)
-    return is_norm or eqx.is_array_like(leaf) or isinstance(leaf, constant)
-
-
 def on_cpu() -> bool:
     """Whether the default device, for which programs are traced, is a CPU."""
     device = jax.config.jax_default_device  # pyright: ignore
     if device is None:
         return jax.default_backend() == "cpu"
     return (device if isinstance(device, str) else device.platform) == "cpu"
-
-
-def jitted(fn: Callable[P, T]) -> Callable[P, T]:
-    """`eqx.filter_jit`, with the device of data that isn't traced for the default one."""
-    compiled = eqx.filter_jit(fn)
-
-    @ft.wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        arrays = [x for x in jtu.tree_leaves(args) if isinstance(x, jax.Array)]
-        known = [x for x in arrays if not isinstance(x, jax.core.Tracer)]
-        devices = [device for x in known if x.committed for device in x.devices()]
-        if not devices or (devices[0].platform == "cpu") == on_cpu():
-            return compiled(*args, **kwargs)
-        with jax.default_device(devices[0]):
-            return compiled(*args, **kwargs)
-
-    return call
-
-
-@jitted
-def size_of_product(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
-    """A power of two of the size of the product with a vector of signs, or 1."""
-    space = space_of(operator)
-    signs = noise(1, space.size, space.compute_dtype, 0).T
-    return jax.lax.stop_gradient(power_of_two_scale(apply_block(operator, signs)))
 
 
 def columns_at_once(n: int) -> int:
@@ -394,19 +299,6 @@ def product_tangent(
     return eqx.filter_jvp(lambda op: product(op, V), (operator,), (tangent,))[1]
 
 
-def derived(
-    operator: lx.AbstractLinearOperator, tangent: PyTree
-) -> lx.AbstractLinearOperator:
-    """`dA` as an operator."""
-    structure = operator.in_structure()
-
-    def mv(vector):
-        out, t = eqx.filter_jvp(lambda op: op.mv(vector), (operator,), (tangent,))
-        return jtu.tree_map(lambda x, t: jnp.zeros_like(x) if t is None else t, out, t)
-
-    return lx.FunctionLinearOperator(mv, structure)
-
-
 def is_known(operator: lx.AbstractLinearOperator, *checks: Callable) -> bool:
     """Whether one of lineax's checks holds, which other operators need not register."""
     for check in checks:
@@ -430,8 +322,68 @@ def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
     return is_semidefinite(operator) or (real and is_known(operator, lx.is_symmetric))
 
 
-def has_real_trace(operator: lx.AbstractLinearOperator) -> bool:
-    return not space_of(operator).is_complex or is_semidefinite(operator)
+SEMIDEFINITE = lx.is_positive_semidefinite, lx.is_negative_semidefinite
+
+
+class ComplexLinearOperator(ByProducts):
+    """An operator on real vectors as one on complex vectors, a product being two of its."""
+
+    operator: lx.AbstractLinearOperator
+
+    def mv(self, vector):
+        parts = [jtu.tree_map(part, vector) for part in (jnp.real, jnp.imag)]
+        real, imaginary = map(self.operator.mv, parts)
+        with jax.numpy_dtype_promotion("standard"):
+            return jtu.tree_map(lambda x, y: x + 1j * y, real, imaginary)
+
+    def _knows(self, check):
+        # lineax takes a complex multiple for one by its real part.
+        return check not in SEMIDEFINITE and is_known(self.operator, check)
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return _complex(self.operator.in_structure())
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return _complex(self.operator.out_structure())
+
+
+def _complex(structure: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
+    return jtu.tree_map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, complex_dtype(leaf.dtype)),
+        structure,
+    )
+
+
+class ShiftedLinearOperator(ByProducts):
+    """`A + shift I`, or A plus a diagonal. A sum compares types of arrays, which differ in
+    `jax.shard_map`."""
+
+    operator: lx.AbstractLinearOperator
+    shift: Inexact[Array, "*n"]
+
+    @property
+    def added(self) -> lx.AbstractLinearOperator:
+        """The multiple of the identity without its factor, or the diagonal."""
+        structure = self.in_structure()
+        if self.shift.ndim == 0:
+            return lx.IdentityLinearOperator(structure)
+        return lx.DiagonalLinearOperator(unflatten(self.shift, structure))
+
+    def mv(self, vector):
+        def shifted(product, x, shift):
+            return product + shift.astype(product.dtype) * x.astype(product.dtype)
+
+        shift = jtu.tree_map(lambda _: self.shift, vector)
+        if self.shift.ndim:
+            shift = unflatten(self.shift, self.in_structure())
+        return jtu.tree_map(shifted, self.operator.mv(vector), vector, shift)
+
+    def _knows(self, check):
+        lost = *SEMIDEFINITE, lx.has_unit_diagonal
+        return check not in lost and is_known(self.operator, check)
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.operator.in_structure()
 
 
 # Each check, its own tag, and what else implies it.

@@ -153,7 +153,7 @@ def exact_stats(
     """The `stats` of an exact answer that an estimate would have, too."""
     stats: dict[str, PyTree] = {"known_trace": jnp.asarray(False)}
     if state.has_bracket:
-        value = state.tree(values)
+        value = state.treedef.unflatten(values)
         stats["bracket"], stats["bracket_is_proven"] = (value, value), jnp.asarray(True)
         stats["bottom"] = jnp.min(eigenvalues, initial=jnp.inf)
     return stats
@@ -170,12 +170,12 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
     theta, S = eigh(hermitian)
     indices = jnp.arange(space.size, dtype=jnp.int32)
     solves = jax.vmap(ft.partial(solve_of_column, operator), (1, 0))(A, indices)
-    error = None
+    error = state.solvers
     if solves is not None:
         of_solves = jnp.linalg.norm(errors_of_solves(solves).columns)
         error = of_solves / divisor(jnp.max(jnp.abs(theta)))
     theta, noise, result = ritz_values(
-        theta, asymmetry, operator, state.lower, state.magnitude, error
+        theta, asymmetry, space, state.lower, state.magnitude, error
     )
     function, ones = state.function.in_range(theta), jnp.ones_like(theta)
     values = [jnp.sum(f) for f in function(theta)]

@@ -33,7 +33,6 @@ from .._linalg.left_out_krylov import (
     tested_weights,
 )
 from .._linalg.types import fori_loop
-from .._operators.space import is_positive_semidefinite
 from .function import SpectralFunction, derivative, remaining, weighted_sums
 from .question import SpectralState
 
@@ -65,7 +64,7 @@ def lower_ends(
     least = jnp.min(theta)
     positive = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
     finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
-    proven = jnp.asarray(is_positive_semidefinite(state.operator))
+    proven = jnp.asarray(state.space.is_positive)
     if lower is not None:
         proven = proven | (lower >= 0)
     end = jnp.where(finite, known, positive / 4)

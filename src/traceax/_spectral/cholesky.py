@@ -28,7 +28,7 @@ from .._linalg.dense import (
     squares,
 )
 from .._operators.entries import has_known_entries, matrix_of
-from .._operators.space import is_positive_semidefinite, space_of
+from .._operators.space import space_of
 from .._results import RESULTS
 from .._rule import Evidence, Outcome
 from .base import exact_stats, spectral_outcome
@@ -208,7 +208,7 @@ def _why(
     failed: Bool[Array, ""], A: Inexact[Array, "n n"], state: SpectralState
 ) -> RESULTS:
     """Why a factorisation fails: the smallest eigenvalue is negative, or hidden by rounding."""
-    if not is_positive_semidefinite(state.operator):
+    if not state.space.is_positive:
         return RESULTS.outside_domain
     eps, size = jnp.finfo(A.dtype).eps, jnp.max(jnp.sum(jnp.abs(A), axis=1))
 

@@ -10,8 +10,8 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from .._arguments import known_number
 from .._estimate import Estimate, raise_failure, with_slopes
 from .._estimator import estimate_state, limits, made_of
+from .._operators.check import jitted
 from .._operators.entries import readable_data
-from .._operators.space import jitted
 from .._tolerance import NO_PROGRESS_METER, Depth, ProgressMeter, Stop, make_stop
 from .base import SpectralEstimator
 from .cholesky import factorised, is_small

@@ -9,7 +9,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
 
@@ -18,9 +17,6 @@ from .._linalg.dense import divisor, largest_entry, power_of_two_scale
 from .._operators.closure import closure
 from .._operators.space import (
     Space,
-    is_positive_semidefinite,
-    solver_tolerance,
-    space_of,
     structure_of,
 )
 from .._results import RESULTS
@@ -54,11 +50,10 @@ class SpectralFunction(eqx.Module):
         flat = jax.vmap(self.fn)(points.reshape(-1))
         return [inexact(x) for x in jtu.tree_leaves(flat)]
 
-    def tree(self, leaves: list[Any], dtype: Any) -> PyTree:
-        """Leaves, one for each of the function's, in the structure of its result."""
+    def treedef(self, dtype: Any) -> Any:
+        """The structure of its results."""
         scalar = structure_of(jax.ShapeDtypeStruct((), dtype))
-        shapes = jax.eval_shape(self.fn, scalar)
-        return jtu.tree_structure(shapes).unflatten(leaves)
+        return jtu.tree_structure(jax.eval_shape(self.fn, scalar))
 
     def in_range(self, values: Float[Array, " k"]) -> "SpectralFunction":
         """The function; a power in a unit in which those of these values are in range."""
@@ -316,21 +311,20 @@ def largest_asymmetry(space: Space) -> float:
 def ritz_values(
     values: Float[Array, " k"],
     asymmetry: Float[Array, ""],
-    operator: lx.AbstractLinearOperator,
+    space: Space,
     lower: Float[Array, ""] | None = None,
-    size: Float[Array, ""] | None = None,
+    magnitude: Float[Array, ""] | None = None,
     error: Float[Array, ""] | None = None,
 ) -> RitzValues:
     """`RitzValues`, given how far from symmetric the projected operator is.
 
-    `size` is that of the numbers that products are made of, where these cancel; `error`
-    what is known of the error of products, relative to the largest: by default the
-    tolerance of the solvers within the operator.
+    `magnitude` is the magnitude of the terms that cancel in a product, and `error` the error
+    of products relative to the largest value, where solvers inside the operator make it.
     """
-    if error is None:
-        error = solver_tolerance(operator, values.dtype)
     largest = jnp.max(jnp.abs(values), initial=0)
-    cancelled = 1 if size is None else jnp.maximum(size / divisor(largest), 1)
+    cancelled = 1.0
+    if magnitude is not None:
+        cancelled = jnp.maximum(magnitude / divisor(largest), 1)
     asymmetry = asymmetry / cancelled
     eps = jnp.finfo(values.dtype).eps
     rounding = 8 * math.sqrt(values.shape[0])
@@ -338,11 +332,11 @@ def ritz_values(
     # Numbers that left the range say nothing about the operator.
     finite = jnp.isfinite(values).all() & jnp.isfinite(asymmetry + cancelled)
     result = RESULTS.where(finite, RESULTS.successful, RESULTS.nonfinite)
-    if is_positive_semidefinite(operator):
+    if space.is_positive:
         wrong = finite & (jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest)
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
         values = jnp.where(wrong, values, jnp.maximum(values, 0))
-    limit = largest_asymmetry(space_of(operator))
+    limit = largest_asymmetry(space)
     limit = limit if error is None else jnp.maximum(limit, error)
     asymmetric = finite & (asymmetry > limit)
     result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)

@@ -101,7 +101,7 @@ def krylov_sums(
     m, orders = width - q, tuple(width * size for size in step_sizes)
     theta, S = ritz_pairs(T, width * steps, sizes=orders)
     theta, noise, result = ritz_values(
-        theta, asymmetry, state.operator, state.lower, state.magnitude
+        theta, asymmetry, state.space, state.lower, state.magnitude, state.solvers
     )
     shallow, rows = steps, len(T)  # coordinates that spaces without a probe reach
     if most_left_out is not None:
@@ -179,9 +179,8 @@ def krylov_sums(
             jnp.where(positive, jnp.maximum(jnp.abs(high - low) / 2, more), jnp.inf)
             for (low, high), more in zip(sides, of_reach, strict=True)
         ]
-        stats["bracket"] = tuple(
-            state.tree(list(x)) for x in zip(*brackets, strict=True)
-        )
+        ends = map(state.treedef.unflatten, zip(*brackets, strict=True))
+        stats["bracket"] = tuple(ends)
         stats["bracket_is_proven"], stats["bottom"] = proven & positive, bottom
     else:
         unfound = quadrature_errors(function, projected, left_out, (theta, S), n, steps)

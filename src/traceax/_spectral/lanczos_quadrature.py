@@ -90,7 +90,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         krylov = lanczos(ft.partial(apply_block, operator), Omega, steps)
         pairs = krylov.ritz_pairs()
         flat, noise, result = ritz_values(
-            pairs.values, krylov.asymmetry, operator, state.lower
+            pairs.values, krylov.asymmetry, space, state.lower, error=state.solvers
         )
         pairs = eqx.tree_at(lambda pairs: pairs.values, pairs, flat)
         function = state.function.in_range(flat)

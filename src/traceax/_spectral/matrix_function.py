@@ -34,8 +34,15 @@ from .._linalg.dense import (
 from .._linalg.krylov import RitzPairs, arnoldi, lanczos
 from .._linalg.types import automatic
 from .._operators import space as spaces
-from .._operators.check import ComplexLinearOperator, checked_operator
-from .._operators.space import apply_block, as_data, product_tangent, space_of
+from .._operators.check import as_data, checked_operator
+from .._operators.solvers import solver_tolerance
+from .._operators.space import (
+    ComplexLinearOperator,
+    apply_block,
+    product_tangent,
+    space_of,
+    state_space,
+)
 from .function import (
     HIDDEN,
     SpectralFunction,
@@ -150,7 +157,13 @@ class MatrixFunctionLinearOperator(spaces.Dense):
 
     def points(self, values: Float[Array, " s"], asymmetry: Float[Array, ""]):
         """Ritz values, moved to the end of the spectrum that rounding hides from them."""
-        values, noise, _ = ritz_values(values, asymmetry, self.operator, self.lower)
+        values, noise, _ = ritz_values(
+            values,
+            asymmetry,
+            state_space(self.operator),
+            self.lower,
+            error=solver_tolerance(self.operator, values.dtype),
+        )
         # A root of high order magnifies rounding: Ritz values that rounding hides from
         # `lower`, or from 0, become this end if f is finite there.
         end = jnp.zeros_like(noise) if self.lower is None else self.lower

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key
 
-from .._arguments import StoredKey, check_key, check_real_scalar
+from .._arguments import check_key, check_real_scalar
 from .._error_bar import ErrorBar, joint_bar
 from .._linalg.whitening import Preconditioner
 from .._operators.check import checked_operator
 from .._operators.space import (
     Space,
-    is_positive_semidefinite,
     space_of,
+    state_space,
 )
-from .._state import State
+from .._state import State, StoredKey
 from .function import (
     SpectralFunction,
     checked_lower,
@@ -68,7 +68,7 @@ class SpectralState(State):
         self.right = right
         self.preconditioner = jax.lax.stop_gradient(preconditioner)
         self.trace = jax.lax.stop_gradient(trace)
-        self.space = space_of(operator)
+        self.space = state_space(operator)
 
     @property
     def key(self) -> Key[Array, ""]:
@@ -83,7 +83,7 @@ class SpectralState(State):
     @property
     def has_bracket(self) -> bool:
         """Whether the truncation error of a Krylov space has bounds."""
-        bounded = self.lower is not None or is_positive_semidefinite(self.operator)
+        bounded = self.lower is not None or self.space.is_positive
         return self.function.monotone and bounded
 
     @property
@@ -92,8 +92,9 @@ class SpectralState(State):
         P = self.preconditioner
         return None if P is None else P._magnitude
 
-    def tree(self, values):
-        return self.function.tree(values, self.space.real_dtype)
+    @property
+    def treedef(self):
+        return self.function.treedef(self.space.real_dtype)
 
     def bar(self, bars):
         return joint_bar(bars) if self.right is None else likelihood_bar(bars)

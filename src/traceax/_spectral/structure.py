@@ -19,7 +19,7 @@ from .._arguments import check_budget
 from .._error_bar import ErrorBar
 from .._linalg.dense import column_norms, divisor, largest_entry, power_of_two_scale
 from .._operators.entries import known_diagonal
-from .._operators.space import Space, apply_block, is_hermitian, is_known
+from .._operators.space import Space, apply_block, is_known
 from .._results import RESULTS
 from .._rule import Evidence, Outcome
 from .base import exact_stats, spectral_outcome
@@ -70,7 +70,7 @@ def _by_diagonal(state: SpectralState) -> Outcome:
     assert diagonal is not None
     entries = diagonal.read().astype(space.compute_dtype)
     points, result, stats = jnp.real(entries), RESULTS.successful, {}
-    if _is_hermitian(operator):
+    if _is_hermitian(state):
         imaginary = largest_entry(entries - points.astype(entries.dtype))
         rounding = 100 * jnp.sqrt(jnp.finfo(points.dtype).eps) * largest_entry(entries)
         result = RESULTS.where(imaginary > rounding, RESULTS.not_hermitian, result)
@@ -128,7 +128,7 @@ def _by_bands(state: SpectralState) -> Outcome:
     stats = dict[str, Any](num_matvecs=3)
     # The relative error of the determinant.
     wrong = jnp.isinf(value) | (error > 1 / HIDDEN)
-    hermitian, result = _is_hermitian(operator), RESULTS.successful
+    hermitian, result = _is_hermitian(state), RESULTS.successful
     if state.function.evaluates(RECIPROCAL):
         value, slopes = trace_inverse(bands), slopes_of(trace_inverse)
         slopes = jtu.tree_map(lambda x: x / unit.astype(x.dtype), slopes)
@@ -164,8 +164,8 @@ def _judge_bands(slopes: _Bands, products: tuple[_Bands, Array]) -> list[ErrorBa
     return [_rounded(value, 2 * _band_errors(slopes, bands, value))]
 
 
-def _is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    return is_hermitian(operator) or is_known(operator, lx.is_diagonal)
+def _is_hermitian(state: SpectralState) -> bool:
+    return state.space.is_hermitian or is_known(state.operator, lx.is_diagonal)
 
 
 def _read_bands(operator: lx.AbstractLinearOperator, space: Space) -> _Scaled:

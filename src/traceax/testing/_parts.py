@@ -13,16 +13,10 @@ from jaxtyping import Array, ArrayLike, Key
 
 from .._arguments import check_key, require
 from .._linalg.whitening import Preconditioner
-from .._operators.check import as_complex, checked_operator
+from .._operators.check import as_complex, as_data, checked_operator
 from .._operators.entries import columns_of, diagonal_of
-from .._operators.space import (
-    apply_block,
-    as_data,
-    is_known,
-    is_semidefinite,
-    solver_tolerance,
-    space_of,
-)
+from .._operators.solvers import solver_tolerance
+from .._operators.space import apply_block, is_known, is_semidefinite, space_of
 from .._preconditioner import check_own
 
 
