@@ -37,7 +37,7 @@ import numpy as np
 from jax.scipy.stats import norm
 
 import traceax as tx
-from traceax._accuracy import tolerance as tolerance_module
+from traceax import _tolerance as tolerance_module
 from traceax._estimate import student_t_quantile
 from traceax._operators.space import space_of
 from traceax._tolerance import LEAST_PRODUCTS, NO_PROGRESS_METER, make_stop, step_width

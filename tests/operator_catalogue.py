@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from problems import PSD, complex_dtype, float_dtype, is_x64
 
 import traceax as tx
-from traceax._operators.check import ComplexLinearOperator, ShiftedLinearOperator
+from traceax._operators.space import ComplexLinearOperator, ShiftedLinearOperator
 from traceax._preconditioner import PreconditionedLinearOperator, make_preconditioner
 
 N, ROWS = 7, 4

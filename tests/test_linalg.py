@@ -11,7 +11,7 @@ from helpers import (
 from problems import as_operator, complex_dtype, float_dtype, haar, matrix
 
 import traceax as tx
-from traceax._linalg import tall
+from traceax._linalg import dense as tall
 from traceax._linalg.dense import (
     column_norms,
     extend,

@@ -34,10 +34,10 @@ def _full_name(cls: type) -> str:
 
 
 def require(
-    condition: Any,
+    condition: object,
     where: str,
     what: str,
-    got: Any,
+    got: object,
     hint: str,
     error: type[Exception] = ValueError,
 ) -> None:
@@ -64,14 +64,14 @@ def known_number(x: Any) -> float | None:
     return None if isinstance(x, jax.core.Tracer) else float(x)
 
 
-def known_minimum(x: Any) -> float | None:
+def known_minimum(x: object) -> float | None:
     """The smallest of real numbers, unless they are traced."""
     if isinstance(x, jax.core.Tracer):
         return None
     return float(np.min(np.asarray(x, float), initial=np.inf))
 
 
-def check_key(key: Any, where: str) -> Key[Array, ""]:
+def check_key(key: object, where: str) -> Key[Array, ""]:
     """A single typed key from a typed or legacy key."""
     is_array = isinstance(key, jax.Array | np.ndarray)
     if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
@@ -86,13 +86,13 @@ def check_key(key: Any, where: str) -> Key[Array, ""]:
     )
 
 
-def inexact(x: Any) -> Inexact[Array, "..."]:
+def inexact(x: object) -> Inexact[Array, "..."]:
     """Floating-point numbers. Without 64-bit mode `jnp.asarray(x)` cuts integers to 32 bits."""
     given = x if isinstance(x, jax.Array) else np.asarray(x)
     return jnp.asarray(x, None if jnp.issubdtype(given.dtype, jnp.inexact) else float)
 
 
-def check_integers(x: Any, name: str, where: str) -> None:
+def check_integers(x: object, name: str, where: str) -> None:
     """Refuses NumPy integers that JAX would cut to 32 bits."""
     if isinstance(x, np.ndarray | np.generic) and x.size and x.dtype.kind in "iu":
         least, largest = int(x.min()), int(x.max())
@@ -119,7 +119,7 @@ def check_budget(k: Any, where: str) -> int:
     raise ValueError(f"{where}: k must be at least 1, got {k}; {hint}.")
 
 
-def budget_of(k: Any, tolerance: Any, n: int, where: str) -> int:
+def budget_of(k: object, tolerance: object, n: int, where: str) -> int:
     """`k` as a positive Python int. Left out, with a tolerance, `most_products`, or 2 n
     where n is at most 1,000: the last n give the exact answer.
     """
@@ -153,7 +153,7 @@ def check_level(level: Any, where: str) -> float:
     )
 
 
-def without_numpy(given: Any) -> Any:
+def without_numpy(given: object) -> Any:
     """A NumPy integer as a Python one; anything else as it is."""
     return int(given) if isinstance(given, np.integer) else given
 

@@ -40,7 +40,7 @@ class Colours(NamedTuple):
     exact: bool
 
 
-def colour(pattern: Any, distance: int = 1, *, size: int | None = None) -> Colours:
+def colour(pattern: object, distance: int = 1, *, size: int | None = None) -> Colours:
     r"""Colours for a sparsity pattern: nodes within a distance have different ones.
 
     ```python
@@ -397,7 +397,7 @@ class ColouredSampler(Sampler):
         require(right, _WHERE, what, self.colours, hint)
 
 
-def _checked(colours: Any) -> Int[np.ndarray, " n"]:
+def _checked(colours: object) -> Int[np.ndarray, " n"]:
     what = "colours must be an array of integers known at trace time"
     hint = "make them outside of jax.jit, by traceax.colour for example"
     known = not isinstance(colours, jax.core.Tracer)

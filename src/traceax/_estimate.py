@@ -204,7 +204,7 @@ class Estimate(eqx.Module):
                 lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
             )
 
-    def replaced(self, **changes: Any) -> "Estimate":
+    def replaced(self, **changes: object) -> "Estimate":
         """The estimate with other values of some arguments of `__init__`."""
         arguments = {
             "value": self.value,
@@ -239,7 +239,7 @@ class Estimate(eqx.Module):
     def __format__(self, spec: str) -> str:
         return format(np.asarray(self.value)[()], spec) if spec else str(self)
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
+    def __array__(self, *_: object, **__: object) -> Any:
         raise TypeError(
             "traceax.Estimate: an estimate is a value with an error bar, and no number or "
             "array; compute with estimate.value."

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -34,8 +34,10 @@ from ._tolerance import (
     tolerance_result,
 )
 
+S = TypeVar("S", bound=State)
 
-class Estimator(eqx.Module):
+
+class Estimator(eqx.Module, Generic[S]):
     """Abstract base class of estimators of traces and of spectral functions."""
 
     # Whether JAX may differentiate exact answers itself.
@@ -44,10 +46,10 @@ class Estimator(eqx.Module):
     _bars_hold_solvers: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def compute(self, state: Any, k: int) -> Any:
+    def compute(self, state: S, k: int) -> Any:
         """The algorithm. Called with `1 <= k < n`."""
 
-    def compute_until(self, state: Any, k: int, stop: Stop | Depth) -> Any:
+    def compute_until(self, state: S, k: int, stop: Stop | Depth) -> Any:
         """As `compute`, until a `Stop` or `Depth`; for a `Stop` with `"products_needed"` in
         `stats`. Optional."""
         raise TypeError(
@@ -56,18 +58,18 @@ class Estimator(eqx.Module):
             "functions, or leave out rtol and atol."
         )
 
-    def least_of_loop(self, state: Any) -> int:
+    def least_of_loop(self, state: S) -> int:
         """The fewest products that a loop to a tolerance is worth starting with. Optional."""
         return LEAST_PRODUCTS
 
-    def depth(self, state: Any, meter: ProgressMeter) -> Depth | None:
+    def depth(self, state: S, meter: ProgressMeter) -> Depth | None:
         """When a loop may stop whose budget is left out; `None` if it must be given. Optional."""
         return None
 
     def check_budget(self, k: int, *, at_most: bool) -> None:
         """Refuses budgets that can't be spent; `at_most`: caps of a tolerance. Optional."""
 
-    def trim(self, state: Any) -> Any:
+    def trim(self, state: S) -> S:
         """Cuts buffers to the units taken, where their number is known (outside of jit).
 
         Optional.
@@ -75,15 +77,15 @@ class Estimator(eqx.Module):
         return state
 
     @abc.abstractmethod
-    def _exact(self, state: Any) -> tuple[Outcome, StandIn]:
+    def _exact(self, state: S) -> tuple[Outcome, StandIn]:
         """The exact answer from n products."""
 
     @abc.abstractmethod
-    def _finish(self, state: Any, computed: Any) -> tuple[Outcome, StandIn]:
+    def _finish(self, state: S, computed: Any) -> tuple[Outcome, StandIn]:
         """The outcome and its stand-in, from the result of `compute`."""
 
     def run(
-        self, state: State, k: int, stop: Stop | Depth | None
+        self, state: S, k: int, stop: Stop | Depth | None
     ) -> tuple[Outcome, StandIn]:
         """The exact answer, or the estimate from k products at most, or until `stop`."""
         space = state.space

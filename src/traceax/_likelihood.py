@@ -1,7 +1,5 @@
 """The likelihood of a Gaussian process: a log-determinant, a solve and a quadratic form."""
 
-from typing import Any
-
 import equinox as eqx
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
@@ -159,7 +157,7 @@ def preconditioned_logdet(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
     k: int | None,
-    estimator: Any,
+    estimator: object,
     shift: ArrayLike,
     preconditioner: Given,
     options: Options,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
 
 from ._arguments import (
@@ -91,7 +92,7 @@ def choose_pivots(
 
 
 def check_preconditioner(
-    given: Any, operator: lx.AbstractLinearOperator, where: str
+    given: object, operator: lx.AbstractLinearOperator, where: str
 ) -> int | Int[Array, " r"] | Preconditioner | None:
     """A number of columns, pivots, a preconditioner or `None`, for this operator."""
     space, given = space_of(operator), without_numpy(given)
@@ -202,7 +203,9 @@ def _check_number(given: Any, n: int, name: str, where: str) -> int:
     return given
 
 
-def check_own(given: Preconditioner, n: int, dtype: Any, where: str) -> Preconditioner:
+def check_own(
+    given: Preconditioner, n: int, dtype: DTypeLike, where: str
+) -> Preconditioner:
     """Refuses a preconditioner that isn't of that size and dtype."""
     block = jax.ShapeDtypeStruct((n, 2), dtype)
     hint = f"the operator acts on n = {n} unknowns of {dtype}"

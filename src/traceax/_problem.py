@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key, PyTree
 
 from ._arguments import check_key, require
 from ._error_bar import ErrorBar
@@ -47,9 +47,9 @@ def solve(
     answer: Callable[["Problem", Outcome, By], T],
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    y: Any,
+    y: object,
     k: int | None,
-    estimator: Any,
+    estimator: object,
     shift: ArrayLike,
     preconditioner: Given,
     options: Options,
@@ -261,7 +261,7 @@ def _bracket(outcome: Outcome) -> tuple[Array, Array]:
     return jax.lax.stop_gradient(outcome.stats["bracket"])
 
 
-def _judge(judged: jtu.Partial, judge: jtu.Partial, products: Any) -> list[ErrorBar]:
+def _judge(judged: jtu.Partial, judge: jtu.Partial, products: PyTree) -> list[ErrorBar]:
     """The bars that a door returns, from those of the log-determinant and of forms."""
     return [judged(judge(products))]
 

@@ -77,11 +77,11 @@ class RESULTS(eqx.Enumeration):
     )
 
 
-def _is_result(x: Any) -> bool:
+def _is_result(x: object) -> bool:
     return isinstance(x, type(RESULTS.successful))
 
 
-def map_results(fn: Callable[..., Any], result: PyTree[RESULTS], *trees: Any) -> Any:
+def map_results(fn: Callable[..., Any], result: PyTree[RESULTS], *trees: Any) -> PyTree:
     """`fn(result, *parts)` for each result, and the part of each tree that it is about."""
     return jtu.tree_map(fn, result, *trees, is_leaf=_is_result)
 

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._error_bar import ErrorBar
@@ -120,7 +121,7 @@ def as_arrays(stats: dict[str, Any]) -> dict[str, PyTree[Array]]:
     return jtu.tree_map(as_array, stats)
 
 
-def cast_bar(bar: ErrorBar, dtype: Any) -> ErrorBar:
+def cast_bar(bar: ErrorBar, dtype: DTypeLike) -> ErrorBar:
     """The error bar in a dtype, the error infinite where it or the mean isn't known."""
     mean, error, freedom = map(jnp.asarray, bar)
     if not jnp.issubdtype(dtype, jnp.complexfloating):
@@ -158,7 +159,7 @@ class StandIn(eqx.Module):
 # Jitted, so that JAX's trace cache serves the abstract evaluation, the program and its
 # derivative: a third of the time of a first call.
 @eqx.filter_jit
-def run(estimator: Any, state: PyTree, k: int, stop: Any) -> tuple[Outcome, StandIn]:
+def run(estimator: Any, state: PyTree, k: int, stop: PyTree) -> tuple[Outcome, StandIn]:
     return estimator.run(state, k, stop)
 
 
@@ -255,7 +256,7 @@ estimate_p = eqxi.create_vprim(
 eqxi.register_impl_finalisation(estimate_p)
 
 
-def bind(estimator: Any, state: PyTree, k: int, stop: Any) -> Outcome:
+def bind(estimator: eqx.Module, state: PyTree, k: int, stop: PyTree) -> Outcome:
     """The outcome of `estimator.run`, differentiable with respect to the state."""
     x64 = jax.config.jax_enable_x64  # pyright: ignore
     return eqxi.filter_primitive_bind(estimate_p, estimator, state, k, stop, False, x64)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, Int, Key
+from jaxtyping import Array, Inexact, Int, Key, PyTree
 
 from ._arguments import require
 from ._linalg.dense import column_norms, orthonormalise, signs
@@ -215,7 +215,7 @@ class OrthogonalSampler(Sampler):
         return Q * (math.sqrt(n) * phase)[None, :].astype(dtype)
 
 
-def with_drawn(tree: Any, key: Key[Array, ""], most: int, space: Space) -> Any:
+def with_drawn(tree: PyTree[Any], key: Key[Array, ""], most: int, space: Space) -> Any:
     """A module with its samplers' probes in memory, of those that draw all at once."""
 
     def is_sampler(x):

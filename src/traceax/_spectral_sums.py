@@ -341,7 +341,7 @@ def spectral_density(
 _SHIFT = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"
 
 
-def _is_noise(operator: Any, shift: Any, where: str) -> bool:
+def _is_noise(operator: object, shift: object, where: str) -> bool:
     """Whether a shift is a noise for each unknown. It is a part of structured operators."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         return False

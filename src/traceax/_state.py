@@ -80,7 +80,7 @@ class State(eqx.Module):
         """The error bar that a tolerance applies to. Optional."""
         return bars[0]
 
-    def resumed(self, grown: Grown) -> "State":
+    def resumed(self, grown: Grown | None) -> "State":
         """The state with the products of an estimate. Optional."""
         return self
 
@@ -200,7 +200,7 @@ def checked_state(given: Any, estimator: eqx.Module, where: str) -> State:
     return state
 
 
-def _equal(x: Any, y: Any) -> bool:
+def _equal(x: object, y: object) -> bool:
     """Whether two modules are equal. Traced arrays are assumed equal."""
     (xs, structure), (ys, other) = jtu.tree_flatten(x), jtu.tree_flatten(y)
     return structure == other and all(

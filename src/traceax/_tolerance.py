@@ -18,6 +18,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Int32, PyTree
 
 from ._arguments import check_level, kind_of, require
@@ -33,7 +34,7 @@ _WHOLE = 10_000  # hundredths of a percent: integers have no derivatives
 Position = tuple[Int32[Array, ""], Int32[Array, ""]]
 
 
-def _checked(given: Any) -> Any:
+def _checked(given: object) -> Any:
     right = isinstance(given, float | int) and (0 <= given <= 1 or given == math.inf)
     what, hint = "minimum_increase must be from 0 to 1", "0.02 shows every 2 %"
     require(right, "traceax.ProgressMeter", what, kind_of(given), hint)
@@ -167,7 +168,7 @@ class Stop(eqx.Module):
     solvers: Scalar | None = None  # the relative error of solvers within the operator
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.rtol.dtype
 
     def ratio(self, bar: ErrorBar) -> Scalar:
@@ -216,7 +217,7 @@ class Depth(eqx.Module):
     """Condition for a loop to stop: what a Krylov space leaves no longer matters."""
 
     meter: ProgressMeter = eqx.field(static=True)
-    dtype: Any = eqx.field(static=True)  # of real numbers
+    dtype: DTypeLike = eqx.field(static=True)  # of real numbers
     # What doesn't matter in any case, in the unit of the value.
     negligible: float = eqx.field(static=True, default=0.0)
 
@@ -244,7 +245,7 @@ def make_stop(
     atol: ArrayLike | None,
     level: float,
     meter: ProgressMeter,
-    dtype: Any,
+    dtype: DTypeLike,
     where: str,
     norm: str | None = None,
 ) -> Stop | None:
@@ -265,7 +266,7 @@ def make_stop(
     return Stop(relative, absolute, level, meter, one, zero, norm)
 
 
-def check_tolerance(x: Any, name: str, dtype: Any, where: str) -> Scalar:
+def check_tolerance(x: Any, name: str, dtype: DTypeLike, where: str) -> Scalar:
     """A tolerance, checked, as a real array of the precision of `dtype`."""
     number = not (isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x))
     what, hint = f"{name} must be a real number", "write 1e-2 for two digits"
@@ -288,7 +289,9 @@ class Check(NamedTuple):
     """Check of the units so far."""
 
     bar: ErrorBar  # which `run_until` widens for a tolerance
-    extra: Any  # anything that the caller of a loop wants to have of its last check
+    extra: PyTree[
+        Any
+    ]  # anything that the caller of a loop wants to have of its last check
     ratio: Scalar | None = None  # where that isn't `Stop.ratio`
 
 
@@ -314,7 +317,7 @@ class Forecast(NamedTuple):
 
 
 class Loop(eqx.Module):
-    buffers: Any  # what `grow` fills
+    buffers: PyTree[Any]  # what `grow` fills
     count: Count  # how many units they hold
     next_check: Count  # the number from which on they are checked again
     check: Check  # the last one
@@ -327,7 +330,7 @@ def run_until(
     stop: Stop | Depth,
     grow: Callable[[Any, Count], Any],
     judge: Callable[[Any, Count], Check],
-    buffers: Any,
+    buffers: PyTree[Any],
     *,
     start: int | Count,
     width: int,

@@ -2,7 +2,7 @@
 
 import functools as ft
 import operator as op
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -203,7 +203,7 @@ def _estimate(
     return set_choice(estimate, choice)
 
 
-def _check_estimator(estimator: Any, functional: Functional, where: str) -> None:
+def _check_estimator(estimator: object, functional: Functional, where: str) -> None:
     if not isinstance(estimator, TraceEstimator):
         raise TypeError(
             f"{where}: estimator must be a traceax.TraceEstimator, got "

@@ -45,7 +45,7 @@ from ._state import Grown, TraceState, init_state
 from ._tolerance import LEAST_PRODUCTS, Check, run_until, step_width
 
 
-class TraceEstimator(Estimator):
+class TraceEstimator(Estimator[TraceState]):
     r"""Abstract base class of trace estimators.
 
     A concrete estimator is a frozen module whose fields are configuration, so that
@@ -88,7 +88,7 @@ class TraceEstimator(Estimator):
 
     @abc.abstractmethod
     def compute(
-        self, state: Any, k: int
+        self, state: TraceState, k: int
     ) -> tuple[
         Inexact[Array, ""],
         Float[Array, ""],
@@ -184,35 +184,39 @@ class GrowingEstimator(TraceEstimator):
     products_per_unit: ClassVar[int]
 
     @abc.abstractmethod
-    def begin(self, state: Any, room: int) -> PyTree[Array]:
+    def begin(self, state: TraceState, room: int) -> PyTree[Array]:
         """Buffers of zeros for `room` units, along every axis that holds units."""
 
     @abc.abstractmethod
     def grow(
-        self, state: Any, buffers: Any, count: int | Int[Array, ""], width: int
+        self,
+        state: TraceState,
+        buffers: PyTree[Any],
+        count: int | Int[Array, ""],
+        width: int,
     ) -> PyTree[Array]:
         """The buffers of `count` units with the next `width` units put after these."""
 
     @abc.abstractmethod
     def judge(
-        self, state: Any, buffers: Any, count: int | Int[Array, ""]
+        self, state: TraceState, buffers: PyTree[Any], count: int | Int[Array, ""]
     ) -> tuple[ErrorBar, RESULTS | None]:
         """The error bar of `count` units, whose mean is the value, and a failure to report,
         or `None`."""
 
     @abc.abstractmethod
     def stand_in(
-        self, state: Any, buffers: Any, count: int | Int[Array, ""]
+        self, state: TraceState, buffers: PyTree[Any], count: int | Int[Array, ""]
     ) -> list[tuple[Array, Array]] | Columns:
         """Pairs of blocks V and Z, n x room, columns beyond `count` being 0. The derivative of
         the value is the sum over all pairs of `<Z, dA V>`."""
 
-    def fallback(self, state: Any, k: int) -> Any:
+    def fallback(self, state: TraceState, k: int) -> Any:
         """For budgets too small for this algorithm: the result of another one, as `compute`
         returns it; `None` to go on. Optional."""
         return None
 
-    def more_stats(self, buffers: Any) -> dict[str, Array]:
+    def more_stats(self, buffers: PyTree[Any]) -> dict[str, Array]:
         """Entries of `stats` besides those of all estimators. Optional."""
         return {}
 
@@ -266,7 +270,7 @@ class GrowingEstimator(TraceEstimator):
         stats["products_needed"] = self.products_per_unit * loop.forecast.needed
         return value, error, stats, blocks
 
-    def _room(self, state: Any, k: int) -> tuple[Grown, int]:
+    def _room(self, state: TraceState, k: int) -> tuple[Grown, int]:
         """What the state has, with room for k products in all, and how many units more."""
         self.check(state.operator, f"{type(self).__name__}.estimate")
         grown, units = state.grown, k // self.products_per_unit
@@ -275,7 +279,7 @@ class GrowingEstimator(TraceEstimator):
         more = max(units - grown.budget // self.products_per_unit, 0)
         return self._resize(state, grown, grown.room + more), more
 
-    def _resize(self, state: Any, grown: Grown, room: int) -> Grown:
+    def _resize(self, state: TraceState, grown: Grown, room: int) -> Grown:
         """The same units, with buffers cut or padded with zeros to another room."""
 
         def resize(x, like):

@@ -14,29 +14,30 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 Carry = TypeVar("Carry")
 T = TypeVar("T")
 
 
-def is_explicit(x: Any) -> bool:
+def is_explicit(x: PyTree[Any]) -> bool:
     """Whether the type of an array has a layout on a mesh of explicit axes."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-def on_mesh(tree: Any) -> bool:
+def on_mesh(tree: PyTree[Any]) -> bool:
     """Whether types of arrays here have more than a shape and a dtype."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty or any(map(is_explicit, jtu.tree_leaves(tree)))
 
 
-def axes_of(tree: Any) -> frozenset[str]:
+def axes_of(tree: PyTree[Any]) -> frozenset[str]:
     """The axes of `jax.shard_map` along which any of the arrays varies."""
     types = [jax.typeof(x).manual_axis_type for x in jtu.tree_leaves(tree)]
     return frozenset().union(*[x.varying for x in types])
 
 
-def widened(tree: Any, axes: frozenset[str]) -> Any:
+def widened(tree: PyTree[Any], axes: frozenset[str]) -> Any:
     """The same arrays, which may vary along more axes."""
 
     def widen(x):
@@ -46,7 +47,7 @@ def widened(tree: Any, axes: frozenset[str]) -> Any:
     return jtu.tree_map(widen, tree)
 
 
-def check_axes(tree: Any, axes: frozenset[str]) -> None:
+def check_axes(tree: PyTree[Any], axes: frozenset[str]) -> None:
     """Refuses vectors that vary along more axes than a function of them is traced for."""
     beyond = axes_of(tree) - axes
     if beyond:
@@ -58,7 +59,7 @@ def check_axes(tree: Any, axes: frozenset[str]) -> None:
         )
 
 
-def cast(tree: Any, like: Any) -> Any:
+def cast(tree: PyTree[Any], like: PyTree[Any]) -> Any:
     """Vectors with the types of arrays of the same shapes."""
 
     def convert(x, y):
@@ -129,7 +130,7 @@ def alike(*branches: Callable) -> list[Callable]:
 
 
 def in_loop(
-    body: Callable[..., Carry], carry: Carry, *first: Any
+    body: Callable[..., Carry], carry: Carry, *first: PyTree[Any]
 ) -> tuple[Callable[..., Carry], Carry]:
     """A body `body(*first, carry)` of a loop and its carry, made to vary along the same axes."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
@@ -158,7 +159,9 @@ def fori_loop(
     return jax.lax.fori_loop(start, steps, *in_loop(body, carry, jnp.int32(0)))
 
 
-def scan(step: Callable[[Carry, Any], tuple[Carry, T]], carry: Carry, xs: Any) -> Any:
+def scan(
+    step: Callable[[Carry, Any], tuple[Carry, T]], carry: Carry, xs: PyTree[Any]
+) -> Any:
     """`jax.lax.scan`, in the same way."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return jax.lax.scan(step, carry, xs)
@@ -172,6 +175,6 @@ def scan(step: Callable[[Carry, Any], tuple[Carry, T]], carry: Carry, xs: Any) -
     return jax.lax.scan(wide, carry, xs)
 
 
-def fold(step: Callable[[Carry, Any], Carry], carry: Carry, xs: Any) -> Carry:
+def fold(step: Callable[[Carry, Any], Carry], carry: Carry, xs: PyTree[Any]) -> Carry:
     """The carry of a `jax.lax.scan`, in the same way."""
     return scan(lambda carry, x: (step(carry, x), None), carry, xs)[0]

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .._results import RESULTS
@@ -248,7 +249,7 @@ def whiten(
     )
 
 
-def scale_only(noise: Float[Array, " n"], dtype: Any) -> Whitening:
+def scale_only(noise: Float[Array, " n"], dtype: DTypeLike) -> Whitening:
     """The preconditioner of no columns, `N` itself."""
     zero, empty = jnp.zeros((), noise.dtype), jnp.zeros((0, 0), dtype)
     basis, one = jnp.zeros((0, len(noise)), dtype).T, jnp.ones_like(zero)

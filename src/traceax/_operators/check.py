@@ -61,7 +61,7 @@ def with_any_types(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
 @layouts_noted()
 @forward_mode()
 def checked_operator(
-    operator: Any, where: str, arguments: str = "(key, operator)"
+    operator: object, where: str, arguments: str = "(key, operator)"
 ) -> lx.AbstractLinearOperator:
     """A square lineax operator as algorithms see it, see `as_complex`."""
     if not isinstance(operator, lx.AbstractLinearOperator):
@@ -169,7 +169,9 @@ def shift_of(shift: Any, space: Space, where: str, hint: str) -> Float[Array, "*
     return jnp.concatenate([jnp.broadcast_to(x, y.shape).reshape(-1) for x, y in pairs])
 
 
-def with_leading_axis(tree: Any, where: str, name: str, items: str, fn: str) -> Any:
+def with_leading_axis(
+    tree: PyTree[Any], where: str, name: str, items: str, fn: str
+) -> Any:
     """The argument `name`, arrays of one length over `items`, each of which `fn` takes."""
 
     def as_array(x):
@@ -244,7 +246,7 @@ def with_data(tree: T) -> T:
     return jtu.tree_map(lambda x: as_data(x) if inside(x) else x, tree, is_leaf=inside)
 
 
-def is_data(leaf: Any) -> bool:
+def is_data(leaf: object) -> bool:
     """Whether a leaf is what it is for good, as arrays and constants are."""
     constant = str | jax.extend.core.Jaxpr | jax.stages.Wrapped
     norms = lxi.max_norm, lxi.rms_norm, lxi.two_norm  # of lineax's solvers

@@ -10,11 +10,12 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from .._linalg.types import axes_of, check_axes, is_explicit, widened
 
 
-def _arrays_of(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _arrays_of(tree: PyTree[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The arrays of a PyTree, and a function that puts others in their places."""
     numpy = np.ndarray | np.generic
     arrays, static = eqx.partition(
@@ -35,7 +36,7 @@ class Closure(eqx.Module):
     axes: tuple[frozenset[str], ...] = eqx.field(static=True)
     explicit: bool = eqx.field(static=True)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree[Any]) -> Any:
         axes = axes_of(args[-1])
         i = next((i for i, x in enumerate(self.axes) if axes <= x), -1)
         check_axes(args[-1], self.axes[i])
@@ -59,7 +60,7 @@ class Closure(eqx.Module):
         )
 
 
-def closure(fn: Callable, *args: Any, vectors: bool = False) -> Any:
+def closure(fn: Callable, *args: PyTree[Any], vectors: bool = False) -> Any:
     """`fn` with what it closes over as leaves; `vectors`: the last argument is one.
 
     Inside `jax.shard_map` vectors may be equal on all devices, or vary.

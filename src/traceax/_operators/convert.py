@@ -22,7 +22,7 @@ _SCIPY = "scipy.sparse.linalg", "LinearOperator"
 
 
 def as_operator(
-    x: Any, like: PyTree[Any] = None, *, tags: object = ()
+    x: object, like: PyTree[Any] = None, *, tags: object = ()
 ) -> lx.AbstractLinearOperator:
     """A lineax operator from whatever stands for one.
 
@@ -102,7 +102,7 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     return linear_function(x, _structure(like), solver_tags(x))
 
 
-def is_a(x: Any, module: str, name: str) -> bool:
+def is_a(x: object, module: str, name: str) -> bool:
     """Whether x is of a class, whose module is imported where there is such an object."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(x, getattr(loaded, name))

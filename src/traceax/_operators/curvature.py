@@ -72,7 +72,7 @@ class HessianLinearOperator(Curvature):
     x: PyTree[Float[Array, "..."]]
     args: PyTree[Any]
 
-    def __init__(self, fn: Callable, x: PyTree[Any], args: Any = None, *more: Any):
+    def __init__(self, fn: Callable, x: PyTree[Any], args: object = None, *more: Any):
         where = "traceax.HessianLinearOperator"
         _check_functions(where, more, fn=fn)
         self.x, fixed = _arrays_of(x, where)
@@ -117,7 +117,7 @@ class GaussNewtonLinearOperator(Curvature):
     args: PyTree[Any]
 
     def __init__(
-        self, model: Callable, loss: Callable, x: Any, args: Any = None, *more: Any
+        self, model: Callable, loss: Callable, x: Any, args: object = None, *more: Any
     ):
         where = "traceax.GaussNewtonLinearOperator"
         _check_functions(where, more, model=model, loss=loss)
@@ -164,7 +164,7 @@ def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree, where: str) -> A
     return closure(of_arrays, x, args)
 
 
-def _check_functions(where: str, more: tuple, **functions: Any) -> None:
+def _check_functions(where: str, more: tuple, **functions: object) -> None:
     what, got = "args must be a single argument", f"{1 + len(more)} of them"
     hint = "pass a tuple, such as (X, Y), which fn(x, args) takes apart"
     require(not more, where, what, got, hint, TypeError)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from .._arguments import require
@@ -37,7 +38,7 @@ _HELD = 2**26
 class Term(NamedTuple):
     """A multiple of an operator; `None` stands for a factor of 1."""
 
-    factor: Any
+    factor: object
     operator: lx.AbstractLinearOperator
 
     def times(self, x: Any) -> Any:
@@ -300,7 +301,7 @@ def _coloured_diagonal(operator, colours: int) -> Inexact[Array, " n"]:
 
 
 def unit_vectors(
-    start: int | Int[Array, ""], n: int, k: int, dtype: Any
+    start: int | Int[Array, ""], n: int, k: int, dtype: DTypeLike
 ) -> Inexact[Array, "n k"]:
     """Columns of the identity from `start` on, 0 beyond the last."""
     return jax.nn.one_hot(jnp.arange(k, dtype=jnp.int32) + start, n, dtype=dtype).T

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 _ITERATIVE = lx.CG, lx.BiCGStab, lx.GMRES, lx.LSMR
@@ -65,7 +66,7 @@ def solver_tags(tree: PyTree[Any]) -> frozenset[object]:
     return frozenset([SolverTag(max(known))] if known else [])
 
 
-def solver_tolerance(tree: PyTree[Any], dtype: Any) -> Float[Array, ""] | None:
+def solver_tolerance(tree: PyTree[Any], dtype: DTypeLike) -> Float[Array, ""] | None:
     """The largest of the `solver_tolerances` in a PyTree; `None` without solvers."""
     found = [jnp.asarray(x).astype(dtype) for x in solver_tolerances(tree)]
     return jax.lax.stop_gradient(ft.reduce(jnp.maximum, found)) if found else None

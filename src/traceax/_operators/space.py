@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree
 
 from .._linalg.types import automatic, axes_of, on_mesh, widened
@@ -120,7 +121,7 @@ def state_space(operator: lx.AbstractLinearOperator) -> Space:
     )
 
 
-def complex_dtype(dtype: Any) -> np.dtype:
+def complex_dtype(dtype: DTypeLike) -> np.dtype:
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.complex64)
 

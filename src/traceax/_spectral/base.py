@@ -3,7 +3,7 @@
 import abc
 import functools as ft
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class Forms(NamedTuple):
     coordinates: Inexact[Array, "p q"]
 
 
-class SpectralEstimator(Estimator):
+class SpectralEstimator(Estimator[SpectralState]):
     r"""Abstract base class of estimators of `tr f(A)`, A symmetric or Hermitian.
 
     A subclass is a frozen module whose fields are configuration. It writes `compute`,
@@ -67,7 +67,7 @@ class SpectralEstimator(Estimator):
         self,
         key: Key[Array, ""],
         operator: lx.AbstractLinearOperator,
-        fn: Any,
+        fn: object,
         *,
         lower: ArrayLike | None = None,
         monotone: bool = False,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import lineax as lx
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from .._arguments import known_number
@@ -31,7 +32,7 @@ class Options(NamedTuple):
     throw: bool = True
     trace: ArrayLike | None = None
 
-    def stop(self, dtype: Any, where: str) -> Stop | None:
+    def stop(self, dtype: DTypeLike, where: str) -> Stop | None:
         """What a tolerance is, of an estimate of that dtype; `None` without one."""
         return make_stop(*self[:4], dtype, where)
 

@@ -10,6 +10,7 @@ import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
 
 from .._arguments import check_real_scalar, kind_of
@@ -50,7 +51,7 @@ class SpectralFunction(eqx.Module):
         flat = jax.vmap(self.fn)(points.reshape(-1))
         return [inexact(x) for x in jtu.tree_leaves(flat)]
 
-    def treedef(self, dtype: Any) -> Any:
+    def treedef(self, dtype: DTypeLike) -> Any:
         """The structure of its results."""
         scalar = structure_of(jax.ShapeDtypeStruct((), dtype))
         return jtu.tree_structure(jax.eval_shape(self.fn, scalar))
@@ -105,7 +106,7 @@ class Power(eqx.Module):
 
 
 def spectral_function(
-    fn: Any, dtype: Any, where: str, monotone: bool = False
+    fn: Any, dtype: DTypeLike, where: str, monotone: bool = False
 ) -> SpectralFunction:
     """The function, once checked, as it is now: see `as_data` of operators."""
     if isinstance(fn, SpectralFunction):
@@ -142,7 +143,7 @@ def spectral_function(
 
 
 def checked_lower(
-    lower: ArrayLike | None, dtype: Any, where: str
+    lower: ArrayLike | None, dtype: DTypeLike, where: str
 ) -> Float[Array, ""] | None:
     if lower is None:
         return None

@@ -1,6 +1,6 @@
 """The question of a spectral estimate: a function of eigenvalues, and what is known of them."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -111,7 +111,7 @@ def init_spectral_state(
     where: str,
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    fn: Any,
+    fn: object,
     lower: ArrayLike | None,
     monotone: bool = False,
     trace: ArrayLike | None = None,

@@ -154,7 +154,7 @@ def slope_matrices(
     S: Inexact[Array, "k k"],
     D: Inexact[Array, "k k"] | None,
     function: SpectralFunction,
-    t_function: Any,
+    t_function: PyTree,
 ) -> list[Inexact[Array, "k k"]]:
     """The matrix M for every leaf."""
     changes: list[Array | None] = [None for _ in function(theta)]

@@ -70,11 +70,11 @@ class Subject:
         return self.over_keys(run, self.matrix(complex))
 
 
-def _rounding(x: Any) -> float:
+def _rounding(x: object) -> float:
     return float(jnp.finfo(jnp.asarray(x).dtype).eps)
 
 
-def _apart(x: Any, y: Any) -> bool:
+def _apart(x: object, y: object) -> bool:
     """Whether numbers differ by more than rounding, 1e4 times that of one operation."""
     x, y = np.asarray(x), np.asarray(y)
     return not np.max(np.abs(x - y)) <= 1e4 * _rounding(x) * np.max(np.abs(y))

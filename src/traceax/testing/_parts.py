@@ -205,7 +205,7 @@ def _near(x, y, tolerance: float) -> bool:
     return bool(np.max(np.abs(np.asarray(x) - y)) <= tolerance * np.max(np.abs(y)))
 
 
-def report(given: Any, faults: list[str]) -> None:
+def report(given: object, faults: list[str]) -> None:
     """Raises an error that lists the faults."""
     title = f"{type(given).__name__} fails {len(faults)} of traceax's checks:"
     if faults:
