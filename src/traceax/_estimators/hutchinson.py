@@ -289,6 +289,7 @@ class Probes(Columns):
             # So that a loop that stopped early pays for what it took.
             self.size = min(self.size, max(8, most // 8))
         self.space, self.evidence = space, evidence
+        self.size = max(self.size, self._num_first)
 
     def product(self, operator, V):
         return self.sampler._apply(operator, V)
