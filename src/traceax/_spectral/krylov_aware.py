@@ -73,8 +73,9 @@ class KrylovAwareEstimator(SpectralEstimator):
     is more, with the bracket of the quadratic term. At most 80 steps, 1,000 products and
     n - 1 are taken; up to n = 32 all n are, for the exact answer.
 
-    *To a tolerance* m is fixed, and s grows until the tolerance is met. The estimate,
-    and its derivatives, are those of a fixed budget of m s products.
+    *To a tolerance* m is fixed, and s grows until the tolerance is met. Up to 16 steps the
+    estimate and its derivatives are those of a fixed budget of m s products; the spaces that
+    leave a probe out take at most 16.
 
     **Arguments:**
 
