@@ -23,6 +23,7 @@ dA. The function that makes the error bar of the value makes that of a derivativ
 import abc
 import dataclasses
 import operator as op
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
@@ -287,6 +288,16 @@ class Columns(StandIn):
     def chunk(self, start: int | Int[Array, ""]) -> tuple[Array, Array]:
         """V and Z, of shape `(n, c)`, from column `start` on, `size` of them."""
 
+    @abc.abstractmethod
+    def whole(self) -> tuple[Array, Array]:
+        """V and Z, of shape `(n, p)`."""
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self.whole())
+
+    def __getitem__(self, i: int) -> Array:
+        return self.whole()[i]
+
     def product(
         self, operator: PyTree, V: Inexact[Array, "n c"]
     ) -> Inexact[Array, "n c"]:
@@ -384,10 +395,15 @@ class Blocks(Columns):
             few = min(few, max(8, self.most // 8))
         self.size = min(max(few, 1), self.most)
 
+    def whole(self):
+        V, Z = zip(*self.pairs, strict=True)
+        return side_by_side(*V), side_by_side(*Z)
+
     def chunk(self, start):
+        if self.size >= self.most:
+            return self.whole()
+
         def columns(block):
-            if self.size >= self.most:
-                return block
             # The last chunk is padded with zeros.
             rows = jnp.pad(block.T, ((0, -self.most % self.size), (0, 0)))
             return jax.lax.dynamic_slice_in_dim(rows, start, self.size).T
@@ -402,7 +418,7 @@ class Blocks(Columns):
     def observe(self, V, W):
         if not self._is_form:
             return column_dots(V, W)
-        return inner(side_by_side(*[V for V, _ in self.pairs]), W)
+        return inner(self.whole()[0], W)
 
     def joined(self, seen):
         # A chunk holds columns of each pair.
@@ -424,6 +440,10 @@ class Identity(Columns):
         self.count = self.most = space.size
         self.size = min(unit_columns(operator), space.size)
         self.dtype, self.evidence = space.compute_dtype, evidence
+
+    def whole(self):
+        E = jnp.eye(self.most, dtype=self.dtype)
+        return E, E
 
     def chunk(self, start):
         E = unit_vectors(start, self.most, self.size, self.dtype)

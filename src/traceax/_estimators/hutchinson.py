@@ -294,8 +294,14 @@ class Probes(Columns):
     def product(self, operator, V):
         return self.sampler._apply(operator, V)
 
+    def whole(self):
+        return self._columns(0, self.most)
+
     def chunk(self, start):
-        V = self.sampler._draw_range(self.key, start, self.size, self.most, self.space)
-        active = jnp.arange(self.size, dtype=jnp.int32) + start < self.count
+        return self._columns(start, self.size)
+
+    def _columns(self, start: int | Int[Array, ""], number: int) -> tuple[Array, Array]:
+        V = self.sampler._draw_range(self.key, start, number, self.most, self.space)
+        active = jnp.arange(number, dtype=jnp.int32) + start < self.count
         V = jnp.where(active[None, :], V, 0)
         return V, V / jnp.asarray(self.count).astype(V.dtype)
