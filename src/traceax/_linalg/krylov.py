@@ -230,21 +230,14 @@ class RitzPairs(eqx.Module):
     `D = probes probes^*` has `E[V D V^*] = I`.
     """
 
-    basis: Inexact[Array, "n p"]  # K; its first `width` columns span the first block
+    basis: Inexact[Array, "n p"]  # K
     values: Float[Array, " p"]
     vectors: Inexact[Array, "p p"]  # S; the Ritz vectors are V = K S
     probes: Inexact[Array, "p m"]
-    width: int = eqx.field(static=True)
 
     @property
     def ritz_vectors(self) -> Inexact[Array, "n p"]:
         return combine(self.basis, self.vectors)
-
-    def first(self, size: int) -> "RitzPairs":
-        """The first pairs alone, of a run that took no more steps."""
-        basis, vectors = self.basis.T[:size].T, self.vectors[:size, :size]
-        values, probes = self.values[:size], self.probes[:size]
-        return RitzPairs(basis, values, vectors, probes, self.width)
 
 
 class KrylovSpaces(NamedTuple):
@@ -272,7 +265,7 @@ class KrylovSpaces(NamedTuple):
         S = jnp.where(own[None, :, :, None], vectors.swapaxes(0, 1)[:, :, None], 0)
         p, values = m * steps, values.reshape(-1)
         S, probes = (x.reshape(p, -1).astype(dtype) for x in (S, probes))
-        return RitzPairs(self.basis.reshape(p, n).T, values, S, probes, m)
+        return RitzPairs(self.basis.reshape(p, n).T, values, S, probes)
 
 
 def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
