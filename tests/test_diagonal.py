@@ -385,3 +385,25 @@ def test_frobenius_norm_between_pytrees():
     jacobian = lx.JacobianLinearOperator(lambda x, _: jnp.sum(x["a"]) * x["b"], x)
     norm = tx.frobenius_norm_squared(jr.key(0), jacobian, 5)
     np.testing.assert_allclose(norm.value, 2 * 3 + 2 * 6**2)
+
+
+def test_signs_that_agree_by_chance_are_no_certainty_for_leaves():
+    # Samples of a leaf are 20 + 2 or 20 - 2: three of them agree in a quarter of all runs.
+    block = jnp.array([[10.0, 1.0], [1.0, 10.0]])
+    structure = {"a": jnp.zeros(2), "b": jnp.zeros(3)}
+
+    def mv(v):
+        return {"a": block @ v["a"], "b": v["b"]}
+
+    operator = lx.FunctionLinearOperator(mv, jax.eval_shape(lambda: structure))
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        leaves, _ = tx.leaf_traces(key, operator, 3, tx.HutchinsonEstimator())
+        return leaves.value, leaves.standard_error
+
+    values, errors = run(jr.split(jr.key(0), 300))
+    assert jnp.all(errors["a"] > 0.1)
+    assert jnp.all(jnp.abs(values["b"] - 3) < 1e-5)
+    assert jnp.all(errors["b"] < 1e-4)

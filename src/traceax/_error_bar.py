@@ -365,16 +365,21 @@ def leave_one_out_bar(
     return _of_few_probes(bar, m) if may_miss else bar
 
 
-def moments_bar(moments: Moments, m: int | Int[Array, ""]) -> ErrorBar:
+def moments_bar(moments: Moments, m: int | Int[Array, ""], rows: ArrayLike) -> ErrorBar:
     """Error bars of the means of m independent samples each, elementwise, by their moments.
 
     `V = s^2 / m` and `nu = m - 1`. Signs may agree by chance (see `independent_samples`):
-    the largest variance of a sample of row r is `sum_s |A_rs|^2 - |A_rr|^2`.
+    the largest variance of a sample of row r is `sum_s |A_rs|^2 - |A_rr|^2`. For a sum over
+    several `rows` it is that of the trace of their part of A.
     """
     mean, square_sum, energy, unit = moments
     number = jnp.asarray(m).astype(square_sum.dtype)
     freedom = jnp.maximum(number - 1, 1)
-    largest = jnp.maximum(energy / number - squares(mean), 0)
+    energies, along = energy / number, squares(mean)
+    rows = jnp.asarray(rows, number.dtype)
+    traceless = jnp.maximum(rows * energies - along, 0) / jnp.maximum(rows - 2, 1)
+    of_sum = 2 * jnp.where(rows > 2, traceless, energies)
+    largest = jnp.where(rows > 1, of_sum, jnp.maximum(energies - along, 0))
     variance = _untie(square_sum / freedom, largest, number) / number
     size, mean = jnp.sqrt(energy / number) * unit, mean * unit.astype(mean.dtype)
     inverse_freedom = jnp.broadcast_to(1 / freedom, size.shape)

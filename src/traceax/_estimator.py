@@ -10,7 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, ArrayLike, Bool, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
 from ._arguments import budget_of, most_products
 from ._error_bar import ErrorBar
@@ -19,7 +19,7 @@ from ._linalg.types import alike, automatic
 from ._operators.check import as_data, jitted
 from ._operators.entries import unit_columns
 from ._operators.space import columns_at_once
-from ._results import RESULTS
+from ._results import any_unmet
 from ._rule import Evidence, Outcome, StandIn, bind, run
 from ._state import Grown, State, checked_state
 from ._tolerance import (
@@ -92,14 +92,14 @@ class Estimator(eqx.Module, Generic[S]):
         exact = k >= space.size
         solvers = state.solvers
         # Exact answers measure the errors of solvers.
-        part = None if exact or self._bars_hold_solvers else solvers
+        unmeasured = None if exact or self._bars_hold_solvers else solvers
         if exact:
             outcome, stand_in = self._exact(state)
         elif stop is None:
             outcome, stand_in = self._finish(state, self.compute(state.given, k))
         else:
             if isinstance(stop, Stop):
-                stop = dataclasses.replace(stop, solvers=part)
+                stop = dataclasses.replace(stop, solvers=unmeasured)
             computed = self.compute_until(state.given, k, stop)
             outcome, stand_in = self._finish(state, computed)
         if isinstance(stop, Stop):
@@ -112,12 +112,13 @@ class Estimator(eqx.Module, Generic[S]):
             # Where it isn't known, it stays infinite, and where products don't help.
             most = jnp.minimum(needed, space.size)
             needed = jnp.where(jnp.isfinite(needed), most, needed)
-            if solvers is not None and part is None:
-                needed = jnp.where(_any_unmet(results), jnp.inf, needed)
+            if solvers is not None and unmeasured is None:
+                needed = jnp.where(any_unmet(results), jnp.inf, needed)
             stats = {**outcome.stats, "products_needed": needed}
             outcome = outcome._replace(results=results, stats=stats)
-        if part is not None:
-            outcome = outcome._replace(bars=[_longer(x, part) for x in outcome.bars])
+        if unmeasured is not None:
+            bars = [_with_solvers(x, unmeasured) for x in outcome.bars]
+            outcome = outcome._replace(bars=bars)
         if solvers is not None and outcome.evidence is not None:
             # No residual of the two solves in a slope is measured.
             share = jnp.full_like(solvers, jnp.inf) if exact else 2 * solvers
@@ -163,13 +164,9 @@ class Estimator(eqx.Module, Generic[S]):
         return raise_failure(estimate) if throw else estimate
 
 
-def _any_unmet(results: list[RESULTS]):
-    return jnp.stack([x == RESULTS.tolerance_not_met for x in results]).any()
-
-
-def _longer(bar: ErrorBar, share: ArrayLike) -> ErrorBar:
-    """The error bar with a relative error more, of solvers."""
-    error = jnp.hypot(bar.standard_error, share * jnp.abs(bar.mean))
+def _with_solvers(bar: ErrorBar, solvers: Float[Array, ""]) -> ErrorBar:
+    """The error bar with the relative error of solvers in products."""
+    error = jnp.hypot(bar.standard_error, solvers * jnp.abs(bar.mean))
     return bar._replace(standard_error=error)
 
 
@@ -279,7 +276,7 @@ def _estimate_or_exact(
     """The estimate of a loop; the exact answer where it doesn't meet the tolerance."""
     size = state.space.size
     first = _outcome(estimator, state, k, stop, False)
-    unmet = _any_unmet(first.results)
+    unmet = any_unmet(first.results)
     used = first.stats["num_matvecs"]
     first = first._replace(stats=state.stats_of_exact(first.stats))
 

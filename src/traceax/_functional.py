@@ -1,4 +1,4 @@
-"""What is summed of a diagonal: all of it, the entries of each leaf, or nothing.
+"""Linear functionals of the diagonal: the trace, the trace of each leaf, or every entry.
 
 An estimator's samples are sums over rows, `sum_r conj(z(r)) (A v)(r)`. Not summed they
 estimate the diagonal, summed leaf by leaf the traces of its blocks.
@@ -9,12 +9,15 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, ArrayLike, Inexact
 
 
 @dataclasses.dataclass(frozen=True)
 class Functional(abc.ABC):
-    """Abstract base class of linear functions of a diagonal, of shape `*g`.
+    """Abstract base class of linear functionals of a diagonal, with values of shape `*g`.
+
+    Estimators have two ways: `Trace` is a scalar, whose estimates have error bars of slopes.
+    The values of all others have one axis.
 
     - `real`: whether the entries are known to be real.
     """
@@ -23,7 +26,11 @@ class Functional(abc.ABC):
 
     @abc.abstractmethod
     def sum(self, rows: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:
-        """The sums over the first axis."""
+        """The sums over the first axis, or over groups along it."""
+
+    @abc.abstractmethod
+    def num_rows(self, n: int) -> ArrayLike:
+        """How many of n rows each value sums."""
 
     def samples(
         self, X: Inexact[Array, "n m"], Y: Inexact[Array, "n m"]
@@ -41,6 +48,9 @@ class Functional(abc.ABC):
 class Trace(Functional):
     """The sum over all rows."""
 
+    def num_rows(self, n):
+        return n
+
     def sum(self, rows):
         return jnp.sum(rows, axis=0)
 
@@ -54,6 +64,9 @@ class Trace(Functional):
 class Diagonal(Functional):
     """The rows themselves."""
 
+    def num_rows(self, n):
+        return 1
+
     def sum(self, rows):
         return jnp.real(rows) if self.real else rows
 
@@ -66,6 +79,9 @@ class LeafSums(Functional):
     """
 
     sizes: tuple[int, ...] = ()
+
+    def num_rows(self, n):
+        return np.array([*self.sizes, n])
 
     def sum(self, rows):
         rows = jnp.real(rows) if self.real else rows

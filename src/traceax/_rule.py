@@ -24,7 +24,7 @@ import abc
 import dataclasses
 import operator as op
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -105,7 +105,8 @@ class Outcome(NamedTuple):
     - `results`: one for each value; quadratic forms share the first.
     - `stats`: a dictionary of arrays.
     - `evidence`: for error bars of derivatives; `None` if they have none.
-    - `kept`: buffers that a later estimate resumes from, or `None`.
+    - `kept`: a `Grown` or its buffers, which a later estimate resumes from; `()` if none can,
+        and `None` if a later one repeats this.
     """
 
     bars: list[ErrorBar]
@@ -274,9 +275,9 @@ class Columns(StandIn):
     **Attributes:**
 
     - `count`: how many of the `most` columns there are, the others being 0.
-    - `evidence`: as an `Outcome` holds it, `(seen, first)`: what `observe` returns for all
-        columns, and the first products or `None`. Its values are zeros: only their tangents,
-        the products with dA, are used.
+    - `evidence`: its products are `(seen, first)`: what `observe` returns for all columns, and
+        the first columns of `A V` as rows, or `None`. They are zeros: only their tangents,
+        made of products with dA, are used.
     """
 
     evidence: eqx.AbstractVar[Evidence | None]
@@ -393,7 +394,7 @@ class Blocks(Columns):
         if not isinstance(self.count, int):
             # So that a loop that stopped early pays for what it took.
             few = min(few, max(8, self.most // 8))
-        self.size = min(max(few, 1), self.most)
+        self.size = min(max(few, 1, self._num_first), self.most)
 
     def whole(self):
         V, Z = zip(*self.pairs, strict=True)
@@ -448,13 +449,3 @@ class Identity(Columns):
     def chunk(self, start):
         E = unit_vectors(start, self.most, self.size, self.dtype)
         return E, E
-
-
-def refuse_slope() -> NoReturn:
-    raise NotImplementedError(
-        "traceax.jvp: derivatives of this estimate have no error bar; use jax.jvp of "
-        "its value, or one of traceax.HutchinsonEstimator, HutchPlusPlusEstimator, "
-        "XTraceEstimator, XNysTraceEstimator, AdaptiveXTraceEstimator and "
-        "KrylovAwareEstimator, for a trace or a spectral function. Diagonals have none, and a "
-        "slope of a slope has none."
-    )

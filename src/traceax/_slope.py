@@ -17,7 +17,6 @@ import numpy as np
 from ._arguments import kind_of, require
 from ._estimate import Estimate
 from ._results import finite_or_failed
-from ._rule import refuse_slope
 
 
 def jvp(
@@ -80,7 +79,13 @@ def jvp(
 
     value, tangent = eqx.filter_jvp(checked, primals, tangents)
     if value._evidence.unbox() is None:
-        refuse_slope()
+        raise NotImplementedError(
+            "traceax.jvp: derivatives of this estimate have no error bar; use jax.jvp of "
+            "its value, or one of traceax.HutchinsonEstimator, HutchPlusPlusEstimator, "
+            "XTraceEstimator, XNysTraceEstimator, AdaptiveXTraceEstimator and "
+            "KrylovAwareEstimator, for a trace or a spectral function. Diagonals have none, and a "
+            "slope of a slope has none."
+        )
     return value, _slope(value, tangent)
 
 

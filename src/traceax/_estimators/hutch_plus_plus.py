@@ -89,7 +89,8 @@ class HutchPlusPlusEstimator(TraceEstimator):
             evidence = Evidence(nothing, jtu.Partial(_judge, G))
         else:
             moments = empty_moments(functional, n, dtype)
-            bar = moments_bar(add_samples(moments, functional, G, AG, 0), l)
+            moments = add_samples(moments, functional, G, AG, 0)
+            bar = moments_bar(moments, l, functional.num_rows(n))
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,

@@ -23,7 +23,7 @@ from .._error_bar import (
     moments_bar,
     off_diagonal_size,
 )
-from .._functional import Trace
+from .._functional import TRACE, Functional, Trace
 from .._linalg.dense import column_dots, column_norms
 from .._linalg.types import fold
 from .._operators.space import Space, columns_at_once
@@ -148,7 +148,10 @@ class HutchinsonEstimator(GrowingEstimator):
         return buffers
 
     def judge(self, state, buffers, count):
-        return self._bar(buffers, count, state.space.size, state.space.rounding), None
+        space = state.space
+        return self._bar(
+            buffers, count, space.size, space.rounding, state.functional
+        ), None
 
     def _bar(
         self,
@@ -156,9 +159,10 @@ class HutchinsonEstimator(GrowingEstimator):
         count: int | Int[Array, ""],
         n: int,
         rounding: float,
+        functional: Functional = TRACE,
     ) -> ErrorBar:
         if isinstance(buffers, SampleMoments):
-            bar = moments_bar(buffers.moments, count)
+            bar = moments_bar(buffers.moments, count, functional.num_rows(n))
             variation = bar.standard_error
         else:
             samples, (Omega, Y) = buffers

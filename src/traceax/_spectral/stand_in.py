@@ -305,6 +305,7 @@ def judge_truncated(
         u = matmul(S, space.solutions)
         error = _errors_of_forms(space, u, D, t_right)
         error = jnp.where(jnp.asarray(earlier > 0), error, jnp.inf)
+        # Only errors and degrees of freedom are read.
         bars.append(ErrorBar(error, error, jnp.full_like(error, jnp.inf)))
     return bars
 
