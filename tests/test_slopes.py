@@ -106,6 +106,26 @@ def test_slopes_of_complex_and_factored_operators():
     check_bars(*second, np.trace(a).real)
 
 
+@pytest.mark.x64
+@pytest.mark.parametrize("name", ["hutchinson", "hutch++", "xtrace", "adaptive"])
+def test_slopes_are_the_same_in_chunks(name, key, monkeypatch):
+    a, b, _ = family(0.9, False)
+
+    def slope():
+        jax.clear_caches()
+
+        def fn(t):
+            operator = lx.MatrixLinearOperator(a + t * b)
+            return tx.trace(key, operator, 40, ESTIMATORS[name])
+
+        found = tx.jvp(fn, (0.0,), (1.0,))[1]
+        return found.value, found.standard_error, found.stats["degrees_of_freedom"]
+
+    whole = slope()
+    monkeypatch.setattr("traceax._operators.space._CACHED", 5 * N)
+    assert_close(slope(), whole, rtol=1e-9)
+
+
 def _kernel(x):
     def at(length):
         def kernel(p, q):
