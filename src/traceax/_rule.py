@@ -339,8 +339,7 @@ class Columns(StandIn):
                 return None
             first = W.T[:few] if few else None
             return Derivative([total(Z, W)], (self.observe(V, W), first))
-        shapes = jax.eval_shape(pair, jnp.int32(0))
-        if not shapes:
+        if not (shapes := jax.eval_shape(pair, jnp.int32(0))):
             return None
         nothing = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 

@@ -186,16 +186,16 @@ def checked_state(given: Any, estimator: eqx.Module, where: str) -> State:
             )
         state = CustomState(own=given, space=state_space(operator))  # pyright: ignore
     grown = state.grown
-    if grown is not None and grown.buffers == ():
-        raise TypeError(
-            f"{where}: an estimate can't resume from an earlier one; start over with init "
-            "and another key, or use traceax.XTraceEstimator()."
-        )
     if grown is not None and not _equal(grown.estimator, estimator):
         raise TypeError(
             f"{where}: the state keeps products of another estimator or configuration, "
             f"of which {estimator} can't make use; start over with "
             f"{type(estimator).__name__}.init."
+        )
+    if grown is not None and grown.buffers == ():
+        raise TypeError(
+            f"{where}: an estimate can't resume from an earlier one; start over with init "
+            "and another key, or use traceax.XTraceEstimator()."
         )
     return state
 
