@@ -154,8 +154,9 @@ class TraceEstimator(Estimator[TraceState]):
         dtype = space.real_dtype if real else space.compute_dtype
         bar = cast_bar(ErrorBar(value, error, stats.pop("degrees_of_freedom")), dtype)
         result = finite_or_failed(bar.mean, result)
-        has_slopes = isinstance(blocks, Columns) and isinstance(state.functional, Trace)
-        evidence = blocks.evidence if has_slopes else None
+        evidence = None
+        if isinstance(blocks, Columns) and isinstance(state.functional, Trace):
+            evidence = blocks.evidence
         return Outcome([bar], [result], as_arrays(stats), evidence, kept), blocks
 
 
