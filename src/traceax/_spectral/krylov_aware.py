@@ -73,9 +73,8 @@ class KrylovAwareEstimator(SpectralEstimator):
     is more, with the bracket of the quadratic term. At most 80 steps, 1,000 products and
     n - 1 are taken; up to n = 32 all n are, for the exact answer.
 
-    *To a tolerance* m is fixed, and s grows until the tolerance is met. Up to 16 steps the
-    estimate and its derivatives are those of a fixed budget of m s products; the spaces that
-    leave a probe out take at most 16.
+    *To a tolerance* m is fixed, and s grows until the tolerance is met. The estimate,
+    and its derivatives, are those of a fixed budget of m s products.
 
     **Arguments:**
 
@@ -138,12 +137,12 @@ class KrylovAwareEstimator(SpectralEstimator):
         m, most = probes_and_steps(num_probes, k, num_probes, q)
         most = min(most, _STEPS_TO_DEPTH) if to_depth else most
         product, start = self._begin(state, m)
-        width = m + q
+        width, most_left_out = m + q, _STEPS_LEFT_OUT if to_depth else None
 
         def judge(run, count):
             factor, R = arnoldi_factor(run, count)
             sums = krylov_sums(
-                state, factor, R, count, run.basis, _sizes(most), _STEPS_LEFT_OUT
+                state, factor, R, count, run.basis, _sizes(most), most_left_out
             )
             if isinstance(stop, Depth):
                 return Check(sums.bars[0], sums, sums.ratio(stop))
@@ -167,7 +166,7 @@ class KrylovAwareEstimator(SpectralEstimator):
             stats["products_needed"] = width * loop.forecast.needed
         sums = sums._replace(stats=stats)
         outcome, stand_in = _outcome(
-            state, sums, basis, factor, loop.count, _STEPS_LEFT_OUT
+            state, sums, basis, factor, loop.count, most_left_out
         )
         if not to_depth:
             outcome = outcome._replace(bars=[_widened(x, m) for x in outcome.bars])
