@@ -388,6 +388,9 @@ def test_what_is_refused(key):
         with pytest.raises(error, match=message):
             tx.jvp(*arguments)
 
+    with pytest.raises(ValueError, match=r"jax.vmap around traceax.jvp"):
+        tx.jvp(lambda t: jax.vmap(fn)(jnp.stack([t, t])), (1.0,), (1.0,))
+
     for one in (1, np.float32(1)):
         assert_close(tx.jvp(fn, (1.0,), (one,))[1].value, 5.0)
 

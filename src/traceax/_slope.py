@@ -16,7 +16,7 @@ import numpy as np
 
 from ._arguments import kind_of, require
 from ._estimate import Estimate
-from ._results import finite_or_failed
+from ._results import finite_or_failed, results_of
 
 
 def jvp(
@@ -49,8 +49,9 @@ def jvp(
         returns it: what else is done to its value isn't done to its error bar.
     - `primals`, `tangents`: tuples of PyTrees of equal structures, shapes and dtypes.
 
-    **Returns:** a tuple of two [`traceax.Estimate`][]s. The slope's value can be
-    differentiated; its `stats` hold the degrees of freedom, and its `result` that of both.
+    **Returns:** a tuple of two [`traceax.Estimate`][]s. For traces the slope's
+    value can be differentiated. Its `stats` hold the degrees of freedom, and its `result`
+    that of both.
 
     **Raises:** `TypeError` for an `fn` that returns no estimate, and for tangents that don't
     match; `NotImplementedError` for an estimator whose derivatives have no error bar, and
@@ -78,6 +79,9 @@ def jvp(
         return estimate
 
     value, tangent = eqx.filter_jvp(checked, primals, tangents)
+    lanes = np.shape(results_of(value.result)[0]._value)
+    what = "fn must return a single estimate"
+    require(lanes == (), where, what, f"{lanes}", "write jax.vmap around traceax.jvp")
     if value._evidence.unbox() is None:
         raise NotImplementedError(
             "traceax.jvp: derivatives of this estimate have no error bar; use jax.jvp of "

@@ -54,7 +54,7 @@ def trace_function(
     ```
 
     Differentiable once with respect to `operator`, and to what `fn` closes over, in forward
-    and reverse mode; exact answers by a factorisation to any order. Derivatives are estimates
+    and reverse mode. Derivatives are estimates
     of the derivatives of `tr f(A)`, not derivatives of an algorithm.
 
     **Arguments:**

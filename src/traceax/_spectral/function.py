@@ -208,10 +208,11 @@ def _final(_, x: PyTree) -> PyTree:
 def _refuse(primals, tangents):
     raise NotImplementedError(
         "traceax: estimates of spectral functions and likelihoods have first derivatives, "
-        "got a second one; and so does f(A) as an operator. Exact answers have derivatives "
-        "of any order: leave out k and estimator, for at most 2,000 unknowns whose entries "
-        "can be read. Otherwise take differences of gradients with one key, or the Fisher "
-        "matrix in place of a Hessian: see the recipe for standard errors of parameters."
+        "got a second one; and so does f(A) as an operator. Log-determinants, traces of "
+        "inverses and likelihoods have derivatives of any order where they are exact by a "
+        "Cholesky factorisation: without k and estimator, for at most 2,000 unknowns whose "
+        "entries can be read. Otherwise take differences of gradients with one key, or the "
+        "Fisher matrix in place of a Hessian: see the recipe for standard errors."
     )
 
 
