@@ -237,7 +237,7 @@ def estimate_state(
     return made_of(outcome, state, by)
 
 
-def made_of(outcome: Outcome, state: State, by: tuple[str, float]) -> Estimate:
+def made_of(outcome: Outcome, state: State, by: tuple[str, int | float]) -> Estimate:
     tree = state.treedef.unflatten
     bars = ErrorBar(*map(tree, zip(*outcome.bars, strict=True)))
     stats = {**outcome.stats, "degrees_of_freedom": bars.degrees_of_freedom}
