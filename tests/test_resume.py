@@ -134,7 +134,7 @@ def test_states_are_of_one_configuration(key):
         (ESTIMATORS["hutchinson-chunks"], tx.HutchinsonEstimator(chunk_size=5)),
     ):
         state = one.estimate(one.init(key, operator), 4).state
-        with pytest.raises(TypeError, match=r"of which .* can't make use; begin anew"):
+        with pytest.raises(TypeError, match=r"of which .* can't make use; start over"):
             other.estimate(state, 4)
 
 

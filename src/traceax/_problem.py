@@ -37,7 +37,9 @@ from ._spectral.question import SpectralState, likelihood_bar
 from ._tolerance import ProgressMeter, Stop
 
 T = TypeVar("T")
-By = tuple[str, int | float]  # the name of a method, and the products of an exact answer
+By = tuple[
+    str, int | float
+]  # the name of a method, and the products of an exact answer
 Given = int | Int[Array, " r"] | Preconditioner | None
 _OF_B = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
 
