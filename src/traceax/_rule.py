@@ -80,8 +80,10 @@ class Evidence(eqx.Module):
         products = jtu.tree_map(
             dense, tangent.products, arrays, is_leaf=lambda x: x is None
         )
-        bars = self.judge(products)
-        errors = [x.standard_error for x in bars]
+        errors, freedoms = [], []
+        for x, (_, error, freedom) in zip(values, self.judge(products), strict=True):
+            errors.append(error.reshape(x.shape))
+            freedoms.append(jnp.broadcast_to(freedom, error.shape).reshape(x.shape))
         if self.factor is not None:
             errors = [jnp.abs(self.factor) * x for x in errors]
         if tangent.factor is not None:
@@ -92,8 +94,7 @@ class Evidence(eqx.Module):
         if self.solvers is not None:
             parts = [jnp.where(x == 0, 0, self.solvers * jnp.abs(x)) for x in values]
             errors = list(map(jnp.hypot, errors, parts))
-        pairs = zip(bars, errors, strict=True)
-        return [bar._replace(standard_error=error) for bar, error in pairs]
+        return list(map(ErrorBar, values, errors, freedoms))
 
 
 class Outcome(NamedTuple):

@@ -101,18 +101,14 @@ def _slope(value: Estimate, tangent: Estimate) -> Estimate:
         return jnp.zeros_like(x) if t is None else t
 
     slope = jtu.tree_map(slope_of, value.value, tangent.value)
-    leaves, treedef = jtu.tree_flatten(value.value)
+    treedef = jtu.tree_structure(value.value)
     evidence, changed = value._evidence.unbox(), tangent._evidence.unbox_tangent()
     bars = evidence.slopes(jtu.tree_leaves(slope), changed)
     known = [jnp.isfinite(x) for x in treedef.flatten_up_to(value._standard_error)]
     # The error of a slope is unknown where the error of the value is.
-    errors = [
-        jnp.where(known, bar.standard_error, jnp.inf).reshape(x.shape)
-        for bar, known, x in zip(bars, known, leaves, strict=True)
-    ]
-    freedoms = [
-        jnp.broadcast_to(x.degrees_of_freedom, x.standard_error.shape) for x in bars
-    ]
+    pairs = zip(known, bars, strict=True)
+    errors = [jnp.where(x, bar.standard_error, jnp.inf) for x, bar in pairs]
+    freedoms = [x.degrees_of_freedom for x in bars]
     freedoms = [jnp.where(x > 0, x, jnp.inf) for x in freedoms]
     stats = {
         "num_matvecs": value.stats["num_matvecs"],

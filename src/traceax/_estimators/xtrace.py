@@ -84,7 +84,7 @@ class XTraceEstimator(GrowingEstimator):
             return None
         if not isinstance(state.functional, Trace):
             raise ValueError(
-                "XTraceEstimator.estimate: k must be at least 4 for diagonals and traces of "
+                "XTraceEstimator needs at least 4 products for diagonals and traces of "
                 f"leaves, got {k}; use traceax.HutchinsonEstimator."
             )
         return average(state, k, self.sampler, resphere=self.resphere)
