@@ -77,9 +77,8 @@ class Evidence(eqx.Module):
         def dense(t, x):
             return jnp.zeros_like(x) if t is None and x is not None else t
 
-        products = jtu.tree_map(
-            dense, tangent.products, arrays, is_leaf=lambda x: x is None
-        )
+        given = tangent.products
+        products = jtu.tree_map(dense, given, arrays, is_leaf=lambda x: x is None)
         errors, freedoms = [], []
         for x, (_, error, freedom) in zip(values, self.judge(products), strict=True):
             errors.append(error.reshape(x.shape))
