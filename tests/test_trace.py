@@ -2,6 +2,7 @@
 
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -221,3 +222,40 @@ def test_confidence_intervals_grow_with_the_level(key):
         widths.append(float(high - low))
     assert widths == sorted(widths)
     assert widths[0] > 0
+
+
+class OwnState(eqx.Module):
+    key: jax.Array
+    operator: lx.AbstractLinearOperator
+    scale: jax.Array
+
+
+class Scaled(tx.TraceEstimator):
+    """Hutchinson's estimator with normal probes of another length, which its state holds."""
+
+    def init(self, key, operator):
+        state = tx.init_state(key, operator)
+        return OwnState(state.key, state.operator, jnp.sqrt(jnp.asarray(2.0)))
+
+    def compute(self, state, k):
+        n = state.operator.in_size()
+        W = state.scale * jax.random.normal(state.key, (n, k))
+        AW = jax.vmap(state.operator.mv, 1, 1)(W)
+        samples = jnp.sum(W * AW, axis=0) / state.scale**2
+        error = jnp.std(samples, ddof=1) / k**0.5
+        blocks = W, W / (state.scale**2 * k)
+        return jnp.mean(samples), error, {"num_matvecs": k}, blocks
+
+
+def test_estimators_with_states_of_their_own(key):
+    a = jnp.asarray(matrix("flat", 20))
+
+    def value(t):
+        operator = lx.MatrixLinearOperator(t * a)
+        return tx.trace(key, operator, 10, Scaled(), throw=False).value
+
+    estimator, operator = Scaled(), lx.MatrixLinearOperator(a)
+    estimate = estimator.estimate(estimator.init(key, operator), 10)
+    assert isinstance(estimate.state, OwnState)
+    assert_close(value(1.0), estimate.value, rtol=1e-5)
+    assert_close(jax.grad(value)(1.0), estimate.value, rtol=1e-5)

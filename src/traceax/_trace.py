@@ -27,7 +27,7 @@ from ._operators.space import is_semidefinite, parts_of
 from ._results import RESULTS, finite_or_failed
 from ._rule import Evidence
 from ._samplers import NormalSampler, RademacherSampler
-from ._state import TraceState, init_state
+from ._state import TraceState, checked_state, init_state
 from ._tolerance import (
     NO_PROGRESS_METER,
     ProgressMeter,
@@ -189,6 +189,7 @@ def _estimate(
             part = estimator.init(state.key, operator)
             if not isinstance(functional, Trace):
                 part = TraceState(part.key, part.operator, functional=functional)
+            part = checked_state(part, estimator, "traceax.trace")
         if stop is not None:
             exact = None if split.exact is None else functional.sum(split.exact)
             stop = stop.for_part(split.factor, exact)
