@@ -283,7 +283,7 @@ def joint_bar(bars: list[ErrorBar]) -> ErrorBar:
     return bar._replace(degrees_of_freedom=freedom)
 
 
-def gram_of(probes: Inexact[Array, "n m"], products: Inexact[Array, "n m"]) -> Array:
+def gram_of(probes: Inexact[Array, "n _"], products: Inexact[Array, "n _"]) -> Array:
     """The Gram matrix `w_i^* A w_j` of the first `GRAM_PROBES` probes."""
     return inner(probes[:, :GRAM_PROBES], products[:, :GRAM_PROBES])
 
