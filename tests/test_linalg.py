@@ -11,7 +11,7 @@ from helpers import (
 from problems import as_operator, complex_dtype, float_dtype, haar, matrix
 
 import traceax as tx
-from traceax._linalg import dense as tall
+from traceax._linalg import dense
 from traceax._linalg.dense import (
     column_norms,
     extend,
@@ -242,7 +242,7 @@ def test_programs_do_not_grow_with_lanes(key):
 @pytest.mark.x64
 def test_a_block_that_stays_short_of_orthonormal_is_a_failure(monkeypatch):
     # A pass too few, of a block that lacks rank.
-    monkeypatch.setattr(tall, "_MOST_PASSES", 1)
+    monkeypatch.setattr(dense, "_MOST_PASSES", 1)
     diagonal = jnp.zeros(2109).at[:2].set(1.0)
     operator = tx.as_operator(lambda x: diagonal * x, diagonal)
     estimate = tx.trace(

@@ -238,6 +238,7 @@ def estimate_state(
 
 
 def made_of(outcome: Outcome, state: State, by: tuple[str, int | float]) -> Estimate:
+    """The estimate of an outcome, in the structure of the question."""
     tree = state.treedef.unflatten
     bars = ErrorBar(*map(tree, zip(*outcome.bars, strict=True)))
     stats = {**outcome.stats, "degrees_of_freedom": bars.degrees_of_freedom}
@@ -318,10 +319,14 @@ def _estimate_or_exact(
     return Outcome(bars, results, stats, evidence, first.kept)
 
 
-def _chosen_bars(second: Bool[Array, ""], *judges_and_products: Any) -> list[ErrorBar]:
+def _chosen_bars(
+    second: Bool[Array, ""],
+    first_judge: jtu.Partial,
+    second_judge: jtu.Partial,
+    products: tuple[PyTree, PyTree],
+) -> list[ErrorBar]:
     """The bars of the second of two judges, or of the first."""
-    *judges, products = judges_and_products
-    bars = [judge(x) for judge, x in zip(judges, products, strict=True)]
+    bars = first_judge(products[0]), second_judge(products[1])
     return [
         jtu.tree_map(lambda x, y: jnp.where(second, y, x), *pair)
         for pair in zip(*bars, strict=True)

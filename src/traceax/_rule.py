@@ -39,7 +39,7 @@ from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from ._error_bar import ErrorBar
 from ._linalg.dense import column_dots, inner, side_by_side
-from ._linalg.types import alike, scan
+from ._linalg.types import if_any, scan
 from ._operators.entries import unit_columns, unit_vectors
 from ._operators.space import apply_block, columns_at_once, product_tangent, space_of
 from ._results import RESULTS
@@ -341,22 +341,20 @@ class Columns(StandIn):
             return Derivative([total(Z, W)], (self.observe(V, W), first))
         if not (shapes := jax.eval_shape(pair, jnp.int32(0))):
             return None
-        nothing = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
         @jax.checkpoint
         def part(start):
             if isinstance(self.count, int):
                 return pair(start)
-            # Of all lanes: a condition that differs between them would be no condition.
-            needed = eqxi.unvmap_any(start < self.count)
-            return jax.lax.cond(needed, *alike(pair, lambda _: nothing), start)
+            return if_any(start < self.count, pair, shapes, start)
 
         def step(value, start):
             more, seen = part(start)
             return value + more, seen
 
         starts = jnp.arange(0, self.most, self.size, dtype=jnp.int32)
-        value, seen = scan(step, nothing[0], starts)
+        zero = jnp.zeros(shapes[0].shape, shapes[0].dtype)
+        value, seen = scan(step, zero, starts)
         V, first = self.chunk(0)[0], None
         if few and (W := products(V[:, :few])) is not None:
             first = W.T

@@ -57,9 +57,15 @@ class Grown(eqx.Module):
 class State(eqx.Module):
     """Abstract base class of states: a key, a checked operator and a question about it."""
 
+    _key: eqx.AbstractVar[StoredKey]
     operator: eqx.AbstractVar[lx.AbstractLinearOperator]
     space: eqx.AbstractVar[Space]
     grown: eqx.AbstractVar[Grown | None]
+
+    @property
+    def key(self) -> Key[Array, ""]:
+        """A typed key."""
+        return self._key.typed
 
     @property
     def solvers(self) -> Float[Array, ""] | None:
@@ -123,11 +129,6 @@ class TraceState(State):
         self.functional = functional
         self.space = state_space(operator)
 
-    @property
-    def key(self) -> Key[Array, ""]:
-        """A typed key."""
-        return self._key.typed
-
     def resumed(self, grown):
         return eqx.tree_at(lambda x: x.grown, self, grown, is_leaf=lambda x: x is None)
 
@@ -139,6 +140,10 @@ class CustomState(State):
     space: Space = eqx.field(static=True)
     grown: ClassVar[None] = None  # pyright: ignore
     functional: ClassVar[Functional] = TRACE
+
+    @property
+    def _key(self) -> StoredKey:  # pyright: ignore
+        return StoredKey(self.own.key)
 
     @property
     def operator(self) -> lx.AbstractLinearOperator:  # pyright: ignore

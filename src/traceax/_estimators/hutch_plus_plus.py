@@ -49,7 +49,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
     | beyond the products | O(n k^2) time, seven n x k/3 blocks; the derivative as many |
     | bias | none |
     | standard error | from the residual probes; NaN for k = 1 |
-    | derivative | `<Z, dA V>` with `V = [Q, G]`, `Z = [Q, G / l]`; k - k // 3 products with dA; unbiased for any dA |
+    | derivative | `<Z, dA V>` with `V = [G, Q]`, `Z = [G / l, Q]`; k - k // 3 products with dA; unbiased for any dA |
 
     **Arguments:** `sampler`: of all probes, independent ones.
 

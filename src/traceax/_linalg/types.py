@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -127,6 +128,17 @@ def alike(*branches: Callable) -> list[Callable]:
 
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return [ft.partial(wide, x) if manual else x for x in branches]
+
+
+def if_any(
+    needed: Any, fn: Callable[..., T], shapes: PyTree[jax.ShapeDtypeStruct], *args: Any
+) -> T:
+    """`fn(*args)`, of these shapes, or zeros where no lane of a `vmap` needs it.
+
+    A condition that differs between lanes would be no condition.
+    """
+    zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.cond(eqxi.unvmap_any(needed), *alike(fn, lambda *_: zeros), *args)
 
 
 def in_loop(

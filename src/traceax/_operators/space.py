@@ -318,9 +318,7 @@ def is_semidefinite(operator: lx.AbstractLinearOperator) -> bool:
 
 
 def is_hermitian(operator: lx.AbstractLinearOperator) -> bool:
-    # lineax means the transpose by symmetry.
-    real = not space_of(operator).is_complex
-    return is_semidefinite(operator) or (real and is_known(operator, lx.is_symmetric))
+    return state_space(operator).is_hermitian
 
 
 SEMIDEFINITE = lx.is_positive_semidefinite, lx.is_negative_semidefinite

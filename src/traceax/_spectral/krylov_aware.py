@@ -161,15 +161,13 @@ class KrylovAwareEstimator(SpectralEstimator):
         )
         _, sums, _ = loop.check
         basis, factor, _ = loop.buffers
-        stats = dict(sums.stats)
-        if not to_depth:
-            stats["products_needed"] = width * loop.forecast.needed
-        sums = sums._replace(stats=stats)
         outcome, stand_in = _outcome(
             state, sums, basis, factor, loop.count, most_left_out
         )
         if not to_depth:
-            outcome = outcome._replace(bars=[_widened(x, m) for x in outcome.bars])
+            bars = [_widened(x, m) for x in outcome.bars]
+            stats = {**outcome.stats, "products_needed": width * loop.forecast.needed}
+            outcome = outcome._replace(bars=bars, stats=stats)
         return outcome, stand_in
 
     def _begin(self, state: SpectralState, m: int):

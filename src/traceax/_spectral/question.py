@@ -71,11 +71,6 @@ class SpectralState(State):
         self.space = state_space(operator)
 
     @property
-    def key(self) -> Key[Array, ""]:
-        """A typed key."""
-        return self._key.typed
-
-    @property
     def num_right(self) -> int:
         """How many right-hand sides there are."""
         return 0 if self.right is None else self.right.shape[1]

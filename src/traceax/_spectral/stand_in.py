@@ -22,7 +22,6 @@ import operator as op
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -47,7 +46,7 @@ from .._linalg.left_out_krylov import (
     paired_samples,
     sample_forms,
 )
-from .._linalg.types import alike
+from .._linalg.types import if_any
 from .._operators.space import product_tangent
 from .._rule import Derivative, Evidence, StandIn
 from .bounds import ColumnControl
@@ -139,10 +138,7 @@ def _projected_tangent(
 
     @jax.checkpoint
     def part(start, chunk):
-        # Of all lanes: a condition that differs between them would be no condition.
-        needed = eqxi.unvmap_any(start < count)
-        nothing = jnp.zeros(shape.shape, shape.dtype)
-        return jax.lax.cond(needed, *alike(project, lambda _: nothing), chunk)
+        return if_any(start < count, project, shape, chunk)
 
     starts = _CHUNK * jnp.arange(number, dtype=jnp.int32)
     found = jax.lax.map(lambda x: part(*x), (starts, chunks))
