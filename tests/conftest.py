@@ -6,6 +6,7 @@
 import gc
 import math
 import os
+import pathlib
 
 # One thread a LAPACK call: with more, OpenBLAS and XLA spin against each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -17,6 +18,11 @@ import pytest
 jax.config.update("jax_enable_x64", os.environ.get("JAX_ENABLE_X64", "1") != "0")
 # Lines of sources in compiled programs take a tenth of the time. Errors show them still.
 jax.config.update("jax_traceback_in_locations_limit", 0)
+# A second run takes its programs from a folder of the checkout.
+if not jax.config.jax_compilation_cache_dir:  # pyright: ignore
+    folder = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "programs"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 # Programs are many small objects, of which few are garbage.
 gc.set_threshold(50_000, 50, 1_000)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

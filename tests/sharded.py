@@ -24,7 +24,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_enable_x64", True)
 
 # Enough rows for blocks to be orthonormalised by products: of fewer they are gathered.
-N, RANK, K = 2304, 8, 24
+N, RANK, K = 8448, 8, 24
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 ESTIMATORS = {
     "hutchinson-chunks": tx.HutchinsonEstimator(chunk_size=7),

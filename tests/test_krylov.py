@@ -20,7 +20,7 @@ from traceax._linalg.left_out_krylov import (
 )
 from traceax._spectral.function import divided_differences
 
-# Householder reflections orthonormalise up to 2048 rows, products above.
+# Householder reflections orthonormalise up to 8,192 rows, products above.
 SHAPES = pytest.mark.parametrize(
     ("n", "m", "steps", "complex"),
     [(40, 4, 5, False), (40, 4, 10, True), (40, 1, 7, True), (40, 6, 1, False)],

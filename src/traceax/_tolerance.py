@@ -25,7 +25,7 @@ from ._arguments import check_level, kind_of, require
 from ._error_bar import ErrorBar
 from ._estimate import student_t_quantile
 from ._linalg.dense import divisor
-from ._linalg.types import alike, while_loop
+from ._linalg.types import while_loop
 from ._results import RESULTS, map_results
 
 _WHOLE = 10_000  # hundredths of a percent: integers have no derivatives
@@ -365,22 +365,20 @@ def run_until(
         return found._replace(bar=bar), forecast, done
 
     def body(loop: Loop) -> Loop:
-        buffers = grow(loop.buffers, loop.count)
-        count = loop.count + width
-        due = (count >= loop.next_check) | (count + width > limit)
-        # One condition for all lanes of a `vmap`, or both branches would be computed. A
-        # lane that is done keeps what it had.
-        due = eqxi.unvmap_any(due & ~loop.done)
-        last, forecast, done = jax.lax.cond(
-            due,
-            *alike(
-                lambda: check(buffers, count, loop.forecast),
-                lambda: (loop.check, loop.forecast, jnp.array(False)),
-            ),
-        )
+        def waits(run):
+            _, count, _ = run
+            return (count < loop.next_check) & (count + width <= limit) & ~loop.done
+
+        def step(run):
+            buffers, count, shown = run
+            buffers, count = grow(buffers, count), count + width
+            return buffers, count, meter.step(shown, count / limit)
+
+        run = loop.buffers, loop.count, loop.meter
+        buffers, count, shown = while_loop(waits, step, run)
+        last, forecast, done = check(buffers, count, loop.forecast)
         next_check = count + jnp.maximum(width, count // _CHECK_DIVISOR)
-        next_check = jnp.where(due, next_check, loop.next_check)
-        shown = meter.step(loop.meter, jnp.where(done, 1, count / limit))
+        shown = meter.step(shown, jnp.where(done, 1, count / limit))
         return Loop(buffers, count, next_check, last, forecast, done, shown)
 
     def proceed(loop: Loop) -> Bool[Array, ""]:
@@ -394,7 +392,7 @@ def run_until(
         last, _, done = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     else:
         last, forecast, done = check(buffers, count, forecast)
-    next_check = jnp.asarray(minimum, jnp.int32)
+    next_check = jnp.maximum(count + width, minimum)
     loop = Loop(buffers, count, next_check, last, forecast, done, meter.init())
     loop = while_loop(proceed, body, loop)
     meter.close(loop.meter)

@@ -4,12 +4,10 @@ Under `vmap` LAPACK calls run one after the other: batched calls can block each 
 in XLA's CPU scheduler, so that a program hangs. The products around them stay batched.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Bool, Float, Inexact, Int, UInt32
+from jaxtyping import Array, Float, Inexact, Int, UInt32
 
 from .types import while_loop
 
@@ -53,6 +51,12 @@ def householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
 
 
 @sequential_vmap
+def triangular_factor(block: Inexact[Array, "n k"]) -> Inexact[Array, "k k"]:
+    """R of the QR factorisation, in the time of `Y^* Y`."""
+    return jnp.linalg.qr(block, mode="r")
+
+
+@sequential_vmap
 def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
     """`L` and its inverse, with `gram = L L^*`. NaN where `gram` is not definite."""
     lower = jax.lax.linalg.cholesky(gram, symmetrize_input=False)
@@ -85,30 +89,19 @@ def inverse_root(
 ) -> tuple[Inexact[Array, "k k"], Float[Array, ""]]:
     """`C` with `C^* C = H^-1`, and the least eigenvalue of H, or 0 if it is positive.
 
-    From eigenvalues, none of which is taken for less than the floor; where H is far from
-    singular from Cholesky's factors, in half of the time of XNysTrace on 100 unknowns.
+    No eigenvalue is taken for less than the floor.
     """
-    _, inverse = cholesky(hermitian)
-    eps = float(jnp.finfo(hermitian.dtype).eps)
-    lowest = jnp.maximum(floor, eps ** (2 / 3) * frobenius(hermitian))
-
-    def from_eigenvalues():
-        values, vectors = eigh(hermitian)
-        scales = 1 / jnp.sqrt(jnp.maximum(values, floor))
-        least = jnp.minimum(jnp.min(values), 0)
-        return scales[:, None].astype(hermitian.dtype) * vectors.conj().T, least
-
-    # NaN where H isn't positive.
-    regular = frobenius(inverse) ** 2 * lowest < 1
-    cholesky_root = inverse, jnp.zeros_like(floor)
-    return jax.lax.cond(regular, lambda: cholesky_root, from_eigenvalues)
+    values, vectors = eigh(hermitian)
+    scales = 1 / jnp.sqrt(jnp.maximum(values, floor))
+    root = scales[:, None].astype(hermitian.dtype) * vectors.conj().T
+    return root, jnp.minimum(values[0], 0)
 
 
 Block = Inexact[Array, "n k"]
 Start = int | Int[Array, ""]
 
 # Rows up to which reflections compile several times faster than products, and run as fast.
-_FEW_ROWS = 2048
+_FEW_ROWS = 8192
 _MOST_PASSES = 10  # two or three is the rule for blocks that lack rank
 _MOST_EXTENSIONS = 5
 
@@ -138,7 +131,7 @@ def put(
 
 def column_dots(x: Block, y: Block) -> Array:
     """`x_i^* y_i` for every column i."""
-    return jnp.sum(x.T.conj() * y.T, axis=1)
+    return jnp.sum(x.conj() * y, axis=0)
 
 
 def column_norms(x: Block) -> Float[Array, " k"]:
@@ -164,15 +157,15 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
     r"""The thin QR factorisation, `Q (n, k)` and an upper triangular `R (k, k)`.
 
     `Q` is orthonormal to rounding for blocks of any rank. Long blocks are factorised by
-    products: Cholesky-QR. With `G = Y^* Y = L L^*` the block `Y L^-*` is orthonormal up to
-    the condition of G. Applied again it gains as many digits as the first time (shifted
-    Cholesky-QR; Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, SIAM J. Sci. Comput.
+    products: with `Y^* Y = V D V^*` the block `Y V D^-1/2` is orthonormal up to the
+    condition of D. Applied again it gains as many digits as the first time, as in shifted
+    Cholesky-QR (Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, SIAM J. Sci. Comput.
     42 (2020), doi:10.1137/18M1218212).
 
-    - Where G is singular to rounding, a multiple of the identity is added, so that Cholesky
-        succeeds and the next pass finds a better block.
-    - One well-conditioned pass is enough, and is recognised from G.
-    - A block that lacks rank is given random numbers of size eps. Its own rounding errors
+    - No entry of D is taken for less than its rounding errors. The next pass finds what is
+        missing.
+    - One well-conditioned pass is enough, and is recognised from D.
+    - A block that lacks rank is given random signs of size eps. Its own rounding errors
         need not fill all of Q, if entries are exactly 0.
 
     NaN if the last pass has not found an orthonormal block. `k <= n`. O(n k^2) a pass; one
@@ -183,32 +176,34 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
     if n <= _FEW_ROWS:
         Q, R = householder(block / scale)
         return Q, R * scale
-    rows = block.T / scale
+    eps = jnp.finfo(dtype).eps
 
     def another_pass(state):
         rows, R, _, i = state
-        factor = _factorise(inner(rows.T, rows.T), n)
-        # Before the first pass whose G is singular, so that the next ones see it.
-        lacks_rank = ~factor.regular & (i == 0)
-        rows = jax.lax.cond(
-            lacks_rank, lambda x: x + eps * noise(k, n, dtype, 0), lambda x: x, rows
-        )
-        inverse = jnp.where(lacks_rank, one, factor.inverse.conj())
-        lower = jnp.where(lacks_rank, one, factor.lower)
-        failed = ~factor.settled & (i == _MOST_PASSES - 1)
-        inverse = jnp.where(failed, jnp.nan, inverse)
-        rows = matmul(inverse, rows)
-        return rows, matmul(lower.conj().T, R), factor.settled, i + 1
+        values, vectors = eigh(inner(rows.T, rows.T))
+        # Above the errors of the Gram matrix, of n rows, and of its eigenvalues.
+        floor = divisor((k + 32 + n**0.25) * eps * values[-1])
+        regular = values[0] >= 4 * floor
+        settled = regular & (16 * values[0] >= values[-1])
+        # Before the first pass of a block that lacks rank, so that the next ones see it.
+        fill = ~regular & (i == 0)
+        rows = rows + jnp.where(fill, eps, 0).astype(dtype) * noise(k, n, dtype, 0)
+        sizes = jnp.where(fill, 1, jnp.sqrt(jnp.maximum(values, floor))).astype(dtype)
+        vectors = jnp.where(fill, one, vectors)
+        failed = ~settled & (i == _MOST_PASSES - 1)
+        sizes = jnp.where(failed, jnp.nan, sizes)
+        rows = matmul((vectors / sizes[None, :]).T, rows)
+        return rows, matmul(sizes[:, None] * vectors.conj().T, R), settled, i + 1
 
     one = jnp.eye(k, dtype=dtype)
-    eps = jnp.finfo(dtype).eps.astype(dtype)
     rows, R, _, _ = while_loop(
         lambda state: ~state[2] & (state[3] < _MOST_PASSES),
         another_pass,
-        (rows, one, jnp.array(False), 0),
+        (block.T / scale, one, jnp.array(False), 0),
     )
+    Q, R = householder(R)
     # 0 for a block of zeros, of which Q is the fill.
-    return rows.T, R * jnp.where(largest == 0, 0, scale)
+    return combine(rows.T, Q), R * jnp.where(largest == 0, 0, scale)
 
 
 def signs(words: UInt32[Array, " w"], n: int, dtype) -> Float[Array, " n"]:
@@ -218,40 +213,16 @@ def signs(words: UInt32[Array, " w"], n: int, dtype) -> Float[Array, " n"]:
 
 
 def noise(k: int, n: int, dtype, number: Start) -> Inexact[Array, "k n"]:
-    """Rows of signs, the same ones for the same number."""
-    key = jax.random.fold_in(jax.random.key(0), number)
-    words = jax.random.bits(key, (-(-k * n // 32),), jnp.uint32)
-    return signs(words, k * n, jnp.finfo(dtype).dtype).reshape(k, n).astype(dtype)
+    """Rows of signs, the same ones for the same number.
 
-
-class _Factor(NamedTuple):
-    lower: Inexact[Array, "k k"]  # L
-    inverse: Inexact[Array, "k k"]  # L^-1
-    regular: Bool[Array, ""]  # nothing had to be added
-    settled: Bool[Array, ""]  # Y L^-* is orthonormal to rounding
-
-
-def _factorise(gram: Inexact[Array, "k k"], n: int) -> _Factor:
-    """`G = L L^*`, perhaps with a multiple of the identity added to G, of n rows."""
-    k = gram.shape[0]
-    eps = jnp.finfo(gram.dtype).eps
-    one = jnp.eye(k, dtype=gram.dtype)
-    norm = divisor(_bound(gram))
-    # Above the errors of G and of its factorisation.
-    shift = (k + 32 + n**0.25) * eps * norm
-    _, inverse = cholesky(gram + shift.astype(gram.dtype) * one)
-    of_inverse = _bound(matmul(inverse.conj().T, inverse))
-    regular = 4 * shift * of_inverse <= 1
-    shift = jnp.where(regular, 0, shift)
-    lower, inverse = cholesky(gram + shift.astype(gram.dtype) * one)
-    # The loss of orthogonality is about eps times the condition.
-    return _Factor(lower, inverse, regular, regular & (norm * of_inverse <= 16))
-
-
-def _bound(hermitian: Inexact[Array, "k k"]) -> Float[Array, ""]:
-    # Of the largest eigenvalue, and equal to it for multiples of the identity.
-    rows = jnp.max(jnp.sum(jnp.abs(hermitian), axis=1), initial=0)
-    return jnp.minimum(rows, frobenius(hermitian))
+    From a hash of positions (the last steps of MurmurHash3, by Appleby), which is a few
+    operations on an entry where a generator of random numbers is a program of its own.
+    """
+    number = jnp.asarray(number).astype(jnp.uint32)
+    x = jax.lax.iota(jnp.uint32, k * n).reshape(k, n) + number * jnp.uint32(0x9E3779B1)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
+    return jnp.where(x >> jnp.uint32(31) == 0, 1, -1).astype(dtype)
 
 
 def extend(

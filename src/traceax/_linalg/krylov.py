@@ -25,11 +25,9 @@ import equinox as eqx
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
 from .dense import (
-    cholesky,
     column_norms,
     combine,
     divisor,
@@ -38,11 +36,9 @@ from .dense import (
     frobenius,
     inner,
     largest_entry,
-    leading,
     matmul,
-    power_of_two_scale,
     put,
-    squares,
+    triangular_factor,
 )
 from .types import fori_loop
 
@@ -82,26 +78,7 @@ def arnoldi_factor(run: Arnoldi, steps: Steps) -> tuple[Array, Array]:
     basis, factor, pending = run
     last, start = inner(basis, pending), steps * pending.shape[1]
     factor = jax.lax.dynamic_update_slice_in_dim(factor, last, start, 1)
-    return factor, _triangular_factor(pending - combine(basis, last))
-
-
-def _triangular_factor(block: Block) -> Inexact[Array, "m m"]:
-    """R of a QR factorisation, by Cholesky factors of Gram matrices.
-
-    Rounding is that of the root of eps after a pass, and of eps after two.
-    """
-    scale = power_of_two_scale(block)
-    rows = block.T / scale.astype(block.dtype)
-    m, eps = rows.shape[0], float(jnp.finfo(block.dtype).eps)
-    R = scale.astype(block.dtype) * jnp.eye(m, dtype=block.dtype)
-    for _ in range(2):
-        size = jnp.sqrt(jnp.sum(squares(rows))).astype(block.dtype)
-        rows = rows / divisor(size)
-        gram = inner(rows.T, rows.T)
-        lower, inverse = cholesky(gram + 4 * m * eps * jnp.eye(m, dtype=gram.dtype))
-        rows = matmul(inverse.conj(), rows)
-        R = size * matmul(lower.conj().T, R)
-    return R
+    return factor, triangular_factor(pending - combine(basis, last))
 
 
 def arnoldi(product: Product, start: Block, steps: int) -> tuple[Array, Array, Array]:
@@ -116,60 +93,48 @@ class Projected(NamedTuple):
 
     T: Square
     omega: Inexact[Array, "k m"]
-    asymmetry: Float[Array, ""]  # the part of T that it wouldn't have, relative to T
+    asymmetry: Float[Array, ""]  # of the skew-Hermitian part, relative to T
 
 
 def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
     """Block Lanczos: what Arnoldi's factor is of a Hermitian operator."""
-    k, m = len(factor), factor.shape[1] - len(factor)
-    omega, columns = factor[:, :m], factor[:, m:]
-    block = jnp.arange(k) // m
-    distance = block[None, :] - block[:, None]
-    diagonal = jnp.where(distance == 0, columns, 0)
-    above = jnp.where(distance > 0, columns, 0)
-    T = (diagonal + diagonal.conj().T) / 2 + above + above.conj().T
-    # A Hermitian operator couples a block to the next one only.
-    foreign = jnp.where(distance > 1, columns, 0) + (diagonal - diagonal.conj().T) / 2
+    m = factor.shape[1] - len(factor)
+    omega, H = factor[:, :m], factor[:, m:]
+    T, skew = (H + H.conj().T) / 2, (H - H.conj().T) / 2
     unit = divisor(largest_entry(T)).astype(T.dtype)
-    asymmetry = frobenius(foreign / unit) / divisor(frobenius(T / unit))
-    return Projected(T, omega, asymmetry)
-
-
-def smallest_of(sizes: tuple[int, ...], count: Int[Array, ""]) -> Int[Array, ""]:
-    """Which of the ascending sizes is enough for a count, in all lanes of a `vmap`."""
-    return jnp.sum(eqxi.unvmap_max(count) > jnp.asarray(sizes[:-1], jnp.int32))
+    return Projected(T, omega, frobenius(skew / unit) / divisor(frobenius(T / unit)))
 
 
 def ritz_pairs(
-    T: Square, count: Steps, beside: int = 0, sizes: tuple[int, ...] = ()
+    T: Square, count: Steps, few: int | None = None
 ) -> tuple[Float[Array, " k"], Square]:
     """Eigenvalues and eigenvectors of the leading block of order `count` of T.
 
-    The last `beside` rows and columns belong to it, too. Eigenvalues beyond are copies of
-    the largest, so that functions are finite there, with vectors of 0. The smallest of the
-    ascending `sizes` that is enough is decomposed.
+    Of T only the lower triangle is read. Eigenvalues beyond are copies of the largest, so
+    that functions are finite there, with vectors of 0. Where the count is at most `few`, in
+    all lanes of a `vmap`, no more is decomposed.
     """
     k = T.shape[0]
-    if sizes:
+    if isinstance(count, int) and count == k:
+        return eigh(T)
 
-        def of_size(size):
-            rows = np.r_[:size, k - beside : k]
-            values, vectors = ritz_pairs(T[rows][:, rows], count, beside)
-            values = jnp.pad(values, (0, k - len(rows)), mode="edge")
-            return values, jnp.zeros_like(T).at[rows, : len(rows)].set(vectors)
-
-        branches = [lambda size=size: of_size(size) for size in sizes]
-        return jax.lax.switch(smallest_of(sizes, jnp.asarray(count)), branches)
-    row = jnp.arange(k, dtype=jnp.int32)
-    active = (row < count) | (row >= k - beside)
-    block = leading(leading((T + T.conj().T) / 2, active).T, active).T
+    active = jnp.arange(k, dtype=jnp.int32) < count
     # Decoupled, and above all that there is: the ones beyond come last.
-    above = divisor(2 * jnp.max(jnp.sum(jnp.abs(block), axis=1), initial=0))
-    filled = block + jnp.diag(jnp.where(active, 0, above).astype(T.dtype))
-    values, vectors = eigh(filled)
-    number = count + beside
-    vectors = leading(leading(vectors, active).T, row < number).T
-    return jnp.where(row < number, values, values[number - 1]), vectors
+    above = divisor(2 * frobenius(T)).astype(T.dtype) * jnp.eye(k, dtype=T.dtype)
+    filled = jnp.where(active[:, None] & active[None, :], T, above)
+
+    def of_size(size):
+        values, vectors = eigh(filled[:size, :size])
+        more = k - size
+        return jnp.pad(values, (0, more), mode="edge"), jnp.pad(vectors, (0, more))
+
+    if few is None:
+        values, vectors = eigh(filled)
+    else:
+        enough = eqxi.unvmap_max(jnp.asarray(count)) <= few
+        values, vectors = jax.lax.cond(enough, lambda: of_size(few), lambda: of_size(k))
+    values = jnp.where(active, values, values[count - 1])
+    return values, jnp.where(active[None, :], vectors, 0)
 
 
 def residual_norms(
@@ -197,7 +162,9 @@ def smallest_extension(
     r"""E: block Gauss-Radau, given R, and the Ritz pairs of T.
 
         E = [ T   C^*                                        ]
-            [ C   lower I + C (T - lower I)^-1 C^*           ],     C = [0 ... 0 R].
+            [ C   lower I + C (T - lower I)^-1 C^*           ],     C = [0 ... 0 R],
+
+    the lower triangle of it. T is that of so many steps, and E has zeros beyond.
 
     With no eigenvalue of A below `lower`, and E continued by `lower I` outside of `[K, Z]`,
     `A - E` is 0 but for a Schur complement of `A - lower I`, which is semidefinite. So for
@@ -211,16 +178,16 @@ def smallest_extension(
     `lower` up to rounding.
     """
     values, vectors = pairs
-    k, m = T.shape[0], R.shape[0]
+    m = R.shape[0]
     inside = _residuals(R, vectors, steps)
     distance = values - lower
     found = distance <= 10 * jnp.finfo(T.dtype).eps * largest_entry(values)
     inverse = jnp.where(found, 0, 1 / jnp.where(found, 1, distance)).astype(T.dtype)
     corner = matmul(inside * inverse[None, :], inside.conj().T)
     corner = corner + lower.astype(T.dtype) * jnp.eye(m, dtype=T.dtype)
-    C = jnp.zeros((m, k), T.dtype)
-    C = jax.lax.dynamic_update_slice_in_dim(C, R, m * (steps - 1), 1)
-    return jnp.block([[T, C.conj().T], [C, corner]])
+    E, row = jnp.pad(T, (0, m)), m * steps
+    E = jax.lax.dynamic_update_slice(E, R, (row, row - m))
+    return jax.lax.dynamic_update_slice(E, corner, (row, row))
 
 
 class RitzPairs(eqx.Module):

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from .dense import divisor, frobenius, householder, leading, matmul, squares, svd
+from .dense import divisor, frobenius, leading, matmul, squares, svd
 from .leave_one_out import PairedSamples
 from .types import fori_loop
 
@@ -57,36 +57,46 @@ def leave_probes_out(
     m = width - q
     size = frobenius(T)
     tiny = 30 * jnp.finfo(T.dtype).eps
-    always, probes = omega.T[:q], omega.T[q:]
+    # Of each lane: rows of omega^* that its space starts from, 0 for a second probe left
+    # out; and the probes that it is tested on.
+    lanes = [(i, number) for number in (1, 2) for i in range(m)]
+    starts = [
+        [
+            *range(q),
+            *(
+                q + (i + j) % m if j < m else width
+                for j in range(number, m + number - 1)
+            ),
+        ]
+        for i, number in lanes
+    ]
+    tested = [(q + i, q + (i + 1) % m) for i, _ in lanes]
+    rows = jnp.pad(omega.T, ((0, 1), (0, 0)))
 
-    def lane(i, number):
-        # Vectors are rows from here on; those of probes left out are 0.
-        others = jnp.roll(probes, -(i + number), axis=0)[: m - 1]
-        others = leading(others, jnp.arange(m - 1) < m - number)
-        start = jnp.concatenate([always, others])
+    def lane(of_lane):
+        start, tested = (rows[x] for x in of_lane)
 
         def step(j, carry):
             Y, W, scale = carry
-            # Left singular vectors, which tell what is rounding, as columns of Q and
-            # R do not.
-            Q, R = householder(_without(Y, W).T)
-            vectors, sizes, _ = svd(R)
-            new = leading(matmul(Q, vectors).T, sizes > tiny * scale)
-            Q = _unit_rows(_without(Y, new))
+            # Right singular vectors; the sizes tell what is rounding.
+            _, sizes, new = svd(_without(Y, W))
+            Q = _unit_rows(_without(Y, leading(new, sizes > tiny * scale)))
             Y = jax.lax.dynamic_update_slice_in_dim(Y, Q, j * (width - 1), 0)
             # Of the second block on, what is rounding is told by the size of T.
             return Y, matmul(Q, T.T), size
 
         Y = jnp.zeros(((width - 1) * (k // width), k), T.dtype)
         Y, _, _ = fori_loop(steps, step, (Y, start, frobenius(omega)))
-        own, following = _tested(Y, jnp.stack([probes[i], probes[(i + 1) % m]]))
-        return Y, own, following, _complement(Y, n)
+        # Along what the space leaves of the probes.
+        return Y, _unit_rows(_without(Y, _without(Y, tested))), _complement(Y, n)
 
-    lanes = jnp.tile(jnp.arange(m), 2), jnp.repeat(jnp.array([1, 2]), m)
-    spaces, own, following, dimensions = (
-        x.reshape(2, m, *x.shape[1:]) for x in jax.lax.map(lambda x: lane(*x), lanes)
+    indices = jnp.asarray(starts, jnp.int32), jnp.asarray(tested, jnp.int32)
+    spaces, tests, dimensions = jax.lax.map(lane, indices)
+    spaces, tests, dimensions = (
+        x.reshape(2, m, *x.shape[1:]) for x in (spaces, tests, dimensions)
     )
-    return LeftOut(spaces, jnp.concatenate([own, following[1:]]), dimensions)
+    of_pairs = tests[1].swapaxes(0, 1)
+    return LeftOut(spaces, jnp.concatenate([tests[:1, :, 0], of_pairs]), dimensions)
 
 
 # Of rows: Y is that of the table, transposed.
@@ -98,11 +108,6 @@ def _without(Y, W):
 
 def _unit_rows(x):
     return x / divisor(jnp.linalg.norm(x, axis=1, keepdims=True)).astype(x.dtype)
-
-
-def _tested(Y: Inexact[Array, "p k"], probes: Inexact[Array, "_ k"]):
-    # Along what the space leaves of the probes.
-    return _unit_rows(_without(Y, _without(Y, probes)))
 
 
 def _complement(Y: Inexact[Array, "p k"], n: int) -> Float[Array, ""]:
@@ -126,7 +131,11 @@ def coupling_of_fewer(
 
     def lane(Y, probe):
         Y = leading(Y, jnp.arange(Y.shape[0], dtype=jnp.int32) < (width - 1) * steps)
-        return Y, _tested(Y, probe[None])[0], _complement(Y, n)
+        return (
+            Y,
+            _unit_rows(_without(Y, _without(Y, probe[None])))[0],
+            _complement(Y, n),
+        )
 
     return _coupling(*jax.vmap(lane)(spaces, omega.T[width - len(spaces) :]))
 

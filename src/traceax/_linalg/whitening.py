@@ -218,7 +218,8 @@ def whiten(
 
     frozen = jax.lax.stop_gradient(F)
     gram = inner(frozen, frozen) + one
-    shift = units * jnp.max(jnp.sum(jnp.abs(gram), axis=1), initial=0)
+    size = frobenius(gram)
+    shift = units * size
     lower1, inverse1 = cholesky(gram + shift.astype(dtype) * one)
     lower1, inverse1 = jax.lax.stop_gradient((lower1, inverse1))
 
@@ -229,7 +230,7 @@ def whiten(
     Q2 = matmul(inverse1.conj().T, root)
     core = matmul(matmul(root, _upper_inverse(one + Q2)), inverse2)
 
-    logs = [jnp.sum(jnp.log(jnp.diagonal(x).real)) for x in (lower1, lower2)]
+    pivots_left = (jnp.diagonal(lower1) * jnp.diagonal(lower2)).real
     residual = diagonal - jnp.sum(squares(frozen), axis=1)
     # NaN is what the factorisation of a matrix makes that isn't definite.
     definite = jnp.all(residual >= -rounding_of(diagonal).negative)
@@ -239,8 +240,8 @@ def whiten(
         root,
         core,
         scale,
-        2 * sum(logs) + jnp.sum(jnp.log(noise)),
-        frobenius(gram) / len(F) ** 0.5,
+        2 * jnp.sum(jnp.log(pivots_left)) + jnp.sum(jnp.log(noise)),
+        size / len(F) ** 0.5,
         jax.lax.stop_gradient(r - jnp.sum(squares(Q2))),
         num_columns,
         jnp.sum(diagonal),

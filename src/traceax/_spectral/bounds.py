@@ -15,6 +15,7 @@ that is not beyond a known bound. The error is the smaller one of two estimates:
 Where f changes more on the way than to its end, twice the rest is added, times the weight.
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,8 +62,8 @@ def lower_ends(
     """
     zero, lower = jnp.zeros_like(theta, shape=()), state.lower
     known = zero if lower is None else jnp.maximum(lower, zero)
-    least = jnp.min(theta)
-    positive = jnp.min(jnp.where(theta > 0, theta, jnp.max(theta)))
+    least = theta[0]
+    positive = jnp.min(jnp.where(theta > 0, theta, theta[-1]))
     finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
     proven = jnp.asarray(state.space.is_positive)
     if lower is not None:
@@ -104,13 +105,14 @@ def extended_pairs(
     pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
     end: End,
     steps: int | Int[Array, ""],
-    orders: tuple[int, ...] = (),
+    few: int | None = None,
 ) -> tuple[Float[Array, " kw"], Inexact[Array, "k kw"]]:
     """Eigenvalues of T extended to an end, and the part of their vectors in the space."""
     width, (theta, S) = len(R), pairs
     sign, value = end.sign, end.sign * end.value
     E = smallest_extension(sign.astype(T.dtype) * T, R, (sign * theta, S), value, steps)
-    nodes, vectors = ritz_pairs(E, width * steps, width, orders)
+    few = None if few is None else few + width
+    nodes, vectors = ritz_pairs(E, width * (steps + 1), few)
     return sign * jnp.maximum(nodes, value), vectors[: len(T)]
 
 
@@ -161,9 +163,11 @@ def end_errors(
     weight: Float[Array, ""],
     end: End,
     changes: list[Float[Array, ""]],
+    monotone: bool = False,
 ) -> list[Float[Array, ""]]:
     """The error that an end adds to each leaf, given the changes from f(T) to f(E)."""
-    between = theta + (end.value - theta) * jnp.asarray(_BETWEEN, theta.dtype)
+    shares = (0, 1) if monotone else _BETWEEN
+    between = theta + (end.value - theta) * jnp.asarray(shares, theta.dtype)
     errors = []
     for f, change in zip(function(between), changes, strict=True):
         moves = 2 * jnp.abs(weight) * jnp.abs(f[1:] - f[0])
@@ -219,7 +223,7 @@ def quadrature_errors(
         C = coupling_of_fewer(left_out, omega, n, depth)
         theta, S = ritz_pairs(T, m * depth)
         # Rounding must not take a node out of the function's domain.
-        earlier = jnp.clip(theta, jnp.min(values), jnp.max(values)), S
+        earlier = jnp.clip(theta, values[0], values[-1]), S
         sums = []
         for theta, S in (pairs, earlier):
             weights = jnp.real(column_dots(S, matmul(C, S)))
@@ -308,44 +312,47 @@ def trace_control(
     """
     leaves = function(theta)
     # Squares neither overflow nor underflow.
-    scale = power_of_two_scale(theta)
+    scale = power_of_two_scale(jnp.stack([theta[0], theta[-1]]))
     theta, trace = theta / scale, trace / scale
-    excess = weighted_sums(weights, theta) - trace
-    tested = weighted_sums(tested_weights(left_out, S), theta)
+    # The spectrum itself, and real and imaginary parts of leaves, a row each.
+    parts = [part for f in leaves for part in _parts(f)]
+    F = jnp.stack([theta, *(f.astype(theta.dtype) for f in parts)])
+    sizes = jnp.stack([theta, jnp.abs(theta)], axis=1)
+    sums, tested = (matmul(x, sizes) for x in (weights, tested_weights(left_out, S)))
+    excess, magnitude, tested = (
+        sums[..., 0] - trace,
+        sums[0, :, 1].mean(),
+        tested[..., 0],
+    )
     means = (tested - excess)[:2] / jnp.maximum(left_out.dimensions, 1)
     # Rounding must not take them out of the function's domain.
-    means = jnp.clip(means, jnp.min(theta), jnp.max(theta))
-    # Tests of pairs, in Ritz vectors.
+    means = jnp.clip(means, theta[0], theta[-1])
+
+    # Tests of pairs, in Ritz vectors; and what the space Y holds of products of tests with
+    # `S diag(f) S^*`.
     u, spaces = matmul(left_out.tests[1:], S.conj()), left_out.spaces[1].conj()
-
-    def inside(f):
-        """What Y holds of products of tests with `S diag(f) S^*`."""
-        products = matmul(u, f.astype(u.dtype)[:, None] * S.T)
-        return jnp.einsum("mpk,tmk->tmp", spaces, products, precision="highest")
-
-    def mean(f):
-        return _of_neighbours(weighted_sums(squares(u), f))
-
-    def product(f):
-        held = jnp.sum(jnp.real(of_theta.conj() * inside(f)), axis=2)
-        return mean(theta * f) - _of_neighbours(held)
-
-    of_theta = inside(theta)
+    einsum = ft.partial(jnp.einsum, precision="highest")
+    held = einsum("mpk,tmq,fq,kq->ftmp", spaces, u, F.astype(u.dtype), S)
+    held = jnp.sum(jnp.real(held[:1].conj() * held), axis=3)
+    means_of_tests = _of_neighbours(einsum("tmq,fq->tfm", squares(u), F))
+    products = einsum("tmq,fq->tfm", squares(u), theta[None, :] * F) - held.swapaxes(
+        0, 1
+    )
+    products = _of_neighbours(products)
     eps = jnp.finfo(theta.dtype).eps
-    beta, b_b = mean(theta), product(theta)
+    beta, b_b = means_of_tests[0], products[0]
     variance = b_b - beta**2
     # That of rounding gives no slope.
     varies = variance > 1e3 * eps * jnp.maximum(b_b, beta**2)
-
-    def slope_of(f):
-        if jnp.iscomplexobj(f):
-            return jax.lax.complex(slope_of(f.real), slope_of(f.imag))
-        f = f.astype(theta.dtype)
-        c = (product(f) - mean(f) * beta) / jnp.where(varies, variance, 1)
-        return jnp.where(varies & jnp.isfinite(c), c, 0)
+    slopes = (products - means_of_tests * beta[None, :]) / jnp.where(
+        varies, variance, 1
+    )[None, :]
+    slopes = jnp.where(varies[None, :] & jnp.isfinite(slopes), slopes, 0)
+    slopes = iter(slopes[1:])
 
     def of_leaf(f, at_mean):
-        c = slope_of(f)
+        real, *imaginary = [next(slopes) for _ in _parts(f)]
+        c = jax.lax.complex(real, *imaginary) if imaginary else real
         of_pairs = _of_neighbours(jnp.stack([at_mean[1], at_mean[1]]))
         ratio = jnp.real(at_mean[0] / divisor(of_pairs))
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
@@ -357,10 +364,14 @@ def trace_control(
         control = _times(excess, c * ratio.astype(c.dtype), jnp.mean(c))
         return control, jnp.where(seen, size, 0).astype(spread.dtype)
 
-    magnitude = weighted_sums(weights[0], jnp.abs(theta)).mean()
     per_leaf = zip(leaves, derivative(function, means * scale), strict=True)
     controls, sizes = zip(*(of_leaf(*of) for of in per_leaf), strict=True)
     return list(controls), list(sizes)
+
+
+def _parts(f: Inexact[Array, " p"]) -> list[Float[Array, " p"]]:
+    """The real part, and that which is imaginary of a complex f."""
+    return [f.real, f.imag] if jnp.iscomplexobj(f) else [f]
 
 
 def bias_of(control: Samples) -> Float[Array, ""]:
@@ -381,12 +392,12 @@ def _deviation(x: Inexact[Array, " m"]) -> Float[Array, ""]:
     return scale * jnp.sqrt(jnp.mean(squares(unit - jnp.mean(unit))))
 
 
-def _of_neighbours(pairs: Inexact[Array, "2 m"]) -> Inexact[Array, " m"]:
+def _of_neighbours(pairs: Inexact[Array, "2 *f m"]) -> Inexact[Array, "*f m"]:
     """The means over tests of probes i - 1 and i + 1 in spaces without probe i.
 
     Of the space without probes i and i + 1, the first are of i, the second of i + 1.
     """
-    return (pairs[1] + jnp.roll(pairs[0], 1)) / 2
+    return (pairs[1] + jnp.roll(pairs[0], 1, axis=-1)) / 2
 
 
 def _times(excess: Float[Array, "3 m"], c: Array, mean: Array) -> Samples:

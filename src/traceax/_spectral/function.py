@@ -238,24 +238,29 @@ def rounding_errors(
     weights: Float[Array, " k"],
     noise: Float[Array, ""],
     lower: Float[Array, ""] | None,
+    bracketed: bool = False,
 ) -> tuple[list[Float[Array, ""]], list[Bool[Array, ""]]]:
     """The error of each leaf's sum by those of eigenvalues, and whether they decide it.
 
     They are up to a few times `noise |A|`: nothing to most functions, much to a root or a
     logarithm of a small one. They decide a sum where an eigenvalue that can't be told from
     0, or from one at which a leaf is NaN, is one that the leaf grows without bound at.
-    Where noise is infinite, errors are, and decide nothing.
+    Where noise is infinite, errors are, and decide nothing. A function with a bracket
+    changes most towards the lower end: one side is enough.
     """
     unknown, eps = jnp.isinf(noise), jnp.finfo(values.dtype).eps
     noise = jnp.where(unknown, eps, noise)
     largest = jnp.max(jnp.abs(values), initial=0)
     moved = _MOVED * noise * largest
     hidden = (HIDDEN if lower is None else 1) * noise * largest
-    down = values - moved if lower is None else jnp.maximum(values - moved, lower)
+    down, up = values - moved, values + moved
+    if lower is not None:
+        down = jnp.where(down < lower, up if bracketed else lower, down)
     down = jnp.where(jnp.abs(values) <= hidden, 0, down)
+    sides = (down,) if bracketed else (down, up)
     counts = jnp.abs(weights) > jnp.sqrt(eps)
     errors, decided = [], []
-    for f, *ends in zip(*map(function, (values, down, values + moved)), strict=True):
+    for f, *ends in zip(*map(function, (values, *sides)), strict=True):
         changes = jnp.stack([jnp.abs(end - f) for end in ends])
         change = jnp.max(jnp.where(jnp.isfinite(changes), changes, 0), axis=0)
         error = weighted_sums(jnp.abs(weights), change)
@@ -323,7 +328,9 @@ def ritz_values(
     `magnitude` is the magnitude of the terms that cancel in a product, and `error` the error
     of products relative to the largest value, where solvers inside the operator make it.
     """
-    largest = jnp.max(jnp.abs(values), initial=0)
+    ordered = jnp.sort(values)  # NaN, if there is any, is last
+    low, high = jnp.sum(ordered[:1]), jnp.sum(ordered[-1:])  # 0 of none
+    largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
     cancelled = 1.0
     if magnitude is not None:
         cancelled = jnp.maximum(magnitude / divisor(largest), 1)
@@ -332,10 +339,10 @@ def ritz_values(
     rounding = 8 * math.sqrt(values.shape[0])
     values = jnp.where((values < 0) & (values > -rounding * eps * largest), 0, values)
     # Numbers that left the range say nothing about the operator.
-    finite = jnp.isfinite(values).all() & jnp.isfinite(asymmetry + cancelled)
+    finite = jnp.isfinite(largest) & jnp.isfinite(asymmetry + cancelled)
     result = RESULTS.where(finite, RESULTS.successful, RESULTS.nonfinite)
     if space.is_positive:
-        wrong = finite & (jnp.min(values, initial=0) < -jnp.sqrt(eps) * largest)
+        wrong = finite & (low < -jnp.sqrt(eps) * largest)
         result = RESULTS.where(wrong, RESULTS.not_semidefinite, result)
         values = jnp.where(wrong, values, jnp.maximum(values, 0))
     limit = largest_asymmetry(space)
@@ -345,8 +352,8 @@ def ritz_values(
     noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
     noise = noise if error is None else jnp.maximum(noise, error)
     if lower is not None:
-        below = values < lower - rounding * noise * largest
-        wrong = jnp.any(below) & (result == RESULTS.successful)
+        allowed = lower - rounding * noise * largest
+        wrong = (low < allowed) & (result == RESULTS.successful)
         result = RESULTS.where(wrong, RESULTS.below_lower, result)
-        values = jnp.where(below, values, jnp.maximum(values, lower))
+        values = jnp.where(values < allowed, values, jnp.maximum(values, lower))
     return RitzValues(values, noise, result)

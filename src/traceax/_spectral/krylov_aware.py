@@ -26,6 +26,8 @@ from .stand_in import RitzStandIn, Truncated, judge_truncated
 # Of an estimate whose budget is left out: probes, steps at most, and steps at most of the
 # spaces that leave a probe out, which are most of the work where there are many.
 _PROBES_TO_DEPTH, _STEPS_TO_DEPTH, _STEPS_LEFT_OUT = 5, 80, 16
+# Steps up to which small matrices have a program of their own.
+_FEW_STEPS = 20
 
 
 class KrylovAwareEstimator(SpectralEstimator):
@@ -138,11 +140,13 @@ class KrylovAwareEstimator(SpectralEstimator):
         most = min(most, _STEPS_TO_DEPTH) if to_depth else most
         product, start = self._begin(state, m)
         width, most_left_out = m + q, _STEPS_LEFT_OUT if to_depth else None
+        # An early look is O(k^3) in the steps taken, not in all there could be.
+        few_steps = _FEW_STEPS if most > _FEW_STEPS else None
 
         def judge(run, count):
             factor, R = arnoldi_factor(run, count)
             sums = krylov_sums(
-                state, factor, R, count, run.basis, _sizes(most), most_left_out
+                state, factor, R, count, run.basis, few_steps, most_left_out
             )
             if isinstance(stop, Depth):
                 return Check(sums.bars[0], sums, sums.ratio(stop))
@@ -188,15 +192,6 @@ def best_probes(k: int) -> float:
     Over kernels, noises and budgets `0.9 sqrt(k)` had 1.6 times the error of derivatives.
     """
     return max(0.5 * math.sqrt(k), min(3.0, max(k / 2, 2.0)))
-
-
-def _sizes(most: int) -> tuple[int, ...]:
-    """Numbers of steps that small matrices have room for, each three times the one before:
-    an early look is O(k^3 m) in the steps that were taken, not in all there could be."""
-    sizes = [most]
-    while sizes[0] > 20:
-        sizes.insert(0, -(-sizes[0] // 3))
-    return tuple(sizes)
 
 
 def _widened(bar: ErrorBar, m: int) -> ErrorBar:

@@ -33,7 +33,6 @@ from .bounds import (
     middles_of,
     outer_ends,
     quadrature_errors,
-    reach,
     trace_control,
 )
 from .function import ritz_values, rounding_errors, weighted_sums
@@ -83,14 +82,14 @@ def krylov_sums(
     R: Inexact[Array, "w w"],
     steps: int | Int[Array, ""],
     basis: Inexact[Array, "n k"],
-    step_sizes: tuple[int, ...] = (),
+    few_steps: int | None = None,
     most_left_out: int | None = None,
 ) -> KrylovSums:
     """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
 
     - `factor`, `R`, `basis`: as `arnoldi` returns them, of w = q + m starting vectors, the
         right-hand sides of the state and the probes. The basis is for preconditioners.
-    - `step_sizes`: numbers of steps, ascending, that there are eigendecompositions for.
+    - `few_steps`: no larger matrices are decomposed while there are at most so many.
     - `most_left_out`: how many steps spaces without a probe take at most; all by default.
         Any space that doesn't depend on a probe can be tested on it.
     """
@@ -98,8 +97,8 @@ def krylov_sums(
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
     n, width, q = state.space.size, omega.shape[1], state.num_right
-    m, orders = width - q, tuple(width * size for size in step_sizes)
-    theta, S = ritz_pairs(T, width * steps, sizes=orders)
+    m, few = width - q, None if few_steps is None else width * few_steps
+    theta, S = ritz_pairs(T, width * steps, few)
     theta, noise, result = ritz_values(
         theta, asymmetry, state.space, state.lower, state.magnitude, state.solvers
     )
@@ -115,9 +114,11 @@ def krylov_sums(
     leaves = function(theta)
     weights = sample_weights(left_out, S_rows)
     coupling = inner(S_rows, matmul(coupling_of(left_out), S_rows))
-    diagonal = jnp.real(jnp.diagonal(coupling))
-    rounding, decided = rounding_errors(function, theta, diagonal, noise, state.lower)
-    magnitudes = [weighted_sums(weights[0], jnp.abs(f)).mean() for f in leaves]
+    weight = jnp.mean(weights[0], axis=0)
+    rounding, decided = rounding_errors(
+        function, theta, weight, noise, state.lower, state.has_bracket
+    )
+    magnitudes = [weighted_sums(weight, jnp.abs(f)) for f in leaves]
     P, trace, inside = state.preconditioner, None, None
     if m > 1:  # slopes are those of neighbours
         inside = None if P is None else P.inside(basis.T[:rows].T)
@@ -148,7 +149,7 @@ def krylov_sums(
         right = right * lengths.astype(omega.dtype)
 
     def at_end(end: End):
-        nodes, vectors = extended_pairs(T, R, (theta, S), end, steps, orders)
+        nodes, vectors = extended_pairs(T, R, (theta, S), end, steps, few)
         form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
         of_end = sample_weights(left_out, vectors[:rows])
         # Controlled as those of T: no part of the bracket.
@@ -160,18 +161,19 @@ def krylov_sums(
 
     forms, last = None, width * steps - 1
     residuals = residual_norms(R, S, steps)
-    weight = jnp.mean(weights[0], axis=0)
     if state.has_bracket:
         lower, bottom, proven = lower_ends(function, theta, state)
         one = jnp.ones_like(lower)
         both = at_both(at_end, End(one, lower), End(one, bottom))
         (of_lower, form_of_lower), (of_bottom, form_of_bottom) = both
-        end = reach(function, theta[0], residuals[0], lower, 1)
-        of_reach = end_errors(function, theta[0], weight[0], end, changes(of_lower))
+        end = End(one, jnp.maximum(theta[0] - residuals[0], lower))
+        of_reach = end_errors(
+            function, theta[0], weight[0], end, changes(of_lower), monotone=True
+        )
         if state.right is not None:
             highs = form_of_lower, form_of_bottom
             forms = forms_between(inner(S, right), theta, highs, state.magnitude)
-        positive = jnp.min(theta) >= 0
+        positive = theta[0] >= 0
         _, brackets = middles_of(samples, of_lower, positive)
         samples, sides = middles_of(samples, of_bottom, positive)
         # Before convergence the truth may be close to either end.

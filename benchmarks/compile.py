@@ -1,0 +1,290 @@
+"""CPU seconds to trace, lower and compile, beside other libraries and code by hand.
+
+    taskset -c 1 python benchmarks/compile.py       # the tables of docs/performance.md
+    python benchmarks/compile.py logdet default     # these rows alone
+
+Each row is the least of two fresh processes, in each of which the peer of the row compiles
+before, in 32 bits and without a cache of programs.
+"""
+
+# ruff: noqa: PLC0415
+# Every process imports its own libraries.
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def psd(n):
+    import jax.numpy as jnp
+    import numpy as np
+
+    root = np.random.default_rng(0).normal(size=(n, n)).astype(np.float32)
+    return jnp.asarray(root @ root.T / n + np.eye(n, dtype=np.float32))
+
+
+def tagged(matrix):
+    import lineax as lx
+
+    return lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+
+
+#
+# Ours: a function of a key and arguments, and the arguments.
+#
+
+
+def logdet(k=None, **options):
+    import jax
+
+    import traceax as tx
+
+    def value(matrix, key):
+        return tx.logdet(key, tagged(matrix), k, **options).value
+
+    return jax.value_and_grad(value), psd(1000)
+
+
+def of_a_function():
+    import jax
+    import jax.numpy as jnp
+    import lineax as lx
+
+    import traceax as tx
+
+    def value(matrix, key):
+        operator = lx.FunctionLinearOperator(
+            lambda v: matrix @ v,
+            jax.ShapeDtypeStruct((1000,), jnp.float32),
+            lx.positive_semidefinite_tag,
+        )
+        return tx.logdet(key, operator).value
+
+    return jax.value_and_grad(value), psd(1000)
+
+
+def likelihood(gradient, n=3000):
+    import jax
+    import jax.numpy as jnp
+
+    import traceax as tx
+
+    x = jax.random.uniform(jax.random.key(1), (n, 2))
+    y = jnp.sin(5 * x[:, 0])
+
+    def kernel_matrix(length):
+        def kernel(a, b):
+            return jnp.exp(-sum((a[i] - b[i]) ** 2 for i in range(2)) / (2 * length**2))
+
+        return tx.KernelLinearOperator(kernel, x)
+
+    pivots = tx.choose_pivots(jax.random.key(0), kernel_matrix(0.2), 200, shift=0.01)
+
+    def value(parameters, key):
+        length, noise = parameters
+        K = kernel_matrix(length)
+        return tx.gaussian_log_likelihood(
+            key, K, y, shift=noise, preconditioner=pivots
+        ).value
+
+    program = jax.value_and_grad(value) if gradient else value
+    return program, (jnp.float32(0.2), jnp.float32(0.01))
+
+
+def trace(kind=None, **options):
+    import lineax as lx
+
+    import traceax as tx
+
+    estimator = None if kind is None else getattr(tx, kind)()
+
+    def value(matrix, key):
+        operator = tagged(matrix) if kind else lx.MatrixLinearOperator(matrix)
+        estimate = tx.trace(key, operator, 40, estimator, **options)
+        return estimate.value, estimate.standard_error
+
+    return value, psd(1000)
+
+
+def field(weights):
+    import jax.numpy as jnp
+
+    return lambda point: jnp.tanh(weights @ point) - point
+
+
+def divergences():
+    import jax
+    import jax.numpy as jnp
+
+    import traceax as tx
+
+    def losses(weights, key):
+        def one(point, key):
+            velocity, divergence = tx.divergence(key, field(weights), point, 40)
+            return velocity, divergence.value
+
+        points = jnp.ones((64, 1000), jnp.float32)
+        return jax.vmap(one)(points, jax.random.split(key, 64))
+
+    return losses, psd(1000)
+
+
+#
+# Peers.
+#
+
+
+def matfree_logdet():
+    import jax
+    import jax.numpy as jnp
+    from matfree import decomp, funm, stochtrace
+
+    def value(matrix, key):
+        tridiagonal = decomp.tridiag_sym(20)
+        integrand = funm.monte_carlo_funm_sym_logdet(tridiagonal)
+        sampler = stochtrace.sampler_normal(jnp.zeros(1000, jnp.float32), num=5)
+        estimate = stochtrace.estimator_monte_carlo(integrand, sampler)
+        return estimate(lambda v: matrix @ v, key)
+
+    return jax.value_and_grad(value), psd(1000)
+
+
+def matfree_xtrace():
+    import jax.numpy as jnp
+    from matfree import stochtrace
+
+    def value(matrix, key):
+        sampler = stochtrace.sampler_sphere(jnp.zeros(1000, jnp.float32), num=20)
+        integrand = stochtrace.leave_one_out_xtrace()
+        return stochtrace.estimator_leave_one_out(integrand, sampler)(
+            lambda v: matrix @ v, key
+        )
+
+    return value, psd(1000)
+
+
+def hand_likelihood(n=3000):
+    """Exact, by Cholesky's factors."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jax.random.uniform(jax.random.key(1), (n, 2))
+    y = jnp.sin(5 * x[:, 0])
+
+    def value(parameters, key):
+        length, noise = parameters
+        distance = sum((x[:, None, i] - x[None, :, i]) ** 2 for i in range(2))
+        K = jnp.exp(-distance / (2 * length**2)) + noise * jnp.eye(n)
+        lower = jnp.linalg.cholesky(K)
+        z = jax.scipy.linalg.solve_triangular(lower, y, lower=True)
+        return -z @ z / 2 - jnp.sum(jnp.log(jnp.diagonal(lower)))
+
+    return jax.value_and_grad(value), (jnp.float32(0.2), jnp.float32(0.01))
+
+
+def hand_divergences():
+    import jax
+    import jax.numpy as jnp
+
+    def losses(weights, key):
+        def one(point, key):
+            probes = jax.random.rademacher(key, (40, 1000), jnp.float32)
+            velocity, push = jax.linearize(field(weights), point)
+            return velocity, jnp.mean(jax.vmap(lambda v: v @ push(v))(probes))
+
+        points = jnp.ones((64, 1000), jnp.float32)
+        return jax.vmap(one)(points, jax.random.split(key, 64))
+
+    return losses, psd(1000)
+
+
+def peers():
+    return {
+        "matfree's Lanczos quadrature": matfree_logdet,
+        "matfree's XTrace": matfree_xtrace,
+        "Cholesky by hand": hand_likelihood,
+        "`jax.linearize` by hand": hand_divergences,
+    }
+
+
+SLQ, XTRACE, CHOLESKY, HAND = peers()
+# Name: the row's text, the program, its peer.
+ROWS = {
+    "logdet": ("`tx.logdet`, k = 100, gradient", lambda: logdet(100), SLQ),
+    "whole": ("the same, without k, of a function", of_a_function, SLQ),
+    "until": (
+        "the same, to a tolerance, k = 240",
+        lambda: logdet(240, rtol=1e-2),
+        SLQ,
+    ),
+    "value": (
+        "`tx.gaussian_log_likelihood`, n = 3,000, 200 pivots",
+        lambda: likelihood(False),
+        CHOLESKY,
+    ),
+    "likelihood": ("the same, gradient", lambda: likelihood(True), CHOLESKY),
+    "default": ("`tx.trace`, k = 40", trace, XTRACE),
+    "xtrace": ("XTrace", lambda: trace("XTraceEstimator"), XTRACE),
+    "xnystrace": ("XNysTrace", lambda: trace("XNysTraceEstimator"), XTRACE),
+    "hutchinson": ("Hutchinson", lambda: trace("HutchinsonEstimator"), XTRACE),
+    "tolerance": ("to a tolerance, k = 40", lambda: trace(rtol=1e-2), XTRACE),
+    "divergence": ("`tx.divergence`, a batch of 64", divergences, XTRACE),
+    "by hand": ("the same", hand_divergences, HAND),
+}
+
+
+def cost(build):
+    """CPU seconds, of which XLA, and StableHLO lines of a program."""
+    import jax
+
+    program, arguments = build()
+    jax.block_until_ready(arguments)
+    start = time.process_time()
+    lowered = jax.jit(program).lower(arguments, jax.random.key(0))
+    middle = time.process_time()
+    lowered.compile()
+    end = time.process_time()
+    lines = lowered.as_text().count("\n")
+    return end - start, end - middle, lines
+
+
+def serve(name):
+    import jax
+
+    jax.jit(lambda x: x + 1).lower(1.0).compile()
+    _, build, peer = ROWS[name]
+    of_peer = cost(peers()[peer])
+    print(json.dumps([cost(build), of_peer]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", nargs="*", default=list(ROWS))
+    parser.add_argument("--serve")
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    print("| program | s | of which XLA | lines | beside | s | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for name in arguments.rows:
+        text, _, peer = ROWS[name]
+        runs = []
+        for _ in range(2):
+            command = [sys.executable, __file__, "--serve", name]
+            out = subprocess.run(command, check=True, capture_output=True, text=True)
+            runs.append(json.loads(out.stdout.splitlines()[-1]))
+        ours = min(run[0] for run in runs)
+        theirs = min(run[1] for run in runs)
+        cells = text, f"{ours[0]:.2f}", f"{ours[1]:.2f}", f"{ours[2]:,}"
+        cells += peer, f"{theirs[0]:.2f}", f"{ours[0] / theirs[0]:.2f}"
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
