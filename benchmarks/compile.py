@@ -1,7 +1,8 @@
 """CPU seconds to trace, lower and compile, beside other libraries and code by hand.
 
-    taskset -c 1 python benchmarks/compile.py       # the tables of docs/performance.md
-    python benchmarks/compile.py logdet default     # these rows alone
+    taskset -c 1 python benchmarks/compile.py         # the tables of docs/performance.md
+    python benchmarks/compile.py logdet default       # these rows alone
+    python benchmarks/compile.py readme import        # README's blocks, and imports
 
 Each row is the least of two fresh processes, in each of which the peer of the row compiles
 before, in 32 bits and without a cache of programs.
@@ -11,8 +12,10 @@ before, in 32 bits and without a cache of programs.
 # Every process imports its own libraries.
 
 import argparse
+import importlib
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -203,16 +206,13 @@ def hand_divergences():
     return losses, psd(1000)
 
 
-def peers():
-    return {
-        "matfree's Lanczos quadrature": matfree_logdet,
-        "matfree's XTrace": matfree_xtrace,
-        "Cholesky by hand": hand_likelihood,
-        "`jax.linearize` by hand": hand_divergences,
-    }
-
-
-SLQ, XTRACE, CHOLESKY, HAND = peers()
+PEERS = {
+    "matfree's Lanczos quadrature": matfree_logdet,
+    "matfree's XTrace": matfree_xtrace,
+    "Cholesky by hand": hand_likelihood,
+    "`jax.linearize` by hand": hand_divergences,
+}
+SLQ, XTRACE, CHOLESKY, HAND = PEERS
 # Name: the row's text, the program, its peer.
 ROWS = {
     "logdet": ("`tx.logdet`, k = 100, gradient", lambda: logdet(100), SLQ),
@@ -234,7 +234,7 @@ ROWS = {
     "hutchinson": ("Hutchinson", lambda: trace("HutchinsonEstimator"), XTRACE),
     "tolerance": ("to a tolerance, k = 40", lambda: trace(rtol=1e-2), XTRACE),
     "divergence": ("`tx.divergence`, a batch of 64", divergences, XTRACE),
-    "by hand": ("the same", hand_divergences, HAND),
+    "by hand": ("the same", divergences, HAND),
 }
 
 
@@ -253,37 +253,73 @@ def cost(build):
     return end - start, end - middle, lines
 
 
-def serve(name):
+def readme():
+    """CPU seconds of README's blocks in one process, each of which compiles and runs."""
+    text = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+    blocks = [x.split("```")[0] for x in text.split("```python\n")[1:4]]
+    names, seconds = {}, []
+    for block in blocks:
+        start = time.process_time()
+        exec(block, names)
+        seconds.append(time.process_time() - start)
+    return seconds
+
+
+def imports(name):
+    start = time.process_time()
+    importlib.import_module(name)
+    return [time.process_time() - start]
+
+
+def programs(name):
     import jax
 
     jax.jit(lambda x: x + 1).lower(1.0).compile()
     _, build, peer = ROWS[name]
-    of_peer = cost(peers()[peer])
-    print(json.dumps([cost(build), of_peer]))
+    of_peer = cost(PEERS[peer])
+    return [*cost(build), *of_peer]
+
+
+def least(*arguments, processes=2):
+    """The least of each of the numbers that fresh processes print."""
+    runs = []
+    for _ in range(processes):
+        command = [sys.executable, __file__, "--serve", *arguments]
+        out = subprocess.run(command, check=True, capture_output=True, text=True)
+        runs.append(json.loads(out.stdout.splitlines()[-1]))
+    return [min(x) for x in zip(*runs, strict=True)]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", default=list(ROWS))
-    parser.add_argument("--serve")
+    parser.add_argument("rows", nargs="*", default=[*ROWS, "readme", "import"])
+    parser.add_argument("--serve", nargs="*")
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve)
+        what, *given = arguments.serve
+        numbers = {"readme": readme, "import": imports, "program": programs}
+        print(json.dumps(numbers[what](*given)))
         return
-    print("| program | s | of which XLA | lines | beside | s | ratio |")
-    print("|---|---|---|---|---|---|---|")
-    for name in arguments.rows:
+    rows = [x for x in arguments.rows if x in ROWS]
+    if rows:
+        print("| program | s | of which XLA | lines | beside | s | ratio |")
+        print("|---|---|---|---|---|---|---|")
+    for name in rows:
         text, _, peer = ROWS[name]
-        runs = []
-        for _ in range(2):
-            command = [sys.executable, __file__, "--serve", name]
-            out = subprocess.run(command, check=True, capture_output=True, text=True)
-            runs.append(json.loads(out.stdout.splitlines()[-1]))
-        ours = min(run[0] for run in runs)
-        theirs = min(run[1] for run in runs)
-        cells = text, f"{ours[0]:.2f}", f"{ours[1]:.2f}", f"{ours[2]:,}"
-        cells += peer, f"{theirs[0]:.2f}", f"{ours[0] / theirs[0]:.2f}"
+        seconds, of_xla, lines, theirs, *_ = least("program", name)
+        cells = text, f"{seconds:.2f}", f"{of_xla:.2f}", f"{lines:,}"
+        cells += peer, f"{theirs:.2f}", f"{seconds / theirs:.2f}"
         print("| " + " | ".join(cells) + " |", flush=True)
+    if "readme" in arguments.rows:
+        seconds = ", ".join(f"{x:.1f}" for x in least("readme"))
+        print(
+            f"\nREADME's likelihood, divergence and Hessian, compiled and run: {seconds} s"
+        )
+    if "import" in arguments.rows:
+        ours, lineax = (
+            least("import", x, processes=5)[0] for x in ("traceax", "lineax")
+        )
+        print(f"import traceax: {ours:.2f} s; import lineax: {lineax:.2f} s")
 
 
 if __name__ == "__main__":

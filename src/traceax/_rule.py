@@ -327,6 +327,7 @@ class Columns(StandIn):
         def products(V):
             return product_tangent(state.operator, tangent.operator, V, self.product)
 
+        @jax.checkpoint
         def pair(start):
             V, Z = jax.lax.stop_gradient(self.chunk(start))
             W = products(V)

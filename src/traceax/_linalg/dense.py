@@ -131,7 +131,7 @@ def put(
 
 def column_dots(x: Block, y: Block) -> Array:
     """`x_i^* y_i` for every column i."""
-    return jnp.sum(x.conj() * y, axis=0)
+    return jnp.sum(x.T.conj() * y.T, axis=1)
 
 
 def column_norms(x: Block) -> Float[Array, " k"]:
@@ -157,8 +157,8 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
     r"""The thin QR factorisation, `Q (n, k)` and an upper triangular `R (k, k)`.
 
     `Q` is orthonormal to rounding for blocks of any rank. Long blocks are factorised by
-    products: with `Y^* Y = V D V^*` the block `Y V D^-1/2` is orthonormal up to the
-    condition of D. Applied again it gains as many digits as the first time, as in shifted
+    products: with `Y^* Y = V D V^*` and `D^1/2 V^* = U R` the block `Y V D^-1/2 U` is
+    orthonormal up to the condition of D. Applied again it gains as many digits as the first time, as in shifted
     Cholesky-QR (Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, SIAM J. Sci. Comput.
     42 (2020), doi:10.1137/18M1218212).
 
@@ -187,13 +187,19 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
         settled = regular & (16 * values[0] >= values[-1])
         # Before the first pass of a block that lacks rank, so that the next ones see it.
         fill = ~regular & (i == 0)
-        rows = rows + jnp.where(fill, eps, 0).astype(dtype) * noise(k, n, dtype, 0)
+        rows = jax.lax.cond(
+            fill,
+            lambda x: x + eps.astype(dtype) * noise(k, n, dtype, 0),
+            lambda x: x,
+            rows,
+        )
         sizes = jnp.where(fill, 1, jnp.sqrt(jnp.maximum(values, floor))).astype(dtype)
         vectors = jnp.where(fill, one, vectors)
         failed = ~settled & (i == _MOST_PASSES - 1)
         sizes = jnp.where(failed, jnp.nan, sizes)
-        rows = matmul((vectors / sizes[None, :]).T, rows)
-        return rows, matmul(sizes[:, None] * vectors.conj().T, R), settled, i + 1
+        U, upper = householder(sizes[:, None] * vectors.conj().T)
+        rows = matmul(matmul(vectors / sizes[None, :], U).T, rows)
+        return rows, matmul(upper, R), settled, i + 1
 
     one = jnp.eye(k, dtype=dtype)
     rows, R, _, _ = while_loop(
@@ -201,9 +207,8 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
         another_pass,
         (block.T / scale, one, jnp.array(False), 0),
     )
-    Q, R = householder(R)
     # 0 for a block of zeros, of which Q is the fill.
-    return combine(rows.T, Q), R * jnp.where(largest == 0, 0, scale)
+    return rows.T, R * jnp.where(largest == 0, 0, scale)
 
 
 def signs(words: UInt32[Array, " w"], n: int, dtype) -> Float[Array, " n"]:
@@ -215,12 +220,13 @@ def signs(words: UInt32[Array, " w"], n: int, dtype) -> Float[Array, " n"]:
 def noise(k: int, n: int, dtype, number: Start) -> Inexact[Array, "k n"]:
     """Rows of signs, the same ones for the same number.
 
-    From a hash of positions (the last steps of MurmurHash3, by Appleby), which is a few
-    operations on an entry where a generator of random numbers is a program of its own.
+    From a hash of positions (the first half of the last step of MurmurHash3, by Appleby): a
+    few operations an entry, where a generator of random numbers is a program of its own.
     """
     number = jnp.asarray(number).astype(jnp.uint32)
-    x = jax.lax.iota(jnp.uint32, k * n).reshape(k, n) + number * jnp.uint32(0x9E3779B1)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+    row, column = (jax.lax.broadcasted_iota(jnp.uint32, (k, n), i) for i in (0, 1))
+    x = row * jnp.uint32(n) + column + number * jnp.uint32(0x9E3779B1)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
     return jnp.where(x >> jnp.uint32(31) == 0, 1, -1).astype(dtype)
 

@@ -226,9 +226,9 @@ def whiten(
     basis = combine(F, inverse1.conj().T)
     inverse_gram = matmul(inverse1, inverse1.conj().T)
     lower2, inverse2 = _cholesky(inner(basis, basis) + inverse_gram)
-    root = inverse2.conj().T
-    Q2 = matmul(inverse1.conj().T, root)
-    core = matmul(matmul(root, _upper_inverse(one + Q2)), inverse2)
+    # `R2^-1 X R2^-*`, as `R2^-1 (I + Q2)^-1 = (L2^* + R1^-1)^-1` for `R2 = L2^*`.
+    core = matmul(_lower_inverse(lower2 + inverse1).conj().T, inverse2)
+    Q2 = matmul(inverse2, inverse1)  # its adjoint
 
     pivots_left = (jnp.diagonal(lower1) * jnp.diagonal(lower2)).real
     residual = diagonal - jnp.sum(squares(frozen), axis=1)
@@ -237,7 +237,7 @@ def whiten(
     finite = jnp.isfinite(jnp.sum(squares(columns)) + jnp.sum(diagonal**2))
     return Whitening(  # pyright: ignore
         basis,
-        root,
+        inverse2.conj().T,
         core,
         scale,
         2 * jnp.sum(jnp.log(pivots_left)) + jnp.sum(jnp.log(noise)),
@@ -270,17 +270,18 @@ def _cholesky(hermitian: Inexact[Array, "r r"]) -> tuple[Array, Array]:
 def _cholesky_jvp(primals, tangents):
     lower, inverse = _cholesky(*primals)
     inside = matmul(matmul(inverse, tangents[0]), inverse.conj().T)
-    inside = jnp.tril(inside) - jnp.diag(jnp.diagonal(inside)) / 2
+    r = len(inside)
+    inside = inside * (jnp.tri(r) - jnp.eye(r) / 2).astype(inside.dtype)
     return (lower, inverse), (matmul(lower, inside), -matmul(inside, inverse))
 
 
 @jax.custom_jvp
-def _upper_inverse(upper: Inexact[Array, "r r"]) -> Inexact[Array, "r r"]:
-    """`U^-1`, differentiable."""
-    return inverse_conjugate_transpose(upper).conj().T
+def _lower_inverse(lower: Inexact[Array, "r r"]) -> Inexact[Array, "r r"]:
+    """`L^-1`, differentiable."""
+    return inverse_conjugate_transpose(lower.conj().T)
 
 
-@_upper_inverse.defjvp
-def _upper_inverse_jvp(primals, tangents):
-    inverse = _upper_inverse(*primals)
+@_lower_inverse.defjvp
+def _lower_inverse_jvp(primals, tangents):
+    inverse = _lower_inverse(*primals)
     return inverse, -matmul(matmul(inverse, tangents[0]), inverse)

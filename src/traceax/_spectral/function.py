@@ -328,14 +328,15 @@ def ritz_values(
     `magnitude` is the magnitude of the terms that cancel in a product, and `error` the error
     of products relative to the largest value, where solvers inside the operator make it.
     """
-    ordered = jnp.sort(values)  # NaN, if there is any, is last
-    low, high = jnp.sum(ordered[:1]), jnp.sum(ordered[-1:])  # 0 of none
+    eps = jnp.finfo(values.dtype).eps
+    if values.size == 0:
+        return RitzValues(values, jnp.asarray(eps, values.dtype), RESULTS.successful)
+    low, high = jnp.sort(values)[jnp.array([0, -1])]  # NaN, if there is any, is last
     largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
     cancelled = 1.0
     if magnitude is not None:
         cancelled = jnp.maximum(magnitude / divisor(largest), 1)
     asymmetry = asymmetry / cancelled
-    eps = jnp.finfo(values.dtype).eps
     rounding = 8 * math.sqrt(values.shape[0])
     values = jnp.where((values < 0) & (values > -rounding * eps * largest), 0, values)
     # Numbers that left the range say nothing about the operator.

@@ -128,6 +128,8 @@ def _projected_tangent(
     rows = jnp.pad(basis.T, ((0, number * _CHUNK - p), (0, 0)))
     chunks = rows.reshape(number, _CHUNK, n)
 
+    # Within the condition, too: it would keep zeros of all that a chunk it skips had made.
+    @jax.checkpoint
     def project(chunk):
         products = product_tangent(operator, t_operator, chunk.T)
         return None if products is None else inner(basis, products)
@@ -137,11 +139,12 @@ def _projected_tangent(
         return None
 
     @jax.checkpoint
-    def part(start, chunk):
+    def part(of):
+        start, chunk = of
         return if_any(start < count, project, shape, chunk)
 
     starts = _CHUNK * jnp.arange(number, dtype=jnp.int32)
-    found = jax.lax.map(lambda x: part(*x), (starts, chunks))
+    found = jax.lax.map(part, (starts, chunks))
     return jnp.moveaxis(found, 0, 1).reshape(p, -1)[:, :p]
 
 
