@@ -30,7 +30,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 # The files that take longest, which begin first.
-SLOW = (
+FIRST = (
     "sharding",
     "docs",
     "tolerance",
@@ -39,10 +39,98 @@ SLOW = (
     "transforms",
     "testing",
 )
+# The quick tests: beginnings of names in a file, or "" for all of them. Every formula is
+# compared with its loop, every estimator with the truth; the derivative rule, failures and
+# README's code are tested. All others are marked as slow.
+QUICK = {
+    "adaptive": "test_formulas_against_loops[10",
+    "architecture": "",
+    "bracket": "",
+    "bracket_bars": "test_the_estimator_against_a_naive_bracket[exp-True",
+    "check_operator": "test_faults",
+    "chunks": "test_wrong test_values_and_derivatives_are_those_of_one_block[complex",
+    "coloured_traces": "test_the_trace",
+    "colours": "test_nodes test_what_is_refused test_unbiased",
+    "convert": "test_products test_tags test_wrong test_objects_that_are_refused",
+    "curvature": "",
+    "depth": "test_a_loose",
+    "diagonal": "test_unbiased_entry_by_entry_with_its_derivative[XTrace test_wrong",
+    "divergence": "test_unbiased_with_gradients[4 test_wrong",
+    "docs": "test_links test_versions test_blocks test_figures test_code_of_other",
+    "edges": "test_low_rank_is_exact[xtrace test_small_budgets_are_unbiased[xtrace",
+    "errors": "",
+    "exact": "test_log_determinants_inverses_and_forms_of_matrices[False "
+    "test_triangular test_indefinite test_inverses",
+    "failure": "test_what_is_not_finite_is_reported[xtrace-NaN test_derivatives",
+    "flat_functions": "test_an_isolated",
+    "fresh_functions": "test_what_a_function_reads_is_read_anew",
+    "inverse_diagonal": "test_remainder[few",
+    "inverse_operator": "test_tags test_wrong test_products",
+    "kernel_operator": "test_every_number test_bad test_rows",
+    "krylov": "",
+    "leave_one_out": "test_xtrace test_nystrom test_the_bar",
+    "likelihood": "test_likelihood_with_derivatives test_bad test_other_bad "
+    "test_complex_obs",
+    "linalg": "",
+    "matrix_function": "test_products test_wrong",
+    "mean_operator": "test_one_pass test_wrong test_batches",
+    "operator_catalogue": "test_operations[complex test_operations[function "
+    "test_operations[Gauss test_operations[kernel test_operations[mean "
+    "test_operations[prec test_operations[inverse",
+    "operators": "test_every_class test_complex_gradient",
+    "own_preconditioner": "test_what",
+    "pivots": "test_residuals test_arguments",
+    "preconditioner": "test_factors_and_derivatives[10]",
+    "primitive": "test_derivatives_through_lanes[3] test_the_same",
+    "printing": "test_a_line test_sizes test_forecasts test_what test_inside",
+    "problems": "",
+    "progress": "test_any test_every test_wrong test_missing",
+    "registered_entries": "test_wrong",
+    "release": "",
+    "resume": "test_going_on_is_one_run[xnystrace-plain]",
+    "right_answers": "test_a_tag_on_an test_complex_multiples_are",
+    "samplers": "test_isotropic test_samplers",
+    "slopes": "test_slopes_of_traces_have_bars[xtrace] test_a_bias_of_two_percent",
+    "spectral": "test_enough test_every_budget[kry test_failures_are test_diagonals "
+    "test_wrong test_wrappers test_operators_that",
+    "spectral_statistics": "test_derivatives_are_exact test_intervals_cover[exp",
+    "spectral_tolerance": "test_wrong",
+    "statistics": "test_unbiased test_the_standard_error_is_the_root_mean_square_error[x",
+    "testing": "test_only test_checks_find_their_faults[bias- "
+    "test_checks_find_their_faults[gradient",
+    "tolerance": "test_wrong "
+    "test_intervals_hold_the_truth_though_looked_at_repeatedly[xtrace]",
+    "trace": "test_known_structure test_student",
+    "transforms": "test_the_derivative_pairs_the_frozen_blocks[xny "
+    "test_the_derivative_pairs_the_frozen_blocks[hutch "
+    "test_vmap_agrees_with_single_calls[xny",
+}
+# In 32 bits: what depends on precision.
+QUICK_IN_32_BITS = {
+    "bracket": "test_the_bracket",
+    "docs": "test_what_is_printed test_code_runs[README",
+    "edges": "test_scale_equivariance",
+    "krylov": "test_block_lanczos test_divided test_lanczos",
+    "likelihood": "test_likelihood_with_derivatives",
+    "linalg": "",
+    "statistics": "test_unbiased[xtrace test_unbiased[xny",
+}
 
 
+def _is_quick(item):
+    table = QUICK if jax.config.jax_enable_x64 else QUICK_IN_32_BITS  # pyright: ignore
+    beginnings = table.get(item.path.stem.removeprefix("test_"))
+    if beginnings is None:
+        return False
+    return item.name.startswith(tuple(beginnings.split()) or "")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in SLOW)
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST)
+    for item in items:
+        if not _is_quick(item):
+            item.add_marker("slow")
     if not jax.config.jax_enable_x64:  # pyright: ignore
         skip = pytest.mark.skip(reason="needs 64-bit mode")
         for item in items:

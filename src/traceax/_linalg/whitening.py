@@ -270,8 +270,8 @@ def _cholesky(hermitian: Inexact[Array, "r r"]) -> tuple[Array, Array]:
 def _cholesky_jvp(primals, tangents):
     lower, inverse = _cholesky(*primals)
     inside = matmul(matmul(inverse, tangents[0]), inverse.conj().T)
-    r = len(inside)
-    inside = inside * (jnp.tri(r) - jnp.eye(r) / 2).astype(inside.dtype)
+    r, dtype = len(inside), inside.dtype
+    inside = inside * (jnp.tri(r, dtype=dtype) - jnp.eye(r, dtype=dtype) / 2)
     return (lower, inverse), (matmul(lower, inside), -matmul(inside, inverse))
 
 
