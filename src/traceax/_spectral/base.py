@@ -130,10 +130,11 @@ def spectral_outcome(
         for bar in bars
     ]
     leaves = [jnp.abs(x) for x in state.function(points)]
-    finite, checked = jnp.isfinite(points).all(), []
+    checked = []
     for leaf, bar, result in zip(leaves, bars, results, strict=True):
         # No number, or infinite at 0, at a finite point.
-        outside = jnp.any(jnp.isnan(leaf) | (jnp.isinf(leaf) & (points == 0))) & finite
+        undefined = jnp.isnan(leaf) | (jnp.isinf(leaf) & (points == 0))
+        outside = jnp.any(undefined & jnp.isfinite(points))
         sums = bar.mean if forms is None else (bar.mean, forms.mean)
         checked.append(finite_or_failed(sums, outside_if(outside, result)))
     stats = {**stats, "ritz_values": points, "ritz_weights": weights}

@@ -296,6 +296,7 @@ def trace_control(
     trace: Float[Array, ""],
     left_out: LeftOut,
     weights: Float[Array, "3 m p"],
+    samples: list[Samples],
     theta: Float[Array, " p"],
     S: Inexact[Array, "k p"],
     function: SpectralFunction,
@@ -350,21 +351,22 @@ def trace_control(
     slopes = jnp.where(varies[None, :] & jnp.isfinite(slopes), slopes, 0)
     slopes = iter(slopes[1:])
 
-    def of_leaf(f, at_mean):
+    def of_leaf(f, samples, at_mean):
         real, *imaginary = [next(slopes) for _ in _parts(f)]
         c = jax.lax.complex(real, *imaginary) if imaginary else real
         of_pairs = _of_neighbours(jnp.stack([at_mean[1], at_mean[1]]))
         ratio = jnp.real(at_mean[0] / divisor(of_pairs))
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
         size = jnp.mean(jnp.abs(c)) * magnitude
-        samples = weighted_sums(weights[0], f)
+        samples = samples[0]
         spread = _deviation(samples) / len(samples) ** 0.5
         seen = 4 * eps * size < spread.astype(size.dtype)
         c = jnp.where(seen, -c, 0).astype(samples.dtype)
         control = _times(excess, c * ratio.astype(c.dtype), jnp.mean(c))
         return control, jnp.where(seen, size, 0).astype(spread.dtype)
 
-    per_leaf = zip(leaves, derivative(function, means * scale), strict=True)
+    at_means = derivative(function, means * scale)
+    per_leaf = zip(leaves, samples, at_means, strict=True)
     controls, sizes = zip(*(of_leaf(*of) for of in per_leaf), strict=True)
     return list(controls), list(sizes)
 

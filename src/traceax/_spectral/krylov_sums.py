@@ -125,18 +125,18 @@ def krylov_sums(
         if inside is None:
             known = state.trace
             trace = known_trace(state.operator) if known is None else known
-    controls = columns = None
+    sums, controls, columns = _samples(weights, leaves), None, None
     if inside is not None:
         controls, of_tests, columns = columns_control(*inside, left_out, S_rows, leaves)
         coupling = coupling + of_tests
     elif trace is not None:
         controls, cancelled = trace_control(
-            trace, left_out, weights, theta, S_rows, function
+            trace, left_out, weights, sums, theta, S_rows, function
         )
         magnitudes = list(map(op.add, magnitudes, cancelled))
     if controls is not None:
         rounding = list(map(jnp.hypot, rounding, map(bias_of, controls)))
-    samples = _samples(weights, leaves, controls)
+    samples = _controlled(sums, controls)
 
     # Truncation errors, from extensions of T to the ends of the spectrum.
     stats: dict[str, Any] = {
@@ -153,7 +153,7 @@ def krylov_sums(
         form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
         of_end = sample_weights(left_out, vectors[:rows])
         # Controlled as those of T: no part of the bracket.
-        return _samples(of_end, function(nodes), controls), form
+        return _controlled(_samples(of_end, function(nodes)), controls), form
 
     def changes(others):
         pairs = zip(samples, others, strict=True)
@@ -215,10 +215,13 @@ def krylov_sums(
 
 
 def _samples(
-    weights: Float[Array, "3 m k"],
-    leaves: list[Inexact[Array, " k"]],
-    controls: list[Samples] | None,
+    weights: Float[Array, "3 m k"], leaves: list[Inexact[Array, " k"]]
 ) -> list[Samples]:
     """The samples of every leaf, and those of pairs."""
-    samples = [weighted_sums(weights, f) for f in leaves]
+    return [weighted_sums(weights, f) for f in leaves]
+
+
+def _controlled(
+    samples: list[Samples], controls: list[Samples] | None
+) -> list[Samples]:
     return samples if controls is None else list(map(op.add, samples, controls))
