@@ -106,13 +106,13 @@ def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
 
 
 def ritz_pairs(
-    T: Square, count: Steps, few: int | None = None
+    T: Square, count: Steps, sizes: tuple[int, ...] = ()
 ) -> tuple[Float[Array, " k"], Square]:
     """Eigenvalues and eigenvectors of the leading block of order `count` of T.
 
     Of T only the lower triangle is read. Eigenvalues beyond are copies of the largest, so
-    that functions are finite there, with vectors of 0. Where the count is at most `few`, in
-    all lanes of a `vmap`, no more is decomposed.
+    that functions are finite there, with vectors of 0. The smallest of the ascending
+    `sizes` that is enough, in all lanes of a `vmap`, is decomposed, or all of T.
     """
     k = T.shape[0]
     if isinstance(count, int) and count == k:
@@ -128,11 +128,10 @@ def ritz_pairs(
         more = k - size
         return jnp.pad(values, (0, more), mode="edge"), jnp.pad(vectors, (0, more))
 
-    if few is None:
-        values, vectors = eigh(filled)
-    else:
-        enough = eqxi.unvmap_max(jnp.asarray(count)) <= few
-        values, vectors = jax.lax.cond(enough, lambda: of_size(few), lambda: of_size(k))
+    # How many of the sizes are too small.
+    which = jnp.sum(eqxi.unvmap_max(jnp.asarray(count)) > jnp.asarray(sizes, jnp.int32))
+    branches = [lambda size=size: of_size(size) for size in (*sizes, k)]
+    values, vectors = jax.lax.switch(which, branches)
     values = jnp.where(active, values, values[count - 1])
     return values, jnp.where(active[None, :], vectors, 0)
 

@@ -105,14 +105,14 @@ def extended_pairs(
     pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
     end: End,
     steps: int | Int[Array, ""],
-    few: int | None = None,
+    sizes: tuple[int, ...] = (),
 ) -> tuple[Float[Array, " kw"], Inexact[Array, "k kw"]]:
     """Eigenvalues of T extended to an end, and the part of their vectors in the space."""
     width, (theta, S) = len(R), pairs
     sign, value = end.sign, end.sign * end.value
     E = smallest_extension(sign.astype(T.dtype) * T, R, (sign * theta, S), value, steps)
-    few = None if few is None else few + width
-    nodes, vectors = ritz_pairs(E, width * (steps + 1), few)
+    sizes = tuple(size + width for size in sizes)
+    nodes, vectors = ritz_pairs(E, width * (steps + 1), sizes)
     return sign * jnp.maximum(nodes, value), vectors[: len(T)]
 
 

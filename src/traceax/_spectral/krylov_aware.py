@@ -26,8 +26,8 @@ from .stand_in import RitzStandIn, Truncated, judge_truncated
 # Of an estimate whose budget is left out: probes, steps at most, and steps at most of the
 # spaces that leave a probe out, which are most of the work where there are many.
 _PROBES_TO_DEPTH, _STEPS_TO_DEPTH, _STEPS_LEFT_OUT = 5, 80, 16
-# Steps up to which small matrices have a program of their own.
-_FEW_STEPS = 20
+# Numbers of steps for which small matrices have programs of their own.
+_STEP_SIZES = 9, 27
 
 
 class KrylovAwareEstimator(SpectralEstimator):
@@ -141,13 +141,11 @@ class KrylovAwareEstimator(SpectralEstimator):
         product, start = self._begin(state, m)
         width, most_left_out = m + q, _STEPS_LEFT_OUT if to_depth else None
         # An early look is O(k^3) in the steps taken, not in all there could be.
-        few_steps = _FEW_STEPS if most > _FEW_STEPS else None
+        sizes = tuple(size for size in _STEP_SIZES if size < most)
 
         def judge(run, count):
             factor, R = arnoldi_factor(run, count)
-            sums = krylov_sums(
-                state, factor, R, count, run.basis, few_steps, most_left_out
-            )
+            sums = krylov_sums(state, factor, R, count, run.basis, sizes, most_left_out)
             if isinstance(stop, Depth):
                 return Check(sums.bars[0], sums, sums.ratio(stop))
             return Check(state.bar(sums.all_bars), sums)

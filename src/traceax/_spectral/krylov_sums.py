@@ -82,14 +82,14 @@ def krylov_sums(
     R: Inexact[Array, "w w"],
     steps: int | Int[Array, ""],
     basis: Inexact[Array, "n k"],
-    few_steps: int | None = None,
+    step_sizes: tuple[int, ...] = (),
     most_left_out: int | None = None,
 ) -> KrylovSums:
     """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
 
     - `factor`, `R`, `basis`: as `arnoldi` returns them, of w = q + m starting vectors, the
         right-hand sides of the state and the probes. The basis is for preconditioners.
-    - `few_steps`: no larger matrices are decomposed while there are at most so many.
+    - `step_sizes`: ascending numbers of steps for which smaller matrices are decomposed.
     - `most_left_out`: how many steps spaces without a probe take at most; all by default.
         Any space that doesn't depend on a probe can be tested on it.
     """
@@ -97,8 +97,8 @@ def krylov_sums(
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
     n, width, q = state.space.size, omega.shape[1], state.num_right
-    m, few = width - q, None if few_steps is None else width * few_steps
-    theta, S = ritz_pairs(T, width * steps, few)
+    m, sizes = width - q, tuple(width * size for size in step_sizes)
+    theta, S = ritz_pairs(T, width * steps, sizes)
     theta, noise, result = ritz_values(
         theta, asymmetry, state.space, state.lower, state.magnitude, state.solvers
     )
@@ -149,7 +149,7 @@ def krylov_sums(
         right = right * lengths.astype(omega.dtype)
 
     def at_end(end: End):
-        nodes, vectors = extended_pairs(T, R, (theta, S), end, steps, few)
+        nodes, vectors = extended_pairs(T, R, (theta, S), end, steps, sizes)
         form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
         of_end = sample_weights(left_out, vectors[:rows])
         # Controlled as those of T: no part of the bracket.
