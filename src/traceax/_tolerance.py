@@ -365,6 +365,7 @@ def run_until(
         return found._replace(bar=bar), forecast, done
 
     def body(loop: Loop) -> Loop:
+        # Lanes of a `vmap` take the steps that any of them waits for.
         def waits(run):
             _, count, _ = run
             return (count < loop.next_check) & (count + width <= limit) & ~loop.done

@@ -120,7 +120,9 @@ def ritz_pairs(
 
     active = jnp.arange(k, dtype=jnp.int32) < count
     # Decoupled, and above all that there is: the ones beyond come last.
-    above = divisor(2 * frobenius(T)).astype(T.dtype) * jnp.eye(k, dtype=T.dtype)
+    above = divisor(2 * k * largest_entry(T)).astype(T.dtype) * jnp.eye(
+        k, dtype=T.dtype
+    )
     filled = jnp.where(active[:, None] & active[None, :], T, above)
 
     def of_size(size):

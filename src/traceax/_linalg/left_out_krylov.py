@@ -61,13 +61,7 @@ def leave_probes_out(
     # out; and the probes that it is tested on.
     lanes = [(i, number) for number in (1, 2) for i in range(m)]
     starts = [
-        [
-            *range(q),
-            *(
-                q + (i + j) % m if j < m else width
-                for j in range(number, m + number - 1)
-            ),
-        ]
+        [*range(q), *(q + (i + j) % m for j in range(number, m)), width][: width - 1]
         for i, number in lanes
     ]
     tested = [(q + i, q + (i + 1) % m) for i, _ in lanes]
@@ -87,8 +81,7 @@ def leave_probes_out(
 
         Y = jnp.zeros(((width - 1) * (k // width), k), T.dtype)
         Y, _, _ = fori_loop(steps, step, (Y, start, frobenius(omega)))
-        # Along what the space leaves of the probes.
-        return Y, _unit_rows(_without(Y, _without(Y, tested))), _complement(Y, n)
+        return Y, _tested(Y, tested), _complement(Y, n)
 
     indices = jnp.asarray(starts, jnp.int32), jnp.asarray(tested, jnp.int32)
     spaces, tests, dimensions = jax.lax.map(lane, indices)
@@ -108,6 +101,11 @@ def _without(Y, W):
 
 def _unit_rows(x):
     return x / divisor(jnp.linalg.norm(x, axis=1, keepdims=True)).astype(x.dtype)
+
+
+def _tested(Y: Inexact[Array, "p k"], probes: Inexact[Array, "_ k"]):
+    # Along what the space leaves of the probes.
+    return _unit_rows(_without(Y, _without(Y, probes)))
 
 
 def _complement(Y: Inexact[Array, "p k"], n: int) -> Float[Array, ""]:
@@ -131,11 +129,7 @@ def coupling_of_fewer(
 
     def lane(Y, probe):
         Y = leading(Y, jnp.arange(Y.shape[0], dtype=jnp.int32) < (width - 1) * steps)
-        return (
-            Y,
-            _unit_rows(_without(Y, _without(Y, probe[None])))[0],
-            _complement(Y, n),
-        )
+        return Y, _tested(Y, probe[None])[0], _complement(Y, n)
 
     return _coupling(*jax.vmap(lane)(spaces, omega.T[width - len(spaces) :]))
 
