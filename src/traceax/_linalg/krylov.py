@@ -115,25 +115,24 @@ def ritz_pairs(
     `sizes` that is enough, in all lanes of a `vmap`, is decomposed, or all of T.
     """
     k = T.shape[0]
-    if isinstance(count, int) and count == k:
-        return eigh(T)
 
+    def of_size(size, T):
+        values, vectors = eigh(T[:size, :size])
+        more = k - size
+        return jnp.pad(values, (0, more), mode="edge"), jnp.pad(vectors, (0, more))
+
+    if isinstance(count, int):
+        return of_size(count, T)
     active = jnp.arange(k, dtype=jnp.int32) < count
     # Decoupled, and above all that there is: the ones beyond come last.
     above = divisor(2 * k * largest_entry(T)).astype(T.dtype) * jnp.eye(
         k, dtype=T.dtype
     )
     filled = jnp.where(active[:, None] & active[None, :], T, above)
-
-    def of_size(size):
-        values, vectors = eigh(filled[:size, :size])
-        more = k - size
-        return jnp.pad(values, (0, more), mode="edge"), jnp.pad(vectors, (0, more))
-
     # How many of the sizes are too small.
-    which = jnp.sum(eqxi.unvmap_max(jnp.asarray(count)) > jnp.asarray(sizes, jnp.int32))
-    branches = [lambda size=size: of_size(size) for size in (*sizes, k)]
-    values, vectors = jax.lax.switch(which, branches)
+    which = jnp.sum(eqxi.unvmap_max(count) > jnp.asarray(sizes, count.dtype))
+    branches = [ft.partial(of_size, size) for size in (*sizes, k)]
+    values, vectors = jax.lax.switch(which, branches, filled)
     values = jnp.where(active, values, values[count - 1])
     return values, jnp.where(active[None, :], vectors, 0)
 

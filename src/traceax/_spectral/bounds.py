@@ -319,7 +319,9 @@ def trace_control(
     parts = [part for f in leaves for part in _parts(f)]
     F = jnp.stack([theta, *(f.astype(theta.dtype) for f in parts)])
     sizes = jnp.stack([theta, jnp.abs(theta)], axis=1)
-    sums, tested = (matmul(x, sizes) for x in (weights, tested_weights(left_out, S)))
+    sums, tested = (
+        matmul(x, sizes.astype(x.dtype)) for x in (weights, tested_weights(left_out, S))
+    )
     excess, magnitude, tested = (
         sums[..., 0] - trace,
         sums[0, :, 1].mean(),
