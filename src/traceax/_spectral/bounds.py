@@ -322,11 +322,8 @@ def trace_control(
     sums, tested = (
         matmul(x, sizes.astype(x.dtype)) for x in (weights, tested_weights(left_out, S))
     )
-    excess, magnitude, tested = (
-        sums[..., 0] - trace,
-        sums[0, :, 1].mean(),
-        tested[..., 0],
-    )
+    excess, magnitude = sums[..., 0] - trace, sums[0, :, 1].mean()
+    tested = tested[..., 0]
     means = (tested - excess)[:2] / jnp.maximum(left_out.dimensions, 1)
     # Rounding must not take them out of the function's domain.
     means = jnp.clip(means, theta[0], theta[-1])
@@ -337,19 +334,17 @@ def trace_control(
     einsum = ft.partial(jnp.einsum, precision="highest")
     held = einsum("mpk,tmq,fq,kq->ftmp", spaces, u, F.astype(u.dtype), S)
     held = jnp.sum(jnp.real(held[:1].conj() * held), axis=3)
-    means_of_tests = _of_neighbours(einsum("tmq,fq->tfm", squares(u), F))
-    products = einsum("tmq,fq->tfm", squares(u), theta[None, :] * F) - held.swapaxes(
-        0, 1
-    )
-    products = _of_neighbours(products)
+    squared = squares(u)
+    first = _of_neighbours(einsum("tmq,fq->tfm", squared, F))
+    second = einsum("tmq,fq->tfm", squared, theta[None, :] * F)
+    second = _of_neighbours(second - held.swapaxes(0, 1))
     eps = jnp.finfo(theta.dtype).eps
-    beta, b_b = means_of_tests[0], products[0]
+    beta, b_b = first[0], second[0]
     variance = b_b - beta**2
     # That of rounding gives no slope.
     varies = variance > 1e3 * eps * jnp.maximum(b_b, beta**2)
-    slopes = (products - means_of_tests * beta[None, :]) / jnp.where(
-        varies, variance, 1
-    )[None, :]
+    slopes = second - first * beta[None, :]
+    slopes = slopes / jnp.where(varies, variance, 1)[None, :]
     slopes = jnp.where(varies[None, :] & jnp.isfinite(slopes), slopes, 0)
     slopes = iter(slopes[1:])
 
