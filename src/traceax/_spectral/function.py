@@ -331,7 +331,8 @@ def ritz_values(
     eps = jnp.finfo(values.dtype).eps
     if values.size == 0:
         return RitzValues(values, jnp.asarray(eps, values.dtype), RESULTS.successful)
-    low, high = jnp.sort(values)[jnp.array([0, -1])]  # NaN, if there is any, is last
+    ordered = jnp.sort(values)  # NaN, if there is any, is last
+    low, high = ordered[0], ordered[-1]
     largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
     cancelled = 1.0
     if magnitude is not None:
