@@ -238,29 +238,24 @@ def rounding_errors(
     weights: Float[Array, " k"],
     noise: Float[Array, ""],
     lower: Float[Array, ""] | None,
-    bracketed: bool = False,
 ) -> tuple[list[Float[Array, ""]], list[Bool[Array, ""]]]:
     """The error of each leaf's sum by those of eigenvalues, and whether they decide it.
 
     They are up to a few times `noise |A|`: nothing to most functions, much to a root or a
     logarithm of a small one. They decide a sum where an eigenvalue that can't be told from
     0, or from one at which a leaf is NaN, is one that the leaf grows without bound at.
-    Where noise is infinite, errors are, and decide nothing. A function with a bracket
-    changes most towards the lower end: one side is enough.
+    Where noise is infinite, errors are, and decide nothing.
     """
     unknown, eps = jnp.isinf(noise), jnp.finfo(values.dtype).eps
     noise = jnp.where(unknown, eps, noise)
     largest = jnp.max(jnp.abs(values), initial=0)
     moved = _MOVED * noise * largest
     hidden = (HIDDEN if lower is None else 1) * noise * largest
-    down, up = values - moved, values + moved
-    if lower is not None:
-        down = jnp.where(down < lower, up if bracketed else lower, down)
+    down = values - moved if lower is None else jnp.maximum(values - moved, lower)
     down = jnp.where(jnp.abs(values) <= hidden, 0, down)
-    sides = (down,) if bracketed else (down, up)
     counts = jnp.abs(weights) > jnp.sqrt(eps)
     errors, decided = [], []
-    for f, *ends in zip(*map(function, (values, *sides)), strict=True):
+    for f, *ends in zip(*map(function, (values, down, values + moved)), strict=True):
         changes = jnp.stack([jnp.abs(end - f) for end in ends])
         change = jnp.max(jnp.where(jnp.isfinite(changes), changes, 0), axis=0)
         error = weighted_sums(jnp.abs(weights), change)
@@ -354,8 +349,8 @@ def ritz_values(
     noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
     noise = noise if error is None else jnp.maximum(noise, error)
     if lower is not None:
-        allowed = lower - rounding * noise * largest
-        wrong = (low < allowed) & (result == RESULTS.successful)
+        below = values < lower - rounding * noise * largest
+        wrong = jnp.any(below) & (result == RESULTS.successful)
         result = RESULTS.where(wrong, RESULTS.below_lower, result)
-        values = jnp.where(values < allowed, values, jnp.maximum(values, lower))
+        values = jnp.where(below, values, jnp.maximum(values, lower))
     return RitzValues(values, noise, result)

@@ -115,9 +115,7 @@ def krylov_sums(
     weights = sample_weights(left_out, S_rows)
     coupling = inner(S_rows, matmul(coupling_of(left_out), S_rows))
     weight = jnp.mean(weights[0], axis=0)
-    rounding, decided = rounding_errors(
-        function, theta, weight, noise, state.lower, state.has_bracket
-    )
+    rounding, decided = rounding_errors(function, theta, weight, noise, state.lower)
     magnitudes = [weighted_sums(weight, jnp.abs(f)) for f in leaves]
     P, trace, inside = state.preconditioner, None, None
     if m > 1:  # slopes are those of neighbours
