@@ -32,6 +32,7 @@ from spectral_helpers import (
 )
 
 import traceax as tx
+from traceax._spectral.function import rounding_errors, spectral_function
 
 N, K = 30, 12
 BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
@@ -917,3 +918,24 @@ def test_stats_do_not_depend_on_the_path(key):
     for k in (40, None):
         found = keys_of(tx.gaussian_log_likelihood, matrix, y, k, shift=0.1)
         assert found == expected, k
+
+
+def test_rounding_hides_eigenvalues_on_both_sides(key):
+    # An eigenvalue found to be 0 may be above it, by rounding errors of the largest.
+    dtype = float_dtype()
+    eps = float(jnp.finfo(dtype).eps)
+    values, ones = jnp.zeros(11, dtype).at[-1].set(1), jnp.ones(11, dtype)
+    root = spectral_function(jnp.sqrt, dtype, "", monotone=True)
+    (error,), _ = rounding_errors(root, values, ones, jnp.asarray(eps, dtype), None)
+    assert error > 10 * eps**0.5
+    # What the tag lets pass as 0 passes as 0 beside a bound of 0 as well.
+    n = 40
+    Q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(n, n)))
+    spectrum = np.append(np.linspace(0.1, 1, n - 1), -300 * eps)
+    matrix = jnp.asarray((Q * spectrum) @ Q.T, dtype)
+    operator = lx.MatrixLinearOperator((matrix + matrix.T) / 2, PSD)
+    alone, bounded = (
+        tx.trace_function(key, jnp.sqrt, operator, 30, lower=lower, monotone=True)
+        for lower in (None, 0.0)
+    )
+    assert_close(bounded.value, alone.value, rtol=1e-5)
