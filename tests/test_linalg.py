@@ -24,7 +24,7 @@ from traceax._linalg.dense import (
 
 # Of a start that is known, and of one that is traced.
 EXTEND = (jax.jit(extend, static_argnums=2), jax.jit(extend))
-# Householder reflections; Cholesky factors of Gram matrices.
+# Householder reflections; eigenvectors of Gram matrices.
 FEW_ROWS, MANY_ROWS = 400, 8400
 
 
@@ -73,8 +73,8 @@ def _wide(*arrays):
 
 
 def _rounding(kind, n):
-    # Gram matrices of condition 16 are taken for good, which only this block is near. Sums
-    # of n squares are off by more than those of a few.
+    # Gram matrices of condition 16 are taken for good, which only this block is near. The
+    # rounding error of a sum of squares grows with the number of rows.
     near = 10 if kind == "zero rows" and n == MANY_ROWS else 1
     return near * 50 * max(1, n / 2100) ** 0.5 * _eps()
 

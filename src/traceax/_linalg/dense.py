@@ -169,9 +169,10 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
 
     `Q` is orthonormal to rounding for blocks of any rank. Long blocks are factorised by
     products: with `Y^* Y = V D V^*` and `D^1/2 V^* = U R` the block `Y V D^-1/2 U` is
-    orthonormal up to the condition of D. Applied again it gains as many digits as the first time, as in shifted
-    Cholesky-QR (Fukaya, Kannan, Nakatsukasa, Yamamoto and Yanagisawa, SIAM J. Sci. Comput.
-    42 (2020), doi:10.1137/18M1218212).
+    orthonormal up to the condition of D. A second pass over that block gains as many digits
+    as the first. Shifted Cholesky-QR repeats passes in the same way (Fukaya, Kannan,
+    Nakatsukasa, Yamamoto and Yanagisawa, SIAM J. Sci. Comput. 42 (2020),
+    doi:10.1137/18M1218212).
 
     - No entry of D is taken for less than its rounding errors. The next pass finds what is
         missing.

@@ -110,9 +110,9 @@ def ritz_pairs(
 ) -> tuple[Float[Array, " k"], Square]:
     """Eigenvalues and eigenvectors of the leading block of order `count` of T.
 
-    Of T only the lower triangle is read. Eigenvalues beyond are copies of the largest, so
-    that functions are finite there, with vectors of 0. The smallest of the ascending
-    `sizes` that is enough, in all lanes of a `vmap`, is decomposed, or all of T.
+    Only the lower triangle of T is read. Eigenvalues beyond `count` are copies of the
+    largest one, at which functions are finite, and their vectors are 0. The smallest of the
+    ascending `sizes` that is enough, in all lanes of a `vmap`, is decomposed, or all of T.
     """
     k = T.shape[0]
 
@@ -162,9 +162,9 @@ def smallest_extension(
     r"""E: block Gauss-Radau, given R, and the Ritz pairs of T.
 
         E = [ T   C^*                                        ]
-            [ C   lower I + C (T - lower I)^-1 C^*           ],     C = [0 ... 0 R],
+            [ C   lower I + C (T - lower I)^-1 C^*           ],     C = [0 ... 0 R].
 
-    the lower triangle of it. T is that of so many steps, and E has zeros beyond.
+    The lower triangle of E is filled. Rows and columns beyond the steps taken are 0.
 
     With no eigenvalue of A below `lower`, and E continued by `lower I` outside of `[K, Z]`,
     `A - E` is 0 but for a Schur complement of `A - lower I`, which is semidefinite. So for

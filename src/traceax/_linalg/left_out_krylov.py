@@ -57,8 +57,8 @@ def leave_probes_out(
     m = width - q
     size = frobenius(T)
     tiny = 30 * jnp.finfo(T.dtype).eps
-    # Of each lane: rows of omega^* that its space starts from, 0 for a second probe left
-    # out; and the probes that it is tested on.
+    # A lane leaves out one probe, or two. Its space starts from rows of omega^*, of which the
+    # last is a row of zeros if two are left out, and is tested on two probes.
     lanes = [(i, number) for number in (1, 2) for i in range(m)]
     starts = [
         [*range(q), *(q + (i + j) % m for j in range(number, m)), width][: width - 1]

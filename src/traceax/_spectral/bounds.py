@@ -318,9 +318,9 @@ def trace_control(
     # The spectrum itself, and real and imaginary parts of leaves, a row each.
     parts = [part for f in leaves for part in _parts(f)]
     F = jnp.stack([theta, *(f.astype(theta.dtype) for f in parts)])
-    sizes = jnp.stack([theta, jnp.abs(theta)], axis=1)
+    both = jnp.stack([theta, jnp.abs(theta)], axis=1)
     sums, tested = (
-        matmul(x, sizes.astype(x.dtype)) for x in (weights, tested_weights(left_out, S))
+        matmul(x, both.astype(x.dtype)) for x in (weights, tested_weights(left_out, S))
     )
     excess, magnitude = sums[..., 0] - trace, sums[0, :, 1].mean()
     tested = tested[..., 0]
@@ -348,14 +348,14 @@ def trace_control(
     slopes = jnp.where(varies[None, :] & jnp.isfinite(slopes), slopes, 0)
     slopes = iter(slopes[1:])
 
-    def of_leaf(f, samples, at_mean):
+    def of_leaf(f, with_pairs, at_mean):
         real, *imaginary = [next(slopes) for _ in _parts(f)]
         c = jax.lax.complex(real, *imaginary) if imaginary else real
         of_pairs = _of_neighbours(jnp.stack([at_mean[1], at_mean[1]]))
         ratio = jnp.real(at_mean[0] / divisor(of_pairs))
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
         size = jnp.mean(jnp.abs(c)) * magnitude
-        samples = samples[0]
+        samples = with_pairs[0]
         spread = _deviation(samples) / len(samples) ** 0.5
         seen = 4 * eps * size < spread.astype(size.dtype)
         c = jnp.where(seen, -c, 0).astype(samples.dtype)
