@@ -51,7 +51,7 @@ from ._spectral.lanczos_quadrature import (
 from ._spectral.matrix_function import (
     MatrixFunctionLinearOperator as MatrixFunctionLinearOperator,
 )
-from ._spectral.question import SpectralState as SpectralState
+from ._spectral.state import SpectralState as SpectralState
 from ._spectral_sums import SpectralDensity as SpectralDensity
 from ._spectral_sums import logdet as logdet
 from ._spectral_sums import schatten_norm as schatten_norm

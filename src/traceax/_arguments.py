@@ -36,15 +36,15 @@ def _full_name(cls: type) -> str:
 def require(
     condition: object,
     where: str,
-    what: str,
-    got: object,
+    requirement: str,
+    received: object,
     hint: str,
     error: type[Exception] = ValueError,
 ) -> None:
     """Raises `error` unless the condition holds; a string that was got stands as it is."""
     if not condition:
-        got = got if isinstance(got, str) else kind_of(got)
-        raise error(f"{where}: {what}, got {got}; {hint}.")
+        received = received if isinstance(received, str) else kind_of(received)
+        raise error(f"{where}: {requirement}, got {received}; {hint}.")
 
 
 def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:
@@ -55,8 +55,8 @@ def check_real_scalar(x: Any, name: str, where: str, hint: str) -> None:
     real = number and any(jnp.issubdtype(jnp.result_type(x), kind) for kind in kinds)
     if not real or np.ndim(x) != 0:
         error = ValueError if number else TypeError
-        what = f"{name} must be a real scalar"
-        raise error(f"{where}: {what}, got {kind_of(x)}; {hint}.")
+        requirement = f"{name} must be a real scalar"
+        raise error(f"{where}: {requirement}, got {kind_of(x)}; {hint}.")
 
 
 def known_number(x: Any) -> float | None:
@@ -97,10 +97,13 @@ def check_integers(x: object, name: str, where: str) -> None:
     if isinstance(x, np.ndarray | np.generic) and x.size and x.dtype.kind in "iu":
         least, largest = int(x.min()), int(x.max())
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        limits, what = np.iinfo(dtype), f"{name} must hold integers that fit in {dtype}"
+        limits, requirement = (
+            np.iinfo(dtype),
+            f"{name} must hold integers that fit in {dtype}",
+        )
         hint = "convert them by x.astype(float), or enable 64-bit mode"
         fits = limits.min <= least and largest <= limits.max
-        require(fits, where, what, f"{least} to {largest}", hint)
+        require(fits, where, requirement, f"{least} to {largest}", hint)
 
 
 def check_budget(k: Any, where: str) -> int:
@@ -114,24 +117,24 @@ def check_budget(k: Any, where: str) -> int:
     if integer and k >= 1:
         return int(k)
     hint = "pass the number of matrix-vector products that may be used, int(k) say"
-    got = f"the boolean {k}" if isinstance(k, bool | np.bool_) else kind_of(k)
-    require(integer, where, "k must be a Python int", got, hint, TypeError)
+    received = f"the boolean {k}" if isinstance(k, bool | np.bool_) else kind_of(k)
+    require(integer, where, "k must be a Python int", received, hint, TypeError)
     raise ValueError(f"{where}: k must be at least 1, got {k}; {hint}.")
 
 
-def budget_of(k: object, tolerance: object, n: int, where: str) -> int:
+def resolve_budget(k: object, tolerance: object, n: int, where: str) -> int:
     """`k` as a positive Python int. Left out, with a tolerance, `most_products`, or 2 n
     where n is at most 1,000: the last n give the exact answer.
     """
     if k is not None:
         return check_budget(k, where)
-    what = (
+    requirement = (
         "k must be a Python int unless rtol or atol is given, or the estimate has a "
         "bracket (traceax.KrylovAwareEstimator, of an operator that is tagged positive "
         "semidefinite, or lower=, and a monotone function)"
     )
     hint = "pass the number of matrix-vector products that may be used"
-    require(tolerance is not None, where, what, k, hint, TypeError)
+    require(tolerance is not None, where, requirement, k, hint, TypeError)
     return max(1, 2 * n) if n <= _MOST_OF_CAP else most_products(n)
 
 
@@ -146,8 +149,8 @@ def check_level(level: Any, where: str) -> float:
     if number and 0 < level < 1:
         return float(level)
     hint = "write 0.95 for an interval of 95 %"
-    got = kind_of(level)
-    require(number, where, "level must be a Python number", got, hint, TypeError)
+    received = kind_of(level)
+    require(number, where, "level must be a Python number", received, hint, TypeError)
     raise ValueError(
         f"{where}: level must lie strictly between 0 and 1, got {level}; {hint}."
     )
@@ -159,12 +162,12 @@ def without_numpy(given: object) -> Any:
 
 
 def check_optional_integer(
-    given: Any, name: str, where: str, *, least: int, what: str
+    given: Any, name: str, where: str, *, least: int, meaning: str
 ) -> None:
     """Refuses what is neither `None` nor an integer of at least so much."""
     if given is None:
         return
-    hint, got = f"it is {what}", kind_of(given)
+    hint, received = f"it is {meaning}", kind_of(given)
     integer = isinstance(given, int) and not isinstance(given, bool)
-    require(integer, where, f"{name} must be an int or None", got, hint, TypeError)
+    require(integer, where, f"{name} must be an int or None", received, hint, TypeError)
     require(given >= least, where, f"{name} must be at least {least}", f"{given}", hint)

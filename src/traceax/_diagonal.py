@@ -23,7 +23,7 @@ from ._operators.check import (
     as_data,
     checked_operator,
     jitted,
-    size_of_product,
+    product_size,
     with_data,
 )
 from ._operators.entries import known_diagonal, map_columns
@@ -247,7 +247,7 @@ def frobenius_norm_squared(
     # Squares of small or large products leave the range of numbers: one product tells.
     spent, unit = int(k > 2), jnp.ones((), space.real_dtype)
     if spent:
-        unit = size_of_product(as_data(operator))
+        unit = product_size(as_data(operator))
     scaled = operator * (1 / unit).astype(space.dtype)
     adjoint = scaled
     if not is_hermitian(operator):

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
 
-from ._arguments import budget_of, most_products
+from ._arguments import most_products, resolve_budget
 from ._error_bar import ErrorBar
 from ._estimate import Estimate, raise_failure
-from ._linalg.types import alike, automatic
+from ._linalg.types import automatic, same_layouts
 from ._operators.check import as_data, jitted
 from ._operators.entries import unit_columns
 from ._operators.space import columns_at_once
@@ -29,8 +29,8 @@ from ._tolerance import (
     Depth,
     ProgressMeter,
     Stop,
+    loop_products,
     make_stop,
-    products_of_loop,
     tolerance_result,
 )
 
@@ -43,7 +43,7 @@ class Estimator(eqx.Module, Generic[S]):
     # Whether JAX may differentiate exact answers itself.
     _plain_exact: ClassVar[bool] = False
     # Whether error bars of `compute` hold the errors of solvers within the operator.
-    _bars_hold_solvers: ClassVar[bool] = False
+    _bars_include_solver_errors: ClassVar[bool] = False
 
     @abc.abstractmethod
     def compute(self, state: S, k: int) -> Any:
@@ -58,7 +58,7 @@ class Estimator(eqx.Module, Generic[S]):
             "functions, or leave out rtol and atol."
         )
 
-    def least_of_loop(self, state: S) -> int:
+    def least_loop_products(self, state: S) -> int:
         """The fewest products that a loop to a tolerance is worth starting with. Optional."""
         return LEAST_PRODUCTS
 
@@ -92,7 +92,7 @@ class Estimator(eqx.Module, Generic[S]):
         exact = k >= space.size
         solvers = state.solvers
         # Exact answers measure the errors of solvers.
-        unmeasured = None if exact or self._bars_hold_solvers else solvers
+        unmeasured = None if exact or self._bars_include_solver_errors else solvers
         if exact:
             outcome, stand_in = self._exact(state)
         elif stop is None:
@@ -188,7 +188,7 @@ def limits(
     size = state.space.size
     depth = estimator.depth(state, meter) if k is None and stop is None else None
     if depth is None:
-        return budget_of(k, stop, size, where), stop
+        return resolve_budget(k, stop, size, where), stop
     if size <= EXACT_SIZE:
         return size, None
     return min(size - 1, most_products(size)), depth
@@ -204,7 +204,7 @@ def outcome_of(
     spent, loop = 0 if state.grown is None else state.grown.budget, k
     if isinstance(stop, Stop):
         # A loop that fails to meet the tolerance leaves n products for the exact answer.
-        loop = products_of_loop(k, size, estimator.least_of_loop(state))
+        loop = loop_products(k, size, estimator.least_loop_products(state))
     exact = not 0 < loop < size
     total = size if exact else min(spent + loop, size - 1)
     if not exact:
@@ -234,10 +234,12 @@ def estimate_state(
     """The estimate that `outcome_of` gives, in the structure of the question."""
     outcome, state = outcome_of(estimator, state, k, stop)
     by = type(estimator).__name__, state.space.size
-    return made_of(outcome, state, by)
+    return make_estimate(outcome, state, by)
 
 
-def made_of(outcome: Outcome, state: State, by: tuple[str, int | float]) -> Estimate:
+def make_estimate(
+    outcome: Outcome, state: State, by: tuple[str, int | float]
+) -> Estimate:
     """The estimate of an outcome, in the structure of the question."""
     tree = state.treedef.unflatten
     bars = ErrorBar(*map(tree, zip(*outcome.bars, strict=True)))
@@ -283,7 +285,7 @@ def _estimate_or_exact(
 
     statics: list[Any] = []
 
-    def exactly():
+    def run_exact():
         found = _outcome(estimator, state, size, stop, False)
         needed = {
             "products_needed": jnp.full_like(first.stats["products_needed"], size)
@@ -299,14 +301,16 @@ def _estimate_or_exact(
         statics.append(static)
         return answer, arrays
 
-    shapes = jax.eval_shape(exactly)[1]
+    shapes = jax.eval_shape(run_exact)[1]
     nothing = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    def kept():
+    def keep_first():
         return (first.bars, first.results, first.stats), nothing
 
     # One condition for all lanes of a `vmap`, or all would take n products more.
-    answer, arrays = jax.lax.cond(eqxi.unvmap_any(unmet), *alike(exactly, kept))
+    answer, arrays = jax.lax.cond(
+        eqxi.unvmap_any(unmet), *same_layouts(run_exact, keep_first)
+    )
     evidence = eqx.combine(arrays, statics[0])
     if first.evidence is not None:
         judges = first.evidence.judge, evidence.judge

@@ -147,7 +147,7 @@ class PreconditionedLinearOperator(ByProducts):
         space = space_of(self.operator)
         return jax.ShapeDtypeStruct((space.size,), space.compute_dtype)
 
-    def _knows(self, check):
+    def _satisfies(self, check):
         symmetric = check is lx.is_symmetric and not space_of(self).is_complex
         return symmetric or check is lx.is_positive_semidefinite
 

@@ -33,7 +33,7 @@ from ._spectral.cholesky import factorised, is_small
 from ._spectral.estimate import Options
 from ._spectral.function import LOG
 from ._spectral.krylov_aware import KrylovAwareEstimator
-from ._spectral.question import SpectralState, likelihood_bar
+from ._spectral.state import SpectralState, likelihood_bar
 from ._tolerance import ProgressMeter, Stop
 
 T = TypeVar("T")
@@ -109,17 +109,17 @@ def _pose(
     noise, shape, finite = jnp.broadcast_to(noise, n), (n, 0), jnp.asarray(True)
     if y is not None:
         shape, finite = y.shape, jnp.isfinite(y).all()
-    right = None if y is None else y.reshape(n, -1)
+    rhs = None if y is None else y.reshape(n, -1)
     if exact:
         total = ShiftedLinearOperator(operator, noise)
         total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
         # The noise need not be positive next to a custom preconditioner.
         lower = None if own else jax.lax.stop_gradient(jnp.min(noise))
-        state, one = SpectralState(key, total, LOG, lower, right), jnp.ones_like(noise)
+        state, one = SpectralState(key, total, LOG, lower, rhs), jnp.ones_like(noise)
         P = scale_only(one, space.compute_dtype)
         return Problem(where, state, P, one if own else noise, shape, finite)
     P = make_preconditioner(key, operator, preconditioner, noise)
-    right = None if right is None else P.apply(right)
+    rhs = None if rhs is None else P.apply(rhs)
     lower = P.lower
     if lower is not None:
         lower = jax.lax.stop_gradient(jnp.asarray(lower, space.real_dtype))
@@ -128,14 +128,14 @@ def _pose(
     if preconditioner is None and has_known_entries(operator):
         # The trace of B. Columns would make it cost a product each.
         trace = n + jnp.sum(jnp.real(diagonal_of(operator)) / noise)
-    state = SpectralState(key, B, LOG, lower, right, P, trace)
+    state = SpectralState(key, B, LOG, lower, rhs, P, trace)
     # The noise need not be positive next to a custom preconditioner.
     noise = jnp.ones_like(noise) if own else noise
     return Problem(where, state, P, noise, shape, finite)
 
 
 class Problem(NamedTuple):
-    """The operator `B = M (K + N) M^*`, at least 1, and right-hand sides `M y`.
+    """The operator `B = M (K + N) M^*`, at least 1, and rhs-hand sides `M y`.
 
     - `where`: the name that error messages start with.
     - `state`: of B.

@@ -158,7 +158,7 @@ def logdet(
     """
     where = "traceax.logdet"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
-    if preconditioner is not None or _is_noise(operator, shift, where):
+    if preconditioner is not None or _is_noise_vector(operator, shift, where):
         return preconditioned_logdet(
             where, key, operator, k, estimator, shift, preconditioner, options
         )
@@ -341,7 +341,7 @@ def spectral_density(
 _SHIFT = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"
 
 
-def _is_noise(operator: object, shift: object, where: str) -> bool:
+def _is_noise_vector(operator: object, shift: object, where: str) -> bool:
     """Whether a shift is a noise for each unknown. It is a part of structured operators."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         return False

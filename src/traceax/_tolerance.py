@@ -400,7 +400,7 @@ def run_until(
     return loop
 
 
-def products_of_loop(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
+def loop_products(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
     """How many of k products a loop may take: what the exact answer's n leave, less than n.
 
     All of them where there are less than n. 0 where the answer is exact at once: where less

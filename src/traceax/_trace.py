@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Inexact, Key
 
-from ._arguments import budget_of
+from ._arguments import resolve_budget
 from ._error_bar import ErrorBar, exact_bar
 from ._estimate import Estimate, raise_failure
 from ._estimator import estimate_state
@@ -32,8 +32,8 @@ from ._tolerance import (
     NO_PROGRESS_METER,
     ProgressMeter,
     Stop,
+    loop_products,
     make_stop,
-    products_of_loop,
 )
 from ._trace_estimator import TraceEstimator
 
@@ -148,7 +148,7 @@ def estimate_whole(
     throw: bool,
 ) -> Estimate:
     """The estimate of a new state's functional: exact parts, and an estimator for the rest."""
-    k = budget_of(k, stop, state.space.size, where)
+    k = resolve_budget(k, stop, state.space.size, where)
     if estimator is not None:
         _check_estimator(estimator, state.functional, where)
     estimate = _estimate(with_data(state), k, estimator, stop)
@@ -264,7 +264,7 @@ def _choose(
     state: TraceState, k: int, stop: Stop | None
 ) -> tuple[TraceEstimator, CHOICES]:
     size, fixed = state.space.size, stop is None
-    if k >= size and (fixed or products_of_loop(k, size) == 0):
+    if k >= size and (fixed or loop_products(k, size) == 0):
         return HutchinsonEstimator(), CHOICES.budget
     # Of a single entry probes of any length see little; signs see the least of the others.
     given = RademacherSampler(), False

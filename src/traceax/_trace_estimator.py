@@ -222,7 +222,7 @@ class GrowingEstimator(TraceEstimator):
         """Entries of `stats` besides those of all estimators. Optional."""
         return {}
 
-    def least_of_loop(self, state):
+    def least_loop_products(self, state):
         return max(LEAST_PRODUCTS, 2 * self.products_per_unit)
 
     def compute(self, state, k):

@@ -90,15 +90,17 @@ class HutchinsonEstimator(GrowingEstimator):
     def __check_init__(self):
         name = type(self).__name__
         check_sampler(self.sampler, name, rounds=True)
-        what = "the number of probes drawn at once"
-        check_optional_integer(self.chunk_size, "chunk_size", name, least=1, what=what)
+        meaning = "the number of probes drawn at once"
+        check_optional_integer(
+            self.chunk_size, "chunk_size", name, least=1, meaning=meaning
+        )
 
     @property
     def products_per_unit(self) -> int:  # pyright: ignore
         return self.sampler.round_size
 
     @property
-    def _sees_off_diagonal(self) -> bool:
+    def _detects_off_diagonal(self) -> bool:
         return self.sampler.round_size > 1 or self.sampler._is_exact
 
     def check(self, operator, where):
@@ -114,7 +116,7 @@ class HutchinsonEstimator(GrowingEstimator):
             moments = empty_moments(state.functional, n, dtype)
             return SampleMoments(moments, jnp.zeros(room, bool))
         # Two rounds tell whether they differ, however many are alive at once.
-        least = 2 if self._sees_off_diagonal else 1
+        least = 2 if self._detects_off_diagonal else 1
         few = min(room, GRAM_PROBES, max(self._columns(n), least))
         return TraceSamples(
             jnp.zeros(room, dtype),
@@ -170,7 +172,7 @@ class HutchinsonEstimator(GrowingEstimator):
             if not isinstance(count, int):
                 active = jnp.arange(len(samples), dtype=jnp.int32) < count
                 few = active[: len(Omega)]
-            if self._sees_off_diagonal:
+            if self._detects_off_diagonal:
                 variation = off_diagonal_size(Omega.T, Y.T, few)
             bar = independent_samples(
                 samples,

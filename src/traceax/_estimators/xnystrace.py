@@ -105,7 +105,7 @@ class XNysTraceEstimator(GrowingEstimator):
         mean = factor.scale.astype(bar.mean.dtype) * bar.mean
         error = jnp.abs(factor.scale) * bar.standard_error
         result = RESULTS.where(
-            factor.wrong, RESULTS.not_semidefinite, RESULTS.successful
+            factor.is_invalid, RESULTS.not_semidefinite, RESULTS.successful
         )
         return ErrorBar(mean, error, bar.degrees_of_freedom), result
 

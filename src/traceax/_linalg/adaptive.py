@@ -121,7 +121,7 @@ def residual_energies(
     The first r coordinates of `R^-* e_j`, `d_j`, are orthogonal to all products of the basis
     but j, of direction `s_j`, and `d_ij = d_j - s_i s_i^* d_j` to all but j and, if i is in
     the basis, i. As
-    `(Q d_ij)^* A w_j = 1`, what is left is `(I - P_ij) A w_j = Q d_ij / |d_ij|^2`, and
+    `(Q d_ij)^* A w_j = 1`, what is residual_squares is `(I - P_ij) A w_j = Q d_ij / |d_ij|^2`, and
 
         e_ij = 1 / |d_ij|^2 ,      u_ij = C_j^* d_ij / |d_ij|^2 .
 
@@ -269,7 +269,7 @@ def covariance(
     r"""Covariance of the tests whose products span the basis, in the variance of the value.
 
     The sum over i != j of `weight_i weight_j (t_ij - t_i) conj(t_ji - t_j)`, where `t_ij`
-    is `t_i` with the product of probe j left out of `P_i` too, and `c_i` as it is (see
+    is `t_i` with the product of probe j residual_squares out of `P_i` too, and `c_i` as it is (see
     `leave_one_out_bar`).
     """
     uses_basis, in_basis, S = plan
@@ -279,7 +279,9 @@ def covariance(
     ones = jnp.ones(h, weights.dtype)
     H, BAV, VAB = _basis_blocks(form, in_basis)
     probes = ProbeSet(n, h, None, resphere=False)
-    loo = LeaveOneOut(probes, BAV[:, :h], s, x, a=ones, left=ones, basis=None)
+    loo = LeaveOneOut(
+        probes, BAV[:, :h], s, x, a=ones, residual_squares=ones, basis=None
+    )
     T, wAw = VAB[:h].conj().T, jnp.diagonal(form)[:h]
     paired = leave_one_out_traces(H, T, wAw, loo)  # t_i and t_ij for shifts of 0
     # The factor of the shift changes by `|t^* x_i|^2 - 1`, with t the unit vector of what `s_j`

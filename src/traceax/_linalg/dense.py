@@ -201,7 +201,7 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
         fill = ~regular & (i == 0)
         rows = jax.lax.cond(
             fill,
-            lambda x: x + eps.astype(dtype) * noise(k, n, dtype, 0),
+            lambda x: x + eps.astype(dtype) * hashed_signs(k, n, dtype, 0),
             lambda x: x,
             rows,
         )
@@ -229,7 +229,7 @@ def signs(words: UInt32[Array, " w"], n: int, dtype) -> Float[Array, " n"]:
     return 1 - 2 * bits.reshape(-1)[:n].astype(dtype)
 
 
-def noise(k: int, n: int, dtype, number: Start) -> Inexact[Array, "k n"]:
+def hashed_signs(k: int, n: int, dtype, number: Start) -> Inexact[Array, "k n"]:
     """Rows of signs, the same ones for the same number.
 
     From a hash of positions (the first half of the last step of MurmurHash3, by Appleby): a
@@ -265,7 +265,7 @@ def extend(
         basis = basis.T[:start].T
     dtype = block.dtype
     eps = jnp.finfo(dtype).eps
-    fill = noise(m, n, dtype, start).T
+    fill = hashed_signs(m, n, dtype, start).T
 
     def another_pass(state):
         Q, common, factor, _, i = state

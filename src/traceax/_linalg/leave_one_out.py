@@ -137,7 +137,7 @@ class LeaveOneOut(NamedTuple):
     S: Square
     X: Square
     a: Float[Array, " m"]
-    left: Float[Array, " m"]  # |g_i|^2
+    residual_squares: Float[Array, " m"]  # |g_i|^2
     basis: Square | None  # a change of basis of Q
 
 
@@ -211,11 +211,15 @@ def leave_one_out(
         R, W = (matmul(basis.conj().T, x) for x in (R, W))
     S = normalise_columns(columns)
     X = W - S * column_dots(S, W)[None, :]
-    left = squares - jnp.real(column_dots(X, X))
+    residual_squares = squares - jnp.real(column_dots(X, X))
     if active is not None:
-        left = jnp.where(active, left, 1)
-    a = probes.complement(R.dtype) / left if probes.resphere else jnp.ones_like(left)
-    return LeaveOneOut(probes, R, S, X, a, left, basis)
+        residual_squares = jnp.where(active, residual_squares, 1)
+    a = (
+        probes.complement(R.dtype) / residual_squares
+        if probes.resphere
+        else jnp.ones_like(residual_squares)
+    )
+    return LeaveOneOut(probes, R, S, X, a, residual_squares, basis)
 
 
 def leave_one_out_traces(
@@ -260,7 +264,7 @@ def leave_one_out_forms(
 ) -> PairedSamples:
     """The same, linear in `H = Q^* A Q`, `L = Q^* A G`, `K = Q^* A^* G` and `g_i^* A g_i`,
     of the changed basis."""
-    probes, _, S, X, a, left, _ = loo
+    probes, _, S, X, a, residual_squares, _ = loo
     HS = matmul(H, S)
     on_s = column_dots(S, HS)
     on_range = jnp.trace(H) - on_s
@@ -270,7 +274,7 @@ def leave_one_out_forms(
     magnitude = jnp.sum(jnp.abs(jnp.diagonal(H))) + jnp.sum(jnp.abs(tested)) / number
 
     c, SHS = inner(S, S), inner(S, HS)
-    eps = jnp.finfo(left.dtype).eps
+    eps = jnp.finfo(residual_squares.dtype).eps
     # 1 / (1 - |c|^2). Below b and the others lack their roots: each comes in pairs.
     inverse = (1 / jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(H.dtype)
 
@@ -285,9 +289,11 @@ def leave_one_out_forms(
     longer = inverse * jnp.abs(b).astype(H.dtype) ** 2
     with_b = quadratics[:, None] + inverse * (b.conj() * t_L + b * t_K.conj())
     with_b = with_b + longer * t_H_t
-    weight = jnp.ones_like(left)[:, None]
+    weight = jnp.ones_like(residual_squares)[:, None]
     if probes.resphere:
-        weight = probes.complement(H.dtype, 2) / (left[:, None] + jnp.real(longer))
+        weight = probes.complement(H.dtype, 2) / (
+            residual_squares[:, None] + jnp.real(longer)
+        )
     pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * with_b
     return all_pairs(samples, pairs, magnitude, probes.active)
 
@@ -325,7 +331,7 @@ def leave_one_out_sums(
 
     of mean `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`, or their sums over groups of rows.
     """
-    probes, R, S, X, a, left, basis = loo
+    probes, R, S, X, a, residual_squares, basis = loo
     if basis is not None:
         Q, AQ = combine(Q, basis), combine(AQ, basis)
     G, AG = Omega - combine(Q, X), combine(Q, R) - combine(AQ, X)
@@ -334,7 +340,7 @@ def leave_one_out_sums(
         return functional.samples(combine(Q, T), combine(AQ, T))
 
     on_range = functional.pair(Q, AQ)[..., None] - along(S)
-    eps = jnp.finfo(left.dtype).eps
+    eps = jnp.finfo(residual_squares.dtype).eps
 
     def without(j):
         c = column_dots(S, S[:, j])
@@ -343,7 +349,9 @@ def leave_one_out_sums(
         b = column_dots(T, X)
         weight = a
         if probes.resphere:
-            weight = probes.complement(S.dtype, 2) / (left + jnp.abs(b) ** 2)
+            weight = probes.complement(S.dtype, 2) / (
+                residual_squares + jnp.abs(b) ** 2
+            )
         Tb = T * b[None, :]
         tested = functional.samples(G + combine(Q, Tb), AG + combine(AQ, Tb))
         return on_range - along(T) + weight.astype(tested.dtype)[None, :] * tested

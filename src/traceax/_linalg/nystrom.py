@@ -57,7 +57,7 @@ class NystromFactor(NamedTuple):
     probes: ProbeSet
     mu: Float[Array, ""]
     rounding: Float[Array, ""]  # what mu is at least, eps |Y|_F
-    wrong: Bool[Array, ""]  # whether A is not semidefinite, or has another sign
+    is_invalid: Bool[Array, ""]  # whether A is not semidefinite, or has another sign
     scale: Float[Array, ""]  # a power of two with the sign of A
 
 
@@ -110,7 +110,7 @@ def nystrom_factor(
     C, least = inverse_root(H_mu, mu / 2)
     # A tag can be wrong: neither noise nor rounding does this.
     limit = jnp.maximum(jnp.sqrt(eps) * norm, 10 * noise)
-    wrong = (least < -limit) | (noise > 0.3 * frobenius(H))
+    is_invalid = (least < -limit) | (noise > 0.3 * frobenius(H))
     # A zero operator is explained by no column.
     C, mu, rounding = (jnp.where(nonzero, x, 0) for x in (C, mu, rounding))
     halves = matmul(C, left_out)
@@ -118,7 +118,7 @@ def nystrom_factor(
     # A probe that the others span has nothing left to test.
     remainders = jnp.where(weights == 0, 0, 1 / divisor(weights))
     F = combine(Y_mu, C.conj().T)
-    return NystromFactor(F, halves, remainders, probes, mu, rounding, wrong, scale)
+    return NystromFactor(F, halves, remainders, probes, mu, rounding, is_invalid, scale)
 
 
 def nystrom_traces(factor: NystromFactor) -> PairedSamples:

@@ -73,7 +73,7 @@ def cast(tree: PyTree[Any], like: PyTree[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def layouts_noted():
+def annotate_layout_errors():
     """Adds a note to errors on a mesh of explicit axes."""
     try:
         yield
@@ -109,7 +109,7 @@ def automatic(fn: Callable[..., T]) -> Callable[..., T]:
             return results
 
         everywhere = NamedSharding(meshes[0], PartitionSpec())
-        with layouts_noted():
+        with annotate_layout_errors():
             spread = jax.sharding.auto_axes(arrays_of, out_sharding=everywhere)
             results = spread(arrays)
         return eqx.combine(results, constants[0])
@@ -117,7 +117,7 @@ def automatic(fn: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def alike(*branches: Callable) -> list[Callable]:
+def same_layouts(*branches: Callable) -> list[Callable]:
     """Branches of a condition whose results vary along the same axes."""
 
     def wide(branch, *args):
@@ -138,7 +138,9 @@ def if_any(
     A condition that differs between lanes would be no condition.
     """
     zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.cond(eqxi.unvmap_any(needed), *alike(fn, lambda *_: zeros), *args)
+    return jax.lax.cond(
+        eqxi.unvmap_any(needed), *same_layouts(fn, lambda *_: zeros), *args
+    )
 
 
 def in_loop(

@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._arguments import check_integers, kind_of, require
-from .._linalg.dense import noise, power_of_two_scale
-from .._linalg.types import axes_of, layouts_noted, widened
+from .._linalg.dense import hashed_signs, power_of_two_scale
+from .._linalg.types import annotate_layout_errors, axes_of, widened
 from .solvers import solver_tags
 from .space import (
     _EXPRESSIONS,
@@ -40,7 +40,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def with_any_types(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
+def accept_any_layout(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     """The operator, in which lineax's functions take vectors of any type on a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.explicit_axes and not mesh.manual_axes:
@@ -58,7 +58,7 @@ def with_any_types(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOper
     return jtu.tree_map(convert, operator, is_leaf=is_function)
 
 
-@layouts_noted()
+@annotate_layout_errors()
 @forward_mode()
 def checked_operator(
     operator: object, where: str, arguments: str = "(key, operator)"
@@ -75,7 +75,7 @@ def checked_operator(
         what = "lineax.MatrixLinearOperator must hold a dense array"
         hint = "make an operator of it by traceax.as_operator(x) instead"
         require(eqx.is_array(x.matrix), where, what, x.matrix, hint, TypeError)
-    operator = with_any_types(operator)
+    operator = accept_any_layout(operator)
     in_structure = operator.in_structure()
     out_structure = out_structure_of(operator)
     in_leaves, in_treedef = jtu.tree_flatten(in_structure)
@@ -272,8 +272,8 @@ def jitted(fn: Callable[P, T]) -> Callable[P, T]:
 
 
 @jitted
-def size_of_product(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
+def product_size(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
     """A power of two of the size of the product with a vector of signs, or 1."""
     space = space_of(operator)
-    signs = noise(1, space.size, space.compute_dtype, 0).T
+    signs = hashed_signs(1, space.size, space.compute_dtype, 0).T
     return jax.lax.stop_gradient(power_of_two_scale(apply_block(operator, signs)))

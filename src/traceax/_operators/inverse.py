@@ -10,7 +10,7 @@ import lineax as lx
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
 from .._arguments import require
-from .._linalg.dense import column_norms, divisor, noise, power_of_two_scale
+from .._linalg.dense import column_norms, divisor, hashed_signs, power_of_two_scale
 from .._linalg.types import automatic, fori_loop
 from .check import as_data, checked_operator, jitted, with_data
 from .entries import parts, readable_diagonal, unit_vectors
@@ -96,7 +96,7 @@ class InverseLinearOperator(Dense):
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()
 
-    def _knows(self, check):
+    def _satisfies(self, check):
         # An inverse need not share the others.
         inherited = check not in (lx.is_tridiagonal, lx.has_unit_diagonal)
         return inherited and is_known(self.operator, check)
@@ -155,7 +155,7 @@ class InverseRemainder(Dense):
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.inverse.in_structure()
 
-    def _knows(self, check):
+    def _satisfies(self, check):
         return check in _INHERITED and is_known(self.inverse, check)
 
 
@@ -201,7 +201,7 @@ def _divisors(
     replaced by 4 times that.
     """
     n, dtype = entries.shape[0], entries.dtype
-    signs = noise(1, n, dtype, 0).T
+    signs = hashed_signs(1, n, dtype, 0).T
     d = entries[:, None]
     if not semidefinite:
         rows = apply_block(A, signs) - d * signs

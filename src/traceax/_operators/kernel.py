@@ -88,8 +88,8 @@ class KernelLinearOperator(OnePass):
         what, hint = "kernel must be a function of two rows", "pass (kernel, x)"
         require(callable(kernel), _WHERE, what, kernel, hint, TypeError)
         self.tile = tile = without_numpy(tile)
-        what = "the number of rows of a tile of the matrix"
-        check_optional_integer(tile, "tile", _WHERE, least=1, what=what)
+        meaning = "the number of rows of a tile of the matrix"
+        check_optional_integer(tile, "tile", _WHERE, least=1, meaning=meaning)
         self.x = with_leading_axis(x, _WHERE, "x", "rows", "kernel")
         row = first_of(self.x)
         fn = cast(Any, kernel)
@@ -158,7 +158,7 @@ class KernelLinearOperator(OnePass):
         shape = (length_of(self.x),)
         return structure_of(jax.ShapeDtypeStruct(shape, self._dtype))
 
-    def _knows(self, check):
+    def _satisfies(self, check):
         return check in (lx.is_symmetric, lx.is_positive_semidefinite)
 
 

@@ -167,7 +167,7 @@ def columns_at_once(n: int) -> int:
 class ByProducts(lx.AbstractLinearOperator):
     """Abstract base class of what is known by its products; square unless it says so."""
 
-    def _knows(self, check: Callable) -> bool:
+    def _satisfies(self, check: Callable) -> bool:
         """Whether one of lineax's checks holds. Optional."""
         return False
 
@@ -215,7 +215,7 @@ class OnMesh(ByProducts):
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return structure_of(jax.eval_shape(self.fn, self.in_structure()))
 
-    def _knows(self, check):
+    def _satisfies(self, check):
         return not self.tags.isdisjoint(TAGS[check])
 
 
@@ -335,7 +335,7 @@ class ComplexLinearOperator(ByProducts):
         with jax.numpy_dtype_promotion("standard"):
             return jtu.tree_map(lambda x, y: x + 1j * y, real, imaginary)
 
-    def _knows(self, check):
+    def _satisfies(self, check):
         # lineax takes a complex multiple for one by its real part.
         return check not in SEMIDEFINITE and is_known(self.operator, check)
 
@@ -377,7 +377,7 @@ class ShiftedLinearOperator(ByProducts):
             shift = unflatten(self.shift, self.in_structure())
         return jtu.tree_map(shifted, self.operator.mv(vector), vector, shift)
 
-    def _knows(self, check):
+    def _satisfies(self, check):
         lost = *SEMIDEFINITE, lx.has_unit_diagonal
         return check not in lost and is_known(self.operator, check)
 
@@ -408,4 +408,4 @@ _OPERATIONS: list[Any] = [lx.materialise, lx.diagonal, lx.tridiagonal]
 for _operation in _OPERATIONS:
     _operation.register(ByProducts, lambda x, of=_operation: of(as_function(x)))
 for _check in TAGS:
-    _check.register(ByProducts, lambda x, check=_check: x._knows(check))
+    _check.register(ByProducts, lambda x, check=_check: x._satisfies(check))

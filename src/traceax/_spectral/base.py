@@ -33,8 +33,8 @@ from .function import (
     ritz_values,
     rounding_errors,
 )
-from .question import SpectralState, init_spectral_state
 from .stand_in import Exact, RitzStandIn, judge_exact
+from .state import SpectralState, init_spectral_state
 
 
 class Forms(NamedTuple):
@@ -59,7 +59,7 @@ class SpectralEstimator(Estimator[SpectralState]):
     """
 
     # By errors of Ritz values.
-    _bars_hold_solvers: ClassVar[bool] = True
+    _bars_include_solver_errors: ClassVar[bool] = True
     # Whether estimates have brackets, where functions and operators have them.
     _gives_brackets: ClassVar[bool] = False
 
@@ -136,13 +136,13 @@ def spectral_outcome(
         undefined = jnp.isnan(leaf) | (jnp.isinf(leaf) & (points == 0))
         outside = jnp.any(undefined & jnp.isfinite(points))
         sums = bar.mean if forms is None else (bar.mean, forms.mean)
-        checked.append(finite_or_failed(sums, outside_if(outside, result)))
+        checked.append(finite_or_failed(sums, domain_result(outside, result)))
     stats = {**stats, "ritz_values": points, "ritz_weights": weights}
     bars = bars if forms is None else [*bars, forms]
     return Outcome(bars, checked, as_arrays(stats), evidence)
 
 
-def outside_if(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
+def domain_result(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
     """`result`, or that the function is not finite, unless another failure is known."""
     outside = outside & (result == RESULTS.successful)
     return RESULTS.where(outside, RESULTS.outside_domain, result)
@@ -175,26 +175,26 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
     if solves is not None:
         of_solves = jnp.linalg.norm(errors_of_solves(solves).columns)
         error = of_solves / divisor(jnp.max(jnp.abs(theta)))
-    theta, noise, result = ritz_values(
+    theta, resolution, result = ritz_values(
         theta, asymmetry, space, state.lower, state.magnitude, error
     )
     function, ones = state.function.in_range(theta), jnp.ones_like(theta)
     values = [jnp.sum(f) for f in function(theta)]
-    errors, decided = rounding_errors(function, theta, ones, noise, state.lower)
+    errors, decided = rounding_errors(function, theta, ones, resolution, state.lower)
     infinite = jnp.full((), jnp.inf, space.real_dtype)
     bars = [ErrorBar(*x, infinite) for x in zip(values, errors, strict=True)]
-    results = [outside_if(x, result) for x in decided]
+    results = [domain_result(x, result) for x in decided]
     stats = {"num_matvecs": space.size, **function.unit}
     if bracketed:
         stats.update(exact_stats(state, values, theta))
-    forms, solutions, t_right = None, None, None
-    if state.right is not None:
-        found = forms_between(inner(S, state.right), theta, None, state.magnitude)
+    forms, solutions, t_rhs = None, None, None
+    if state.rhs is not None:
+        found = forms_between(inner(S, state.rhs), theta, None, state.magnitude)
         forms, solutions = found.bar, found.coordinates
         stats.update(inv_quad_bracket=found.bracket, solution=combine(S, solutions))
-        t_right = jnp.zeros_like(solutions)
+        t_rhs = jnp.zeros_like(solutions)
     judge = jtu.Partial(judge_exact, Exact(theta, S, solutions), state.function)
-    evidence = Evidence((jnp.zeros_like(A), state.function, t_right), judge)
+    evidence = Evidence((jnp.zeros_like(A), state.function, t_rhs), judge)
     outcome = spectral_outcome(
         state, bars, results, stats, theta, ones, forms, evidence
     )
@@ -231,17 +231,17 @@ def forms_between(
 
 
 def probes_and_steps(
-    num_probes: int | None, k: int, target: float | int, beside: int = 0
+    num_probes: int | None, k: int, target: float | int, num_rhs: int = 0
 ) -> tuple[int, int]:
     """How many probes, and how many steps from each, with k less at most 2 products.
 
-    About `target` probes, where their number is not given. So many vectors `beside` take
+    About `target` probes, where their number is not given. So many vectors `num_rhs` take
     the steps, too: then more products may be left.
     """
-    if num_probes is not None or beside:
-        m = max(min(num_probes or round(target), k - beside), 1)
+    if num_probes is not None or num_rhs:
+        m = max(min(num_probes or round(target), k - num_rhs), 1)
     else:
         # Near the target, and with few products left.
         counts = [m for m in range(1, k + 1) if k % m <= 2]
         _, m = min([(abs(math.log(m / target)) + k % m / k, m) for m in counts])
-    return m, k // (m + beside)
+    return m, k // (m + num_rhs)

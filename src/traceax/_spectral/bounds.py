@@ -35,7 +35,7 @@ from .._linalg.left_out_krylov import (
 )
 from .._linalg.types import fori_loop
 from .function import SpectralFunction, derivative, remaining, weighted_sums
-from .question import SpectralState
+from .state import SpectralState
 
 # A bound is loose if the smallest Ritz value is so many times as large: kernels have it
 # within a factor of some hundreds of their noise after few steps, jitter is off by 1e5.
@@ -83,7 +83,7 @@ class End(NamedTuple):
     value: Float[Array, ""]
 
 
-def at_both(fn: Callable[[End], Any], first: End, second: End) -> Any:
+def evaluate_at_bounds(fn: Callable[[End], Any], first: End, second: End) -> Any:
     """`fn` of two ends, computed once if they are equal, and compiled once."""
     shapes = jax.eval_shape(fn, first)
     both = jtu.tree_map(lambda x: jnp.zeros((2, *x.shape), x.dtype), shapes)

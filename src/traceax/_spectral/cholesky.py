@@ -33,7 +33,7 @@ from .._results import RESULTS
 from .._rule import Evidence, Outcome
 from .base import exact_stats, spectral_outcome
 from .function import HIDDEN, RECIPROCAL, largest_asymmetry
-from .question import SpectralState
+from .state import SpectralState
 
 # Up to this many unknowns the exact answer takes no longer than an estimate:
 # `benchmarks/exact.py`.
@@ -147,9 +147,9 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
 
     - `bounded`: whether the operator has a noise, below which no eigenvalue can be.
     """
-    space, right = state.space, state.right
+    space, rhs = state.space, state.rhs
     A = matrix_of(state.operator)
-    solved = _solve(A, A[:, :0] if right is None else right)
+    solved = _solve(A, A[:, :0] if rhs is None else rhs)
     held = jax.lax.stop_gradient(A)
     unit, result = _rounding(held, state)
     D = _root_of_diagonal(held)
@@ -164,7 +164,7 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
     if bounded:
         result = RESULTS.where(failed, RESULTS.not_semidefinite, result)
     else:
-        result = RESULTS.where(failed, _why(failed, held, state), result)
+        result = RESULTS.where(failed, _failure_reason(failed, held, state), result)
         # An eigenvalue of D^-1 A D^-1, the smallest or a larger one.
         smallest = frobenius(once) / divisor(frobenius(twice))
         hidden = (smallest < HIDDEN / _ROUNDING * unit) & (result == RESULTS.successful)
@@ -175,7 +175,7 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
     bars = [ErrorBar(value, error, unknown[0])]
     stats = {"num_matvecs": 0, **exact_stats(state, [value], unknown)}
     forms = None
-    if right is not None:
+    if rhs is not None:
         solutions = jax.lax.stop_gradient(solved.solutions)
         errors = unit * (jnp.sum(squares(D * solutions), axis=0) + solved.forms)
         forms = ErrorBar(
@@ -183,7 +183,7 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
         )
         stats["inv_quad_bracket"] = solved.forms, solved.forms
         stats["solution"] = solutions
-    evidence = Evidence((state.operator, right), jtu.Partial(_judge, state))
+    evidence = Evidence((state.operator, rhs), jtu.Partial(_judge, state))
     results = [result]
     return spectral_outcome(
         state, bars, results, stats, unknown, unknown, forms, evidence
@@ -204,7 +204,7 @@ def _rounding(
     return _ROUNDING * jnp.maximum(eps, asymmetry), result
 
 
-def _why(
+def _failure_reason(
     failed: Bool[Array, ""], A: Inexact[Array, "n n"], state: SpectralState
 ) -> RESULTS:
     """Why a factorisation fails: the smallest eigenvalue is negative, or hidden by rounding."""
@@ -225,9 +225,9 @@ def _why(
 
 def _judge(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
     """The errors that rounding makes of derivatives, along tangents of A and of b."""
-    primal = state.operator, state.right
+    primal = state.operator, state.rhs
     (A, B), (dA, dB) = eqx.filter_jvp(
-        lambda operator, right: (matrix_of(operator), right), primal, products
+        lambda operator, rhs: (matrix_of(operator), rhs), primal, products
     )
     dA = jnp.zeros_like(A) if dA is None else dA
     solved = _solve(A, A[:, :0] if B is None else B)

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 
 from .._arguments import known_number
 from .._estimate import Estimate, raise_failure, with_slopes
-from .._estimator import estimate_state, limits, made_of
+from .._estimator import estimate_state, limits, make_estimate
 from .._operators.check import jitted
 from .._operators.entries import readable_data
 from .._tolerance import NO_PROGRESS_METER, Depth, ProgressMeter, Stop, make_stop
@@ -18,7 +18,7 @@ from .base import SpectralEstimator
 from .cholesky import factorised, is_small
 from .function import LOG, RECIPROCAL
 from .krylov_aware import KrylovAwareEstimator
-from .question import SpectralState, init_spectral_state
+from .state import SpectralState, init_spectral_state
 from .structure import Method, by_structure
 
 
@@ -92,7 +92,7 @@ def _estimate(
     if method is None:
         estimate = estimate_state(estimator, state, k, stop)
     else:
-        estimate = made_of(
+        estimate = make_estimate(
             method(state), state, ("Cholesky" if method is factorised else "", 0)
         )
     stats = dict(estimate.stats)

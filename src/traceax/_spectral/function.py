@@ -236,21 +236,21 @@ def rounding_errors(
     function: SpectralFunction,
     values: Float[Array, " k"],
     weights: Float[Array, " k"],
-    noise: Float[Array, ""],
+    resolution: Float[Array, ""],
     lower: Float[Array, ""] | None,
 ) -> tuple[list[Float[Array, ""]], list[Bool[Array, ""]]]:
     """The error of each leaf's sum by those of eigenvalues, and whether they decide it.
 
-    They are up to a few times `noise |A|`: nothing to most functions, much to a root or a
+    They are up to a few times `resolution |A|`: nothing to most functions, much to a root or a
     logarithm of a small one. They decide a sum where an eigenvalue that can't be told from
     0, or from one at which a leaf is NaN, is one that the leaf grows without bound at.
     Where noise is infinite, errors are, and decide nothing.
     """
-    unknown, eps = jnp.isinf(noise), jnp.finfo(values.dtype).eps
-    noise = jnp.where(unknown, eps, noise)
+    unknown, eps = jnp.isinf(resolution), jnp.finfo(values.dtype).eps
+    resolution = jnp.where(unknown, eps, resolution)
     largest = jnp.max(jnp.abs(values), initial=0)
-    moved = _MOVED * noise * largest
-    hidden = (HIDDEN if lower is None else 1) * noise * largest
+    moved = _MOVED * resolution * largest
+    hidden = (HIDDEN if lower is None else 1) * resolution * largest
     down = values - moved if lower is None else jnp.maximum(values - moved, lower)
     down = jnp.where(jnp.abs(values) <= hidden, 0, down)
     counts = jnp.abs(weights) > jnp.sqrt(eps)
@@ -262,7 +262,7 @@ def rounding_errors(
         errors.append(jnp.where(unknown, jnp.inf, error))
         # That of a root shrinks with the noise, that of a logarithm does not.
         size = jnp.max(jnp.where(counts, jnp.abs(f), 0), initial=0)
-        steep = change > noise**0.25 * size
+        steep = change > resolution**0.25 * size
         bad = jnp.isinf(changes) | (jnp.isnan(changes) & steep[None, :])
         # Where all around is infinite as well, it is an overflow.
         alone = jnp.isinf(f)[None, :] & ~jnp.isinf(jnp.stack(ends))
@@ -292,13 +292,13 @@ class RitzValues(NamedTuple):
     """Eigenvalues of a projected operator.
 
     - `values`: those of rounding size below 0, or a known `lower` end, are 0, or that end.
-    - `noise`: their errors, relative to the largest: eps, or how far products are from
+    - `resolution`: their errors, relative to the largest: eps, or how far products are from
         those of a symmetric operator where rounding alone doesn't explain it.
     - `result`: whether they may be those of the operator as it is tagged and bounded.
     """
 
     values: Float[Array, " k"]
-    noise: Float[Array, ""]
+    resolution: Float[Array, ""]
     result: RESULTS
 
 
@@ -346,11 +346,13 @@ def ritz_values(
     limit = limit if error is None else jnp.maximum(limit, error)
     asymmetric = finite & (asymmetry > limit)
     result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)
-    noise = jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
-    noise = noise if error is None else jnp.maximum(noise, error)
+    resolution = (
+        jnp.where(asymmetry <= _ASYMMETRY / 4 * eps, eps, asymmetry) * cancelled
+    )
+    resolution = resolution if error is None else jnp.maximum(resolution, error)
     if lower is not None:
-        below = values < lower - rounding * noise * largest
+        below = values < lower - rounding * resolution * largest
         wrong = jnp.any(below) & (result == RESULTS.successful)
         result = RESULTS.where(wrong, RESULTS.below_lower, result)
         values = jnp.where(below, values, jnp.maximum(values, lower))
-    return RitzValues(values, noise, result)
+    return RitzValues(values, resolution, result)

@@ -20,8 +20,8 @@ from .._samplers import NormalSampler, Sampler, check_sampler
 from .._tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened_for_loop
 from .base import SpectralEstimator, probes_and_steps, spectral_outcome
 from .krylov_sums import KrylovSums, krylov_sums
-from .question import SpectralState
 from .stand_in import RitzStandIn, Truncated, judge_truncated
+from .state import SpectralState
 
 # Of an estimate whose budget is left out: probes, steps at most, and steps at most of the
 # spaces that leave a probe out, which are most of the work where there are many.
@@ -101,15 +101,17 @@ class KrylovAwareEstimator(SpectralEstimator):
 
     def __check_init__(self):
         name = type(self).__name__
-        what = "how many vectors the Krylov space starts from"
-        check_optional_integer(self.num_probes, "num_probes", name, least=1, what=what)
+        meaning = "how many vectors the Krylov space starts from"
+        check_optional_integer(
+            self.num_probes, "num_probes", name, least=1, meaning=meaning
+        )
         check_sampler(self.sampler, name, resphere=True, independent=True)
 
-    def least_of_loop(self, state):
-        return LEAST_PRODUCTS + 2 * state.num_right
+    def least_loop_products(self, state):
+        return LEAST_PRODUCTS + 2 * state.num_rhs
 
     def compute(self, state, k):
-        q = state.num_right
+        q = state.num_rhs
         m, steps = probes_and_steps(self.num_probes, k, best_probes(k), q)
         product, start = self._begin(state, m)
         basis, factor, R = arnoldi(product, start, steps)
@@ -120,7 +122,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         if not state.has_bracket:
             return None
         # A tenth of a nat for a likelihood.
-        negligible = 0.0 if state.right is None else 0.1
+        negligible = 0.0 if state.rhs is None else 0.1
         return Depth(meter, state.space.real_dtype, negligible)
 
     def compute_until(self, state, k, stop):
@@ -129,7 +131,7 @@ class KrylovAwareEstimator(SpectralEstimator):
             outcome, stand_in = self.compute(state, k)
             stats = {**outcome.stats, "products_needed": jnp.inf}
             return outcome if to_depth else outcome._replace(stats=stats), stand_in
-        q, num_probes = state.num_right, self.num_probes
+        q, num_probes = state.num_rhs, self.num_probes
         if num_probes is None and to_depth:
             num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
         elif num_probes is None:
@@ -176,11 +178,11 @@ class KrylovAwareEstimator(SpectralEstimator):
         """Products, and what the space starts from: right-hand sides, and m probes."""
         space = state.space
         start = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
-        if state.right is not None:
+        if state.rhs is not None:
             # As long as probes: what is rounding is told by the size of them all.
-            lengths = divisor(column_norms(state.right)) / math.sqrt(space.size)
+            lengths = divisor(column_norms(state.rhs)) / math.sqrt(space.size)
             unit = lengths[None, :].astype(start.dtype)
-            start = side_by_side(state.right / unit, start)
+            start = side_by_side(state.rhs / unit, start)
         return ft.partial(apply_block, stored(state.operator)), start
 
 
@@ -211,10 +213,10 @@ def _outcome(
         shallow, rows = jnp.minimum(steps, most_left_out), min(most_left_out, rows)
     theta, S, forms = sums.theta, sums.S, sums.forms
     stats = {"num_matvecs": width * steps, **sums.stats}
-    solutions = t_right = of_forms = None
+    solutions = t_rhs = form_errors = None
     if forms is not None:
-        solutions, of_forms = forms.coordinates, forms.bar.standard_error
-        t_right = jnp.zeros_like(solutions)
+        solutions, form_errors = forms.coordinates, forms.bar.standard_error
+        t_rhs = jnp.zeros_like(solutions)
         solution = combine(combine(basis, S), solutions)
         stats.update(inv_quad_bracket=forms.bracket, solution=solution)
     space = Truncated(
@@ -222,16 +224,16 @@ def _outcome(
         theta=theta,
         S=S,
         n=state.space.size,
-        q=state.num_right,
+        q=state.num_rhs,
         steps=steps,
         shallow=shallow,
         most_left_out=rows,
         columns=sums.columns,
         solutions=solutions,
-        of_leaves=sums.unfound,
-        of_forms=of_forms,
+        leaf_errors=sums.truncation_errors,
+        form_errors=form_errors,
     )
-    nothing = jnp.zeros_like(S), state.function, t_right
+    nothing = jnp.zeros_like(S), state.function, t_rhs
     evidence = Evidence(nothing, jtu.Partial(judge_truncated, space, state.function))
     count = None if isinstance(steps, int) else width * steps
     outcome = spectral_outcome(

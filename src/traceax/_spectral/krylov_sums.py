@@ -20,14 +20,14 @@ from .._linalg.left_out_krylov import (
 from .._operators.entries import known_trace
 from .._results import RESULTS
 from .._tolerance import Depth
-from .base import Forms, forms_between, outside_if
+from .base import Forms, domain_result, forms_between
 from .bounds import (
     ColumnControl,
     End,
-    at_both,
     bias_of,
     columns_control,
     end_errors,
+    evaluate_at_bounds,
     extended_pairs,
     lower_ends,
     middles_of,
@@ -36,24 +36,24 @@ from .bounds import (
     trace_control,
 )
 from .function import ritz_values, rounding_errors, weighted_sums
-from .question import SpectralState
+from .state import SpectralState
 
 
 class KrylovSums(NamedTuple):
     """Sums over a Krylov space, with a list entry for each leaf of the function.
 
     - `bars`: error bars of the sums.
-    - `unfound`: truncation errors: half of the distance to the end of the bracket that the
+    - `truncation_errors`: truncation errors: half of the distance to the end of the bracket that the
         value takes, or extrapolated.
-    - `of_probes`: errors of probes, and of rounding.
+    - `sampling_errors`: errors of probes, and of rounding.
     - `theta`, `S`, `coupling`: Ritz pairs, and the matrix C that derivatives need.
     - `columns`: control variates by columns, or `None`.
     """
 
     bars: list[ErrorBar]
     results: list[RESULTS]
-    unfound: list[Float[Array, ""]]
-    of_probes: list[Float[Array, ""]]
+    truncation_errors: list[Float[Array, ""]]
+    sampling_errors: list[Float[Array, ""]]
     theta: Float[Array, " k"]
     S: Inexact[Array, "k k"]
     coupling: Inexact[Array, "k k"]
@@ -68,12 +68,17 @@ class KrylovSums(NamedTuple):
 
     def ratio(self, depth: Depth) -> Float[Array, ""]:
         """The truncation error over the one that may remain: enough at 1 or less."""
-        unfound, error = jnp.stack(self.unfound), jnp.stack(self.of_probes)
+        truncation_errors, error = (
+            jnp.stack(self.truncation_errors),
+            jnp.stack(self.sampling_errors),
+        )
         if self.forms is not None:
             low, high = self.forms.bracket
-            unfound = (len(low) * unfound + jnp.sum(high - low) / 2) / 2
+            truncation_errors = (
+                len(low) * truncation_errors + jnp.sum(high - low) / 2
+            ) / 2
             error = len(low) * error / 2
-        return depth.ratio(unfound, error)
+        return depth.ratio(truncation_errors, error)
 
 
 def krylov_sums(
@@ -96,10 +101,10 @@ def krylov_sums(
     # The space, with and without each probe.
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
-    n, width, q = state.space.size, omega.shape[1], state.num_right
+    n, width, q = state.space.size, omega.shape[1], state.num_rhs
     m, sizes = width - q, tuple(width * size for size in step_sizes)
     theta, S = ritz_pairs(T, width * steps, sizes)
-    theta, noise, result = ritz_values(
+    theta, resolution, result = ritz_values(
         theta, asymmetry, state.space, state.lower, state.magnitude, state.solvers
     )
     shallow, rows = steps, len(T)  # coordinates that spaces without a probe reach
@@ -115,7 +120,9 @@ def krylov_sums(
     weights = sample_weights(left_out, S_rows)
     coupling = inner(S_rows, matmul(coupling_of(left_out), S_rows))
     weight = jnp.mean(weights[0], axis=0)
-    rounding, decided = rounding_errors(function, theta, weight, noise, state.lower)
+    rounding, decided = rounding_errors(
+        function, theta, weight, resolution, state.lower
+    )
     magnitudes = [weighted_sums(weight, jnp.abs(f)) for f in leaves]
     P, trace, inside = state.preconditioner, None, None
     if m > 1:  # slopes are those of neighbours
@@ -141,14 +148,14 @@ def krylov_sums(
         "known_trace": jnp.asarray(trace is not None),
         **function.unit,
     }
-    right = omega[:, :q]
-    if state.right is not None:
-        lengths = column_norms(state.right)[None, :] / math.sqrt(n)
-        right = right * lengths.astype(omega.dtype)
+    rhs = omega[:, :q]
+    if state.rhs is not None:
+        lengths = column_norms(state.rhs)[None, :] / math.sqrt(n)
+        rhs = rhs * lengths.astype(omega.dtype)
 
     def at_end(end: End):
         nodes, vectors = extended_pairs(T, R, (theta, S), end, steps, sizes)
-        form = jnp.sum(squares(inner(vectors, right)) / nodes[:, None], axis=0)
+        form = jnp.sum(squares(inner(vectors, rhs)) / nodes[:, None], axis=0)
         of_end = sample_weights(left_out, vectors[:rows])
         # Controlled as those of T: no part of the bracket.
         return _controlled(_samples(of_end, function(nodes)), controls), form
@@ -162,20 +169,20 @@ def krylov_sums(
     if state.has_bracket:
         lower, bottom, proven = lower_ends(function, theta, state)
         one = jnp.ones_like(lower)
-        both = at_both(at_end, End(one, lower), End(one, bottom))
+        both = evaluate_at_bounds(at_end, End(one, lower), End(one, bottom))
         (of_lower, form_of_lower), (of_bottom, form_of_bottom) = both
         end = End(one, jnp.maximum(theta[0] - residuals[0], lower))
         of_reach = end_errors(
             function, theta[0], weight[0], end, changes(of_lower), monotone=True
         )
-        if state.right is not None:
+        if state.rhs is not None:
             highs = form_of_lower, form_of_bottom
-            forms = forms_between(inner(S, right), theta, highs, state.magnitude)
+            forms = forms_between(inner(S, rhs), theta, highs, state.magnitude)
         positive = theta[0] >= 0
         _, brackets = middles_of(samples, of_lower, positive)
         samples, sides = middles_of(samples, of_bottom, positive)
         # Before convergence the truth may be close to either end.
-        unfound = [
+        truncation_errors = [
             jnp.where(positive, jnp.maximum(jnp.abs(high - low) / 2, more), jnp.inf)
             for (low, high), more in zip(sides, of_reach, strict=True)
         ]
@@ -183,26 +190,28 @@ def krylov_sums(
         stats["bracket"] = tuple(ends)
         stats["bracket_is_proven"], stats["bottom"] = proven & positive, bottom
     else:
-        unfound = quadrature_errors(function, projected, left_out, (theta, S), n, steps)
+        truncation_errors = quadrature_errors(
+            function, projected, left_out, (theta, S), n, steps
+        )
         ends = outer_ends(function, theta, last, residuals, state)
         for end, j, (others, _) in zip(
-            ends, (0, last), at_both(at_end, *ends), strict=True
+            ends, (0, last), evaluate_at_bounds(at_end, *ends), strict=True
         ):
             more = end_errors(function, theta[j], weight[j], end, changes(others))
-            unfound = list(map(jnp.maximum, unfound, more))
-    of_probes, bars = [], []
+            truncation_errors = list(map(jnp.maximum, truncation_errors, more))
+    sampling_errors, bars = [], []
     for sample, magnitude, rounded, more in zip(
-        samples, magnitudes, rounding, unfound, strict=True
+        samples, magnitudes, rounding, truncation_errors, strict=True
     ):
         bar = leave_one_out_bar(paired_samples(sample, magnitude))
-        of_probes.append(jnp.hypot(bar.standard_error, rounded))
-        error = jnp.hypot(more, of_probes[-1])
+        sampling_errors.append(jnp.hypot(bar.standard_error, rounded))
+        error = jnp.hypot(more, sampling_errors[-1])
         bars.append(bar._replace(standard_error=error))
     return KrylovSums(
         bars=bars,
-        results=[outside_if(x, result) for x in decided],
-        unfound=unfound,
-        of_probes=of_probes,
+        results=[domain_result(x, result) for x in decided],
+        truncation_errors=truncation_errors,
+        sampling_errors=sampling_errors,
         theta=theta,
         S=S,
         coupling=coupling,

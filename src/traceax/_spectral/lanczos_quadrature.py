@@ -16,7 +16,7 @@ from .._linalg.dense import column_norms, divisor, eigh, largest_entry, matmul
 from .._linalg.krylov import KrylovSpaces, RitzPairs, lanczos, residual_norms
 from .._operators.space import apply_block
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
-from .base import SpectralEstimator, outside_if, probes_and_steps, spectral_outcome
+from .base import SpectralEstimator, domain_result, probes_and_steps, spectral_outcome
 from .bounds import end_errors, extended_pairs, outer_ends
 from .function import (
     SpectralFunction,
@@ -25,8 +25,8 @@ from .function import (
     rounding_errors,
     weighted_sums,
 )
-from .question import SpectralState
 from .stand_in import RitzStandIn
+from .state import SpectralState
 
 
 class LanczosQuadratureEstimator(SpectralEstimator):
@@ -66,8 +66,10 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     sampler: Sampler = RademacherSampler()
 
     def __check_init__(self):
-        name, what = type(self).__name__, "how many forms are averaged"
-        check_optional_integer(self.num_probes, "num_probes", name, least=1, what=what)
+        name, meaning = type(self).__name__, "how many forms are averaged"
+        check_optional_integer(
+            self.num_probes, "num_probes", name, least=1, meaning=meaning
+        )
         check_sampler(self.sampler, name, independent=True, rounds=True)
         if self.num_probes is not None:
             p, what = self.sampler.round_size, "num_probes must be whole rounds"
@@ -89,7 +91,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         Omega = self.sampler.sample(state.key, n, m, space.compute_dtype)
         krylov = lanczos(ft.partial(apply_block, operator), Omega, steps)
         pairs = krylov.ritz_pairs()
-        flat, noise, result = ritz_values(
+        flat, resolution, result = ritz_values(
             pairs.values, krylov.asymmetry, space, state.lower, error=state.solvers
         )
         pairs = eqx.tree_at(lambda pairs: pairs.values, pairs, flat)
@@ -97,8 +99,10 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         coupling = matmul(pairs.probes, pairs.probes.conj().T)
         weights = jnp.real(jnp.diagonal(coupling))
         squares = m * weights.reshape(m, steps)
-        rounding, decided = rounding_errors(function, flat, weights, noise, state.lower)
-        results = [outside_if(x, result) for x in decided]
+        rounding, decided = rounding_errors(
+            function, flat, weights, resolution, state.lower
+        )
+        results = [domain_result(x, result) for x in decided]
         quadrature = _quadrature_errors(function, krylov, flat)
         of_ends = _end_errors(function, krylov, flat, state)
         quadrature = list(map(jnp.maximum, quadrature, of_ends))

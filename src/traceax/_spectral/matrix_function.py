@@ -149,7 +149,7 @@ class MatrixFunctionLinearOperator(spaces.Dense):
     def in_structure(self):
         return self.operator.in_structure()
 
-    def _knows(self, check):
+    def _satisfies(self, check):
         # A function keeps the structure, and has the sign that it is tagged with.
         own, *_ = spaces.TAGS[check]
         kept = check in (lx.is_symmetric, lx.is_diagonal)
@@ -157,7 +157,7 @@ class MatrixFunctionLinearOperator(spaces.Dense):
 
     def points(self, values: Float[Array, " s"], asymmetry: Float[Array, ""]):
         """Ritz values, moved to the end of the spectrum that rounding hides from them."""
-        values, noise, _ = ritz_values(
+        values, resolution, _ = ritz_values(
             values,
             asymmetry,
             state_space(self.operator),
@@ -166,8 +166,8 @@ class MatrixFunctionLinearOperator(spaces.Dense):
         )
         # A root of high order magnifies rounding: Ritz values that rounding hides from
         # `lower`, or from 0, become this end if f is finite there.
-        end = jnp.zeros_like(noise) if self.lower is None else self.lower
-        hidden = jnp.abs(values - end) <= HIDDEN * noise * largest_entry(values)
+        end = jnp.zeros_like(resolution) if self.lower is None else self.lower
+        hidden = jnp.abs(values - end) <= HIDDEN * resolution * largest_entry(values)
         return jnp.where(hidden & jnp.isfinite(self.fn(end)[0]), end, values)
 
     def ritz_pairs(self, x: Inexact[Array, " n"]) -> RitzPairs:

@@ -78,11 +78,11 @@ class RitzStandIn(StandIn):
     evidence: Evidence | None = None
 
     def derivative(self, state, tangent):
-        if not jtu.tree_leaves((tangent.operator, tangent.function, tangent.right)):
+        if not jtu.tree_leaves((tangent.operator, tangent.function, tangent.rhs)):
             return None
         D = _projected_tangent(state.operator, tangent.operator, self.basis, self.count)
-        t_right = tangent.right
-        t_right = None if t_right is None else inner(self.basis, t_right)
+        t_rhs = tangent.rhs
+        t_rhs = None if t_rhs is None else inner(self.basis, t_rhs)
         parts = self.theta, self.S, self.coupling, self.solutions
         # Second derivatives would need the tangents of these.
         theta, S, C, solutions = final(parts, of=(state.operator, state.function))
@@ -100,10 +100,10 @@ class RitzStandIn(StandIn):
             forms = jnp.zeros_like(theta, shape=u.shape[1])
             if D is not None:
                 forms = forms - jnp.real(column_dots(u, matmul(D, u)))
-            if t_right is not None:
-                forms = forms + 2 * jnp.real(column_dots(u, t_right))
+            if t_rhs is not None:
+                forms = forms + 2 * jnp.real(column_dots(u, t_rhs))
             values.append(forms)
-        return Derivative(values, (D, tangent.function, t_right))
+        return Derivative(values, (D, tangent.function, t_rhs))
 
 
 def _trace_of_product(C: Array, M: Array, f: Array) -> Array:
@@ -193,7 +193,7 @@ def judge_exact(
 
     Eigenvalues that are off by eps |A| change f'(A), and entries of dA may cancel.
     """
-    (theta, S, coordinates), (D, t_function, t_right) = exact, products
+    (theta, S, coordinates), (D, t_function, t_rhs) = exact, products
     eps, size = jnp.finfo(theta.dtype).eps, jnp.max(jnp.abs(theta))
     dA = frobenius(D)
     function = function.in_range(theta)
@@ -213,7 +213,7 @@ def judge_exact(
         bars.append(ErrorBar(value, error, infinite))
     if coordinates is not None:
         u = matmul(S, coordinates)
-        forms = 2 * jnp.real(column_dots(u, t_right)) - jnp.real(
+        forms = 2 * jnp.real(column_dots(u, t_rhs)) - jnp.real(
             column_dots(u, matmul(D, u))
         )
         condition = size / jnp.maximum(jnp.min(theta), eps * size)
@@ -233,7 +233,7 @@ class Truncated(NamedTuple):
     - `most_left_out`: the number of steps that those have room for.
     - `columns`: control variates by columns, or `None`.
     - `solutions`: coordinates of solutions in the Ritz vectors, or `None`.
-    - `of_leaves`, `of_forms`: truncation errors.
+    - `leaf_errors`, `form_errors`: truncation errors.
     """
 
     omega: Inexact[Array, "k w"]
@@ -246,8 +246,8 @@ class Truncated(NamedTuple):
     most_left_out: int
     columns: ColumnControl | None
     solutions: Inexact[Array, "k q"] | None
-    of_leaves: list[Float[Array, ""]]
-    of_forms: Float[Array, " q"] | None
+    leaf_errors: list[Float[Array, ""]]
+    form_errors: Float[Array, " q"] | None
 
     @property
     def T(self) -> Inexact[Array, "k k"]:
@@ -260,7 +260,7 @@ def judge_truncated(
     space: Truncated, function: SpectralFunction, products: tuple[Any, Any, Any]
 ) -> list[ErrorBar]:
     """Error bars of the derivatives of every leaf, and of quadratic forms."""
-    T, omega, (D, t_function, t_right) = space.T, space.omega, products
+    T, omega, (D, t_function, t_rhs) = space.T, space.omega, products
     width, n = omega.shape[1], space.n
     rows = width * space.most_left_out
     left_out = leave_probes_out(
@@ -290,7 +290,7 @@ def judge_truncated(
     S = space.S
     is_known = jnp.asarray(earlier > 0) & jnp.asarray(shallow > 0)
     bars = []
-    for M, unfound, change in zip(Ms, space.of_leaves, changes, strict=True):
+    for M, unfound, change in zip(Ms, space.leaf_errors, changes, strict=True):
         B = matmul(S[:rows], matmul(M, S[:rows].conj().T))
         samples, tested = sample_forms(left_out, B)
         if space.columns is not None:
@@ -300,9 +300,9 @@ def judge_truncated(
         remaining = jnp.where(is_known, _unfound(unfound, *change), jnp.inf)
         error = jnp.hypot(bar.standard_error, remaining)
         bars.append(bar._replace(standard_error=error))
-    if space.solutions is not None and space.of_forms is not None:
+    if space.solutions is not None and space.form_errors is not None:
         u = matmul(S, space.solutions)
-        error = _errors_of_forms(space, u, D, t_right)
+        error = _errors_of_forms(space, u, D, t_rhs)
         error = jnp.where(jnp.asarray(earlier > 0), error, jnp.inf)
         # Only errors and degrees of freedom are read.
         bars.append(ErrorBar(error, error, jnp.full_like(error, jnp.inf)))
@@ -330,7 +330,7 @@ def _errors_of_forms(
     space: Truncated,
     u: Inexact[Array, "k q"],
     D: Inexact[Array, "k k"],
-    t_right: Inexact[Array, "k q"],
+    t_rhs: Inexact[Array, "k q"],
 ) -> Float[Array, " q"]:
     r"""Errors of `2 u^* db - u^* dA u`, with `u = A^-1 b` of the Krylov space.
 
@@ -348,7 +348,7 @@ def _errors_of_forms(
     The second term is judged by its last change, of which what is left is as much as the root
     mean square of e over what the last step found of u; at most all.
     """
-    T, omega, of_value = space.T, space.omega, space.of_forms
+    T, omega, of_value = space.T, space.omega, space.form_errors
     assert of_value is not None
     k, width = omega.shape
     step, last = jnp.arange(k) // width, space.steps - 1
@@ -364,7 +364,7 @@ def _errors_of_forms(
     forms = (jnp.real(column_dots(x, matmul(D, x))) for x in (u, before))
     part = jnp.minimum(of_value / divisor(found[last]), 1)
     error = jnp.abs(op.sub(*forms)) * jnp.sqrt(part)
-    z = matmul(inverse, t_right)
+    z = matmul(inverse, t_rhs)
     along = jnp.sum(y.conj() * z, axis=0) / divisor(jnp.sum(squares(y), axis=0))
     z = z - along[None] * y
     of_right = of_steps(squares(z))

@@ -24,7 +24,7 @@ from .._results import RESULTS
 from .._rule import Evidence, Outcome
 from .base import exact_stats, spectral_outcome
 from .function import HIDDEN, LOG, RECIPROCAL, largest_asymmetry
-from .question import SpectralState
+from .state import SpectralState
 
 Method = Callable[[SpectralState], Outcome]
 

@@ -34,7 +34,7 @@ class SpectralState(State):
     - `operator`: a symmetric or Hermitian operator.
     - `function`: a function of its eigenvalues.
     - `lower`: a number that no eigenvalue is below, or `None`.
-    - `right`: right-hand sides b, of which `b^* A^-1 b` is estimated as well, where there is
+    - `rhs`: right-hand sides b, of which `b^* A^-1 b` is estimated as well, where there is
         a bracket; or `None`.
     - `preconditioner`: the preconditioner that the operator contains; or `None`.
     - `trace`: the trace of the operator, where the caller knows it; or `None`.
@@ -45,7 +45,7 @@ class SpectralState(State):
     operator: lx.AbstractLinearOperator
     function: SpectralFunction
     lower: Float[Array, ""] | None
-    right: Inexact[Array, "n q"] | None
+    rhs: Inexact[Array, "n q"] | None
     preconditioner: Preconditioner | None
     trace: Float[Array, ""] | None
     space: Space = eqx.field(static=True)
@@ -57,7 +57,7 @@ class SpectralState(State):
         operator: lx.AbstractLinearOperator,
         function: SpectralFunction,
         lower: Float[Array, ""] | None = None,
-        right: Inexact[Array, "n q"] | None = None,
+        rhs: Inexact[Array, "n q"] | None = None,
         preconditioner: Preconditioner | None = None,
         trace: Float[Array, ""] | None = None,
     ):
@@ -65,15 +65,15 @@ class SpectralState(State):
         self.operator = operator
         self.function = function
         self.lower = lower
-        self.right = right
+        self.rhs = rhs
         self.preconditioner = jax.lax.stop_gradient(preconditioner)
         self.trace = jax.lax.stop_gradient(trace)
         self.space = state_space(operator)
 
     @property
-    def num_right(self) -> int:
+    def num_rhs(self) -> int:
         """How many right-hand sides there are."""
-        return 0 if self.right is None else self.right.shape[1]
+        return 0 if self.rhs is None else self.rhs.shape[1]
 
     @property
     def has_bracket(self) -> bool:
@@ -92,7 +92,7 @@ class SpectralState(State):
         return self.function.treedef(self.space.real_dtype)
 
     def bar(self, bars):
-        return joint_bar(bars) if self.right is None else likelihood_bar(bars)
+        return joint_bar(bars) if self.rhs is None else likelihood_bar(bars)
 
     def stats_of_exact(self, stats):
         # More points of weight 0.
