@@ -110,7 +110,7 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
     active = None if room == M else jnp.arange(room) < M
     probes = ProbeSet(N, room, active, resphere)
     factor = nystrom_factor(U, T, -AU, -1, probes)
-    assert not factor.wrong
+    assert not factor.is_invalid
     paired = nystrom_traces(factor)
     samples, pairs, mu = (
         x * abs(factor.scale) for x in (paired.samples, paired.without, factor.mu)
@@ -146,7 +146,7 @@ def test_a_wrong_tag_shows(key):
     for a, sign in ((matrix("signed", N), 1), (matrix("flat", N), -1)):
         probes = ProbeSet(*u.shape, None, True)
         factor = nystrom_factor(*map(jnp.asarray, (u, t, a @ u)), sign, probes)
-        assert factor.wrong
+        assert factor.is_invalid
 
 
 class _OfAnyLength(tx.IndexedSampler):
