@@ -1,6 +1,6 @@
-"""Signatures of classes whose `__init__` is made of their fields.
+"""Signatures for classes whose `__init__` comes from their fields.
 
-An extension of griffe, which reads source and sees fields but no signature.
+This extends griffe, which reads source code and finds fields there, but no signature.
 """
 
 import inspect
@@ -19,13 +19,13 @@ class Fields(griffe.Extension):
             is_made = inspect.isclass(value) and not inspect.isabstract(value)
             if not is_made or not any(hasattr(value, name) for name in fields):
                 continue
-            found = loader.modules_collection[f"{value.__module__}.{value.__name__}"]
-            if "__init__" not in found.members:
-                found.set_member("__init__", signature(value, found, loader))
+            entry = loader.modules_collection[f"{value.__module__}.{value.__name__}"]
+            if "__init__" not in entry.members:
+                entry.set_member("__init__", signature(value, entry, loader))
 
 
-def signature(cls, found, loader):
-    """`__init__`, with the names and defaults that Python gives."""
+def signature(cls, entry, loader):
+    """`__init__`, with the names and defaults that Python finds."""
     parameters = [
         griffe.Parameter(
             name,
@@ -39,19 +39,21 @@ def signature(cls, found, loader):
         )
         for name, parameter in inspect.signature(cls).parameters.items()
     ]
-    this = griffe.Parameter(
+    self_parameter = griffe.Parameter(
         "self", kind=griffe.ParameterKind.positional_or_keyword, default=None
     )
     return griffe.Function(
-        "__init__", parameters=griffe.Parameters(this, *parameters), parent=found
+        "__init__",
+        parameters=griffe.Parameters(self_parameter, *parameters),
+        parent=entry,
     )
 
 
 def annotation(cls, name, loader):
-    """As it stands in the source of the class that has the field."""
+    """The annotation in the source of the class that has the field."""
     for base in cls.__mro__:
         if base.__module__.startswith("traceax"):
-            found = loader.modules_collection[f"{base.__module__}.{base.__name__}"]
-            if name in found.members:
-                return found.members[name].annotation
+            entry = loader.modules_collection[f"{base.__module__}.{base.__name__}"]
+            if name in entry.members:
+                return entry.members[name].annotation
     return None

@@ -1,9 +1,9 @@
-"""Draws the figures of the site, in about two minutes on a CPU.
+"""Draw the site's figures, in about two minutes on a CPU.
 
     python docs/figures.py [directory]
 
-The directory is `docs/figures` unless another is given. Every figure carries a digest of
-this file, which the test suite compares.
+The default directory is `docs/figures`. Every figure carries this file's digest, which the
+test suite compares.
 """
 
 import functools
@@ -45,13 +45,13 @@ STYLE = {
 
 
 def digest():
-    """Of this file, without regard to line endings."""
+    """This file's hash, which ignores line endings."""
     return hashlib.sha256(pathlib.Path(__file__).read_text().encode()).hexdigest()[:16]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 4))
 def each(function, number, given, estimator, k):
-    """A function over so many keys."""
+    """Call a function with `number` keys."""
 
     def one(key):
         return function(key, given, estimator, k)
@@ -59,20 +59,20 @@ def each(function, number, given, estimator, k):
     return jax.lax.map(one, jax.random.split(jax.random.key(1), number))
 
 
-def relative_error(found, truth):
-    return float(jnp.sqrt(jnp.mean((found - truth) ** 2)) / abs(truth))
+def relative_error(estimates, truth):
+    return float(jnp.sqrt(jnp.mean((estimates - truth) ** 2)) / abs(truth))
 
 
 def label_panel(ax, title, budgets):
-    """Of errors by the number of products."""
+    """Set a panel's title and its product axis."""
     ax.set_title(title, fontsize="medium")
     ax.set_xlabel("products")
     ax.set_xticks(budgets, [str(k) for k in budgets])
     ax.minorticks_off()
 
 
-def of_spectrum(eigenvalues):
-    """A matrix of given eigenvalues, and random eigenvectors."""
+def with_spectrum(eigenvalues):
+    """A matrix with given eigenvalues and random eigenvectors."""
     n = len(eigenvalues)
     Q, _ = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (n, n)))
     return lx.MatrixLinearOperator(
@@ -89,7 +89,7 @@ def value(key, operator, estimator, k):
 
 
 def gradient(key, length, estimator, k):
-    """Of |K|_F^2, of a kernel matrix K, by its length scale."""
+    """The derivative of |K|_F^2 with respect to the length scale, for a kernel matrix K."""
 
     def squared_norm(length):
         K = lx.MatrixLinearOperator(jnp.exp(-distances / (2 * length**2)))
@@ -100,11 +100,11 @@ def gradient(key, length, estimator, k):
 
 
 def errors_by_products():
-    """Of values and of a gradient, by every estimator."""
+    """Errors in values and in a gradient, for every estimator."""
     budgets, keys = [10, 20, 40, 80], 40
     index = jnp.arange(1, 301)
     flat, decaying = (
-        of_spectrum(eigenvalues)
+        with_spectrum(eigenvalues)
         for eigenvalues in (jnp.linspace(1.0, 3.0, 300), 1 / index**2)
     )
 
@@ -131,27 +131,27 @@ def errors_by_products():
 
 
 def intervals():
-    """95 % intervals of many runs, and the truth."""
+    """95 % intervals from many runs, and the truth."""
     runs, index = 100, jnp.arange(1, 301)
-    operator = of_spectrum(1 / index**2)
+    operator = with_spectrum(1 / index**2)
     truth = jnp.trace(operator.matrix)
 
     def one(key, operator, estimator, k):
         estimate = tx.trace(key, operator, k, estimator, throw=False)
         return estimate.value, *estimate.confidence_interval()
 
-    found = each(one, runs, operator, tx.XTraceEstimator(), 20)
-    middle, low, high = (np.asarray(x / truth) for x in found)
-    held = (low <= 1) & (high >= 1)
+    results = each(one, runs, operator, tx.XTraceEstimator(), 20)
+    middle, low, high = (np.asarray(x / truth) for x in results)
+    covered = (low <= 1) & (high >= 1)
     figure = Figure(figsize=(10, 2.8), layout="constrained")
     ax = figure.subplots()
-    for which, colour in ((held, "#0072b2"), (~held, "#d55e00")):
+    for which, colour in ((covered, "#0072b2"), (~covered, "#d55e00")):
         position = np.arange(runs)[which]
         ax.vlines(position, low[which], high[which], color=colour, linewidth=1.5)
         ax.plot(position, middle[which], "o", color=colour, markersize=3)
     ax.axhline(1, color="black", linewidth=0.8)
     ax.set_title(
-        f"{held.sum()} of {runs} intervals of 95 % hold the truth "
+        f"{covered.sum()} of {runs} 95 % intervals contain the truth "
         r"(XTrace, 20 products, eigenvalues $i^{-2}$)",
         fontsize="medium",
     )
@@ -162,7 +162,7 @@ def intervals():
 
 
 def log_determinants():
-    """Errors of a Gaussian process's log-determinant, and of its gradient."""
+    """Errors in a Gaussian process's log-determinant and its gradient."""
     budgets, keys, noise = [40, 80, 160], 12, 0.1
 
     def estimated(length, key, estimator, k):
@@ -174,7 +174,7 @@ def log_determinants():
         kernel = jnp.exp(-distances / (2 * length**2))
         return jnp.linalg.slogdet(kernel + noise * jnp.eye(len(kernel)))[1]
 
-    def both(key, length, estimator, k):
+    def value_and_gradient(key, length, estimator, k):
         return jax.value_and_grad(estimated)(length, key, estimator, k)
 
     truths = jax.value_and_grad(exact)(0.2)
@@ -184,11 +184,11 @@ def log_determinants():
         ("Lanczos quadrature", tx.LanczosQuadratureEstimator(), "C0s-"),
         ("Krylov-aware, the default", tx.KrylovAwareEstimator(), "C2o-"),
     ):
-        found = [each(both, keys, 0.2, estimator, k) for k in budgets]
+        results = [each(value_and_gradient, keys, 0.2, estimator, k) for k in budgets]
         for i, ax in enumerate(axes):
-            errors = [relative_error(pair[i], truths[i]) for pair in found]
+            errors = [relative_error(pair[i], truths[i]) for pair in results]
             ax.loglog(budgets, errors, style, label=name)
-    titles = (r"Value of $\log\det(K + 0.1 I)$", "Derivative by the length scale")
+    titles = (r"Value of $\log\det(K + 0.1 I)$", "Derivative in the length scale")
     for ax, title in zip(axes, titles, strict=True):
         label_panel(ax, title, budgets)
     axes[0].set_ylabel("relative error")
@@ -197,36 +197,40 @@ def log_determinants():
 
 
 def known_traces():
-    """Errors of sums over eigenvalues, of a matrix shown and of one behind a function."""
+    """Errors in sums over eigenvalues, for a matrix and for the same matrix as a function."""
     budgets, keys, n = [30, 60, 120], 24, len(distances)
     kernel = jnp.exp(-distances / (2 * 0.2**2)) + 0.1 * jnp.eye(n)
     spectrum = 1 + 40 / jnp.arange(1, n + 1)
     panels = (
         (r"$\log\det(K + 0.1 I)$", kernel, jnp.log),
-        (r"Roots of $1 + 40 / i$", of_spectrum(spectrum).matrix, jnp.sqrt),
+        (
+            r"$\mathrm{tr}\,\sqrt{A}$, eigenvalues $1 + 40 / i$",
+            with_spectrum(spectrum).matrix,
+            jnp.sqrt,
+        ),
     )
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     axes = figure.subplots(1, 2)
     for ax, (title, matrix, fn) in zip(axes, panels, strict=True):
-        shown = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        known = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
         truth = jnp.sum(fn(jnp.linalg.eigvalsh(matrix)))
 
-        def shown_one(key, operator, _, k, fn=fn):
+        def known_total(key, operator, _, k, fn=fn):
             bound = {"lower": 0.1, "monotone": True}
             return tx.trace_function(key, fn, operator, k, throw=False, **bound).value
 
-        def hidden_one(key, operator, estimator, k, total=shown_one):
+        def hidden_total(key, operator, estimator, k, total=known_total):
             hidden = lx.FunctionLinearOperator(
                 operator.mv, operator.in_structure(), operator.tags
             )
             return total(key, hidden, estimator, k)
 
         for name, total, style in (
-            ("trace hidden", hidden_one, "C0s-"),
-            ("trace known", shown_one, "C2o-"),
+            ("trace hidden", hidden_total, "C0s-"),
+            ("trace known", known_total, "C2o-"),
         ):
-            found = [each(total, keys, shown, None, k) for k in budgets]
-            errors = [relative_error(x, truth) for x in found]
+            estimates = [each(total, keys, known, None, k) for k in budgets]
+            errors = [relative_error(x, truth) for x in estimates]
             ax.loglog(budgets, errors, style, label=name)
         label_panel(ax, title, budgets)
     axes[0].set_ylabel("relative error")

@@ -1,7 +1,7 @@
-"""What the site does beyond Markdown: formulas, and figures drawn elsewhere.
+"""Additions to Markdown: formulas, and figures drawn for a build.
 
-With `FIGURES=directory` the figures in that directory take the place of those that are
-kept in `docs/figures`, and pages show those of the examples.
+If you set `FIGURES=directory`, its figures replace the ones in `docs/figures`, and pages also
+show the figures of the examples.
 """
 
 import ast
@@ -21,26 +21,26 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 def mathml(latex, *, block):
     """LaTeX as MathML, which browsers show without a script."""
-    # Fails where something isn't known, and so does the build.
+    # We let unknown commands raise an error, which ends the build.
     return CONVERTER.convert_with_local_state(latex.strip(), displaystyle=block)
 
 
 def formula(source, language=None, class_name=None, options=None, md=None, **_):
-    """What stands for a fence of `math`."""
+    """The HTML for a `math` fence."""
     return f'<div class="formula">{mathml(source, block=True)}</div>'
 
 
 def drawn():
-    """Figures that were drawn for this build, by name."""
+    """Figures drawn for this build, by name."""
     directory = os.environ.get("FIGURES")
     if not directory:
         return {}
-    found = sorted(pathlib.Path(directory).glob("*"))
-    return {path.name: path for path in found if path.suffix in (".png", ".svg")}
+    paths = sorted(pathlib.Path(directory).glob("*"))
+    return {path.name: path for path in paths if path.suffix in (".png", ".svg")}
 
 
 def examples():
-    """The part of the gallery that shows the examples."""
+    """The gallery's paragraphs that show the examples."""
     for path in sorted(EXAMPLES.glob("*.py")):
         title = ast.get_docstring(ast.parse(path.read_text())).partition("\n")[0]
         yield f"**{title}** `examples/{path.name}`"
@@ -65,14 +65,14 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    def figure(found):
-        name, up = f"{found[1]}.png", "../" * page.file.src_uri.count("/")
-        shown = f"![What examples/{found[1]}.py draws]({up}figures/{name})"
-        return shown if name in drawn() else ""
+    def figure(match):
+        name, up = f"{match[1]}.png", "../" * page.file.src_uri.count("/")
+        image = f"![Figure from examples/{match[1]}.py]({up}figures/{name})"
+        return image if name in drawn() else ""
 
     markdown = markdown.replace("<!-- examples -->", "\n\n".join(examples()))
     return FIGURE.sub(figure, markdown)
 
 
 def on_page_content(html, page, config, files):
-    return INLINE.sub(lambda found: mathml(unescape(found[1]), block=False), html)
+    return INLINE.sub(lambda match: mathml(unescape(match[1]), block=False), html)

@@ -1,6 +1,6 @@
-"""Strict modes for the whole suite, in the 64-bit mode that `JAX_ENABLE_X64` asks for.
+"""Run the suite under JAX's strict modes, in 64-bit mode by default.
 
-64-bit by default; `JAX_ENABLE_X64=0 pytest` runs it as most users have jax.
+`JAX_ENABLE_X64=0 pytest` runs it in 32-bit mode, as most users run JAX.
 """
 
 import gc
@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 
-# One thread a LAPACK call: with more, OpenBLAS and XLA spin against each other.
+# With more than one thread per LAPACK call, OpenBLAS and XLA spin against each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
@@ -16,20 +16,21 @@ import jaxtyping
 import pytest
 
 jax.config.update("jax_enable_x64", os.environ.get("JAX_ENABLE_X64", "1") != "0")
-# Lines of sources in compiled programs take a tenth of the time. Errors show them still.
+# We drop source lines from compiled programs, where they cost a tenth of the time.
+# Errors show them anyway.
 jax.config.update("jax_traceback_in_locations_limit", 0)
-# A second run takes its programs from a folder of the checkout.
+# We cache compiled programs in the checkout, so that a second run reuses them.
 if not jax.config.jax_compilation_cache_dir:  # pyright: ignore
     folder = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "programs"
     jax.config.update("jax_compilation_cache_dir", str(folder))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-# Programs are many small objects, of which few are garbage.
+# A program consists of many small objects, few of them garbage, so we collect rarely.
 gc.set_threshold(50_000, 50, 1_000)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-# The files that take longest, which begin first.
+# We start the slowest files first.
 FIRST = (
     "sharding",
     "docs",
@@ -39,31 +40,31 @@ FIRST = (
     "transforms",
     "testing",
 )
-# The quick tests: beginnings of names in a file, or "" for all of them. Every formula is
-# compared with its loop, every estimator with the truth; the derivative rule, failures and
-# README's code are tested. All others are marked as slow.
+# Prefixes of the quick tests in each file; "" selects the whole file. They compare
+# every formula with a loop and every estimator with the truth, and cover the derivative
+# rule, failures and README's code. We mark all other tests as slow.
 QUICK = {
     "adaptive": "test_formulas_against_loops[10",
     "architecture": "",
     "bracket": "",
     "bracket_bars": "test_the_estimator_against_a_naive_bracket[exp-True",
     "check_operator": "test_faults",
-    "chunks": "test_wrong test_values_and_derivatives_are_those_of_one_block[complex",
+    "chunks": "test_wrong test_chunks_agree_with_one_block[complex",
     "coloured_traces": "test_the_trace",
-    "colours": "test_nodes test_what_is_refused test_unbiased",
+    "colours": "test_nodes test_refusals test_unbiased",
     "convert": "test_products test_tags test_wrong test_objects_that_are_refused",
     "curvature": "",
     "depth": "test_a_loose",
-    "diagonal": "test_unbiased_entry_by_entry_with_its_derivative[XTrace test_wrong",
+    "diagonal": "test_entries_and_derivatives_are_unbiased[XTrace test_wrong",
     "divergence": "test_unbiased_with_gradients[4 test_wrong",
     "docs": "test_links test_versions test_blocks test_figures test_code_of_other",
     "edges": "test_low_rank_is_exact[xtrace test_small_budgets_are_unbiased[xtrace",
     "errors": "",
     "exact": "test_log_determinants_inverses_and_forms_of_matrices[False "
     "test_triangular test_indefinite test_inverses",
-    "failure": "test_what_is_not_finite_is_reported[xtrace-NaN test_derivatives",
+    "failure": "test_nonfinite_values_are_reported[xtrace-NaN test_derivatives",
     "flat_functions": "test_an_isolated",
-    "fresh_functions": "test_what_a_function_reads_is_read_anew",
+    "fresh_functions": "test_functions_read",
     "inverse_diagonal": "test_remainder[few",
     "inverse_operator": "test_tags test_wrong test_products",
     "kernel_operator": "test_every_number test_bad test_rows",
@@ -78,17 +79,17 @@ QUICK = {
     "test_operations[Gauss test_operations[kernel test_operations[mean "
     "test_operations[prec test_operations[inverse",
     "operators": "test_every_class test_complex_gradient",
-    "own_preconditioner": "test_what",
+    "own_preconditioner": "test_wrong",
     "pivots": "test_residuals test_arguments",
     "preconditioner": "test_factors_and_derivatives[10]",
-    "primitive": "test_derivatives_through_lanes[3] test_the_same",
-    "printing": "test_a_line test_sizes test_forecasts test_what test_inside",
+    "primitive": "test_derivatives_under_vmap[3] test_the_same",
+    "printing": "test_a_line test_sizes test_forecasts test_exact test_inside",
     "problems": "",
     "progress": "test_any test_every test_wrong test_missing",
     "registered_entries": "test_wrong",
     "release": "",
-    "resume": "test_going_on_is_one_run[xnystrace-plain]",
-    "right_answers": "test_a_tag_on_an test_complex_multiples_are",
+    "resume": "test_resuming_equals_one_run[xnystrace-plain]",
+    "right_answers": "test_tags_on_expressions test_complex_multiples_are",
     "samplers": "test_isotropic test_samplers",
     "slopes": "test_slopes_of_traces_have_bars[xtrace] test_a_bias_of_two_percent",
     "spectral": "test_enough test_every_budget[kry test_failures_are test_diagonals "
@@ -99,16 +100,16 @@ QUICK = {
     "testing": "test_only test_checks_find_their_faults[bias- "
     "test_checks_find_their_faults[gradient",
     "tolerance": "test_wrong "
-    "test_intervals_hold_the_truth_though_looked_at_repeatedly[xtrace]",
+    "test_intervals_contain_the_truth_despite_repeated_looks[xtrace]",
     "trace": "test_known_structure test_student",
     "transforms": "test_the_derivative_pairs_the_frozen_blocks[xny "
     "test_the_derivative_pairs_the_frozen_blocks[hutch "
     "test_vmap_agrees_with_single_calls[xny",
 }
-# In 32 bits: what depends on precision.
+# In 32-bit mode, we run the tests that depend on precision.
 QUICK_IN_32_BITS = {
     "bracket": "test_the_bracket",
-    "docs": "test_what_is_printed test_code_runs[README",
+    "docs": "test_pages_show test_code_runs[README",
     "edges": "test_scale_equivariance",
     "krylov": "test_block_lanczos test_divided test_lanczos",
     "likelihood": "test_likelihood_with_derivatives",
@@ -119,10 +120,10 @@ QUICK_IN_32_BITS = {
 
 def _is_quick(item):
     table = QUICK if jax.config.jax_enable_x64 else QUICK_IN_32_BITS  # pyright: ignore
-    beginnings = table.get(item.path.stem.removeprefix("test_"))
-    if beginnings is None:
+    prefixes = table.get(item.path.stem.removeprefix("test_"))
+    if prefixes is None:
         return False
-    return item.name.startswith(tuple(beginnings.split()) or "")
+    return item.name.startswith(tuple(prefixes.split()) or "")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -148,9 +149,12 @@ def _number_of_memory_maps():
 
 @pytest.fixture(autouse=True, scope="module")
 def _forget_compiled_programs():
-    """Each program XLA compiles for the CPU holds memory maps, of which Linux allows a
-    process 65,530: a whole suite in two processes would cross that and be killed. Small
-    programs are of use to several files."""
+    """Clear JAX's caches after a file that leaves many memory maps.
+
+    Every program that XLA compiles for the CPU holds memory maps, and Linux allows a
+    process 65,530. Two processes that run the whole suite would cross this limit and be
+    killed. Below 20,000 maps we keep the programs: several files share the small ones.
+    """
     yield
     if _number_of_memory_maps() > 20_000:
         jax.clear_caches()
@@ -158,7 +162,7 @@ def _forget_compiled_programs():
 
 @pytest.fixture(autouse=True)
 def _leave_wrong_types_to_the_library(request):
-    """With `--jaxtyping-packages`, calls are checked before our own messages come."""
+    """Let our own error messages through: `--jaxtyping-packages` would raise first."""
     before = jaxtyping.config.jaxtyping_disable
     if request.node.get_closest_marker("wrong_types"):
         jaxtyping.config.update("jaxtyping_disable", True)

@@ -1,4 +1,4 @@
-"""Operators of every class, and statistics of estimates."""
+"""Shared helpers: operators of every class, and statistics over many estimates."""
 
 import functools as ft
 import importlib.util
@@ -38,12 +38,12 @@ FAMILIES = ("hutchinson", "hutch++", "xtrace", "xnystrace")
 
 @ft.partial(jax.jit, static_argnums=(0, 2, 3, 4))
 def draw(sampler, key, n, k, dtype):
-    """`sampler.sample`, in one program instead of one for each of its operations."""
+    """Draw probes in one compiled program, not one per operation of `sampler.sample`."""
     return sampler.sample(key, n, k, dtype)
 
 
 def load_example(name):
-    """The module of an example, by its file."""
+    """Import an example from its file."""
     path = pathlib.Path(__file__).parents[1] / f"examples/{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -53,37 +53,41 @@ def load_example(name):
     return module
 
 
-def hidden(operator):
-    """The same products, as a function: no entry of it is read, nor its trace."""
+def products_only(operator):
+    """The same products as a function, which hides entries and trace."""
     return lx.FunctionLinearOperator(
         operator.mv, operator.in_structure(), operator.tags
     )
 
 
-def counting(a):
-    """A semidefinite operator, and how many products an estimate, asked about at once, took."""
-    a, taken = jnp.asarray(a), []
+def counting_operator(a):
+    """A semidefinite operator, and a function that counts an estimate's products.
+
+    Call the function right after the estimate: it waits for the value and resets the
+    count.
+    """
+    a, calls = jnp.asarray(a), []
 
     def product(vector):
-        jax.debug.callback(lambda _: taken.append(1), vector[0])
+        jax.debug.callback(lambda _: calls.append(1), vector[0])
         return a @ vector
 
-    def number(estimate):
+    def count_products(estimate):
         jax.block_until_ready(estimate.value)
         jax.effects_barrier()
-        found = len(taken)
-        taken.clear()
-        return found
+        count = len(calls)
+        calls.clear()
+        return count
 
     structure = jax.eval_shape(lambda: a[0])
-    return lx.FunctionLinearOperator(product, structure, PSD), number
+    return lx.FunctionLinearOperator(product, structure, PSD), count_products
 
 
 def z_score(samples, truth, rounding=1e-9):
-    """How many standard errors the mean of samples is off, the worse of re and im.
+    """Standard errors between the samples' mean and the truth; the worse of re and im.
 
-    `rounding`, relative to the largest sample, keeps exact estimators from being
-    judged by rounding errors.
+    The floor `rounding`, relative to the largest sample, keeps rounding errors from
+    failing exact estimators.
     """
     samples, truth = np.asarray(samples), np.asarray(truth)
     floor = rounding * np.max(np.abs(samples), initial=0.0)
@@ -91,8 +95,8 @@ def z_score(samples, truth, rounding=1e-9):
     def z(samples, truth):
         samples = samples.astype(np.float64)
         error = samples.std(axis=0, ddof=1) / np.sqrt(samples.shape[0])
-        off = np.abs(samples.mean(axis=0) - truth)
-        return float(np.max(off / (error + floor + 1e-300)))
+        deviation = np.abs(samples.mean(axis=0) - truth)
+        return float(np.max(deviation / (error + floor + 1e-300)))
 
     if np.iscomplexobj(samples):
         return max(z(samples.real, truth.real), z(samples.imag, truth.imag))
@@ -105,11 +109,11 @@ def rounding():
 
 @eqx.filter_jit
 def _run(keys, operator, k, estimator):
-    def one(key):
+    def run_once(key):
         estimate = tx.trace(key, operator, k, estimator, throw=False)
         return estimate.value, estimate.standard_error
 
-    return jax.vmap(one)(keys)
+    return jax.vmap(run_once)(keys)
 
 
 def many(estimator, operator, k, num_keys, seed=0):
@@ -119,7 +123,7 @@ def many(estimator, operator, k, num_keys, seed=0):
 
 
 def banded(n, offsets, seed=0):
-    """Random entries on some diagonals, as a SciPy matrix."""
+    """A SciPy matrix with random entries on some diagonals."""
     rng = np.random.default_rng(seed)
     diagonals = [rng.normal(size=n - abs(i)) for i in offsets]
     return scipy.sparse.diags_array(diagonals, offsets=offsets).tocoo()
@@ -131,23 +135,25 @@ def as_bcoo(coo):
     return sparse.BCOO((data, indices), shape=coo.shape)
 
 
-def coverage(run, truth, num_keys=2000):
-    """The share of keys whose interval holds the truth, of values without bias."""
+def coverage(estimate_for, truth, num_keys=2000):
+    """Share of keys whose interval contains the truth, for unbiased values."""
 
-    def one(key):
-        estimate = run(key)
+    def run_once(key):
+        estimate = estimate_for(key)
         low, high = estimate.confidence_interval()
         return (low <= truth) & (truth <= high), estimate.value
 
     keys = jr.split(jr.key(0), num_keys)
-    held, values = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=100))(keys)
+    contained, values = jax.jit(
+        lambda keys: jax.lax.map(run_once, keys, batch_size=100)
+    )(keys)
     assert z_score(values, truth) < 5
-    return float(jnp.mean(held))
+    return float(jnp.mean(contained))
 
 
 def printed_by(code):
-    """What a program prints, compiled as users' programs are."""
-    done = subprocess.run(
+    """Output of a program, compiled as users' programs are."""
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
         capture_output=True,
@@ -155,12 +161,12 @@ def printed_by(code):
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def is_rounding(estimate):
-    """Whether an error bar is that of rounding, as of an exact answer."""
+    """Whether an error bar is only rounding, as for an exact answer."""
     sizes = zip(
         *map(jax.tree.leaves, (estimate.value, estimate.standard_error)), strict=True
     )
@@ -175,7 +181,7 @@ def assert_close(x, y, rtol=None, atol=0.0):
 
 
 #
-# One operator of every kind, as a function of parameters, with PSD ones for Nystrom
+# One operator of every kind as a function of parameters, semidefinite for Nystrom
 #
 
 
@@ -196,7 +202,7 @@ def _function(parameters):
 
 
 def _jacobian(parameters):
-    # A Hessian over a PyTree: the loss is convex.
+    # We differentiate a convex loss, so that the Hessian is semidefinite.
     a, d = parameters["a"], parameters["d"]
 
     def loss(x):

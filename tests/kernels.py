@@ -1,4 +1,4 @@
-"""Kernels of two rows, as users write them."""
+"""Kernels as users write them: functions of two rows."""
 
 import equinox as eqx
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""An operator of every class of the library, and its dense matrix.
+"""One operator for every class in the library, with its dense matrix.
 
-Both are functions of the same arrays, so that derivatives can be compared too.
+Both are functions of the same arrays, so that tests can compare derivatives too.
 """
 
 import functools
@@ -29,10 +29,10 @@ SEMIDEFINITE = frozenset({"symmetric", "psd"})
 class Entry(NamedTuple):
     """An operator and its matrix, as functions of `arrays()`.
 
-    - `known`: what lineax knows of it, as `CHECKS` call it.
-    - `read`: whether its columns and its diagonal are read, without products.
-    - `order`: how often it is differentiable with respect to the arrays.
-    - `on_host`: whether its products are callbacks, without a reverse mode.
+    - `known`: properties that lineax's checks confirm, by their names in `CHECKS`.
+    - `read`: whether traceax reads columns and diagonal without products.
+    - `order`: the highest derivative with respect to the arrays.
+    - `on_host`: whether products are host callbacks, which have no reverse mode.
     """
 
     make: Callable[[dict[str, Any]], lx.AbstractLinearOperator]
@@ -55,7 +55,7 @@ CHECKS = {
 }
 
 
-def known_of(operator):
+def known_properties(operator):
     return {name for name, check in CHECKS.items() if check(operator)}
 
 
@@ -80,7 +80,7 @@ def arrays():
 
 
 #
-# What operators are made of
+# Building blocks
 #
 
 
@@ -105,7 +105,7 @@ def _leaves(x):
 
 
 def _on_pytrees(a):
-    """A semidefinite matrix on vectors of two leaves."""
+    """A semidefinite matrix that acts on vectors with two leaves."""
     structure = jax.eval_shape(lambda: _leaves(a[0]))
     return lx.FunctionLinearOperator(
         lambda v: _leaves(a @ ravel_pytree(v)[0]), structure, PSD
@@ -126,7 +126,7 @@ def _kernel_matrix(p):
 
 
 def _tiled(p):
-    # Three tiles, of which the last one is padded.
+    # We cut seven rows into tiles of three, so that the last tile is padded.
     return tx.KernelLinearOperator(_kernel(p), p["x"], tile=3)
 
 
@@ -145,7 +145,8 @@ def _as_complex(x):
     return x.astype(complex_dtype())
 
 
-# A model and a convex loss, of parameters over two leaves, and of flat ones.
+# We use one model and one convex loss, for parameters with two leaves and for flat
+# ones.
 
 
 def _model(x, args):
@@ -179,7 +180,7 @@ def _gauss_newton(x, p):
     return tx.GaussNewtonLinearOperator(_model, _loss, x, _parts(p))
 
 
-# Entries of matrices that are sparse.
+# Our sparse matrices keep two entries out of three.
 
 
 def _kept(a):
@@ -191,7 +192,7 @@ def _sparse(a):
 
 
 def _bcoo(a):
-    """Entries in two parts, which add up, and three outside of the matrix."""
+    """A BCOO with every entry split into two summands, and three entries out of bounds."""
     places = np.argwhere(_kept(a))
     data = a[places[:, 0], places[:, 1]]
     data = jnp.concatenate([data / 4, 3 * data / 4, data[:3]])
@@ -200,13 +201,13 @@ def _bcoo(a):
 
 
 def _fixed(name):
-    """A matrix of NumPy, which SciPy takes."""
+    """A NumPy matrix, for SciPy."""
     a = _values()[name]
     return np.where(_kept(a), a, 0).astype(a.dtype)
 
 
 class MatVec(scipy.sparse.linalg.LinearOperator):
-    """Without `matmat`, for vectors `(n,)` alone."""
+    """A SciPy operator without `matmat`: it accepts vectors of shape `(n,)` only."""
 
     def __init__(self, a):
         super().__init__(a.dtype, a.shape)
@@ -224,10 +225,10 @@ class MatVec(scipy.sparse.linalg.LinearOperator):
 def _preconditioned():
     p = arrays()
     operator = _matrix(_psd(p), PSD)
-    made = make_preconditioner(jax.random.key(0), operator, 3, p["d"] / 10)
-    M = made.apply(jnp.eye(N, dtype=p["a"].dtype))
+    preconditioner = make_preconditioner(jax.random.key(0), operator, 3, p["d"] / 10)
+    M = preconditioner.apply(jnp.eye(N, dtype=p["a"].dtype))
     exact = M @ (_psd(p) + jnp.diag(p["d"] / 10)) @ M.T
-    return PreconditionedLinearOperator(operator, made), np.asarray(exact)
+    return PreconditionedLinearOperator(operator, preconditioner), np.asarray(exact)
 
 
 def _cubic(p):
@@ -367,15 +368,15 @@ CATALOGUE = SQUARE | COMPLEX | OVER_PYTREES | WIDE
 RTOL = 1e-9 if is_x64() else 2e-4
 
 
-def near(x, y, rtol=RTOL, what=""):
-    """Equal up to `rtol` of the largest entry."""
+def assert_near(x, y, rtol=RTOL, label=""):
+    """Assert equality up to `rtol` times the largest entry."""
     x, y = np.asarray(x), np.asarray(y)
     atol = rtol * np.max(np.abs(y))
-    np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=what)
+    np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=label)
 
 
-def flat(operator):
-    """The products of an operator, on vectors that are flat."""
+def flat_product(operator):
+    """The operator's product, as a function on flat vectors."""
     structure = operator.in_structure()
     _, unravel = ravel_pytree(
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structure)

@@ -1,8 +1,9 @@
-"""Problems whose answers are known: matrices of given eigenvalues, Gaussian processes.
+"""Problems with known answers: prescribed spectra, and Gaussian processes.
 
-`SPECTRA` is the catalogue of eigenvalues, each with tags of what is hard about them.
-`Problem` makes a matrix and an operator of one, with the truth of sums over them;
-`Process` is a kernel with noise, with its likelihood by Cholesky's factorisation.
+`SPECTRA` is the catalogue of spectra, tagged with their difficulties. `Problem` turns a
+spectrum into a matrix and an operator, and computes exact traces of functions.
+`Process` is a kernel with noise, and computes exact likelihoods by Cholesky
+factorisation.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ def complex_dtype():
 
 
 def as_array(x):
-    """In the working precision."""
+    """An array in the working precision."""
     x = np.asarray(x)
     return jnp.asarray(x, complex_dtype() if np.iscomplexobj(x) else float_dtype())
 
@@ -47,14 +48,14 @@ def as_operator(a, psd=False):
 
 
 #
-# Matrices of given eigenvalues
+# Matrices with prescribed eigenvalues
 #
 
-# Signs of eigenvalues: one of three.
+# Every spectrum has one of these tags, for the signs of its eigenvalues.
 DEFINITE, SEMIDEFINITE, INDEFINITE = "definite", "semidefinite", "indefinite"
-# Few steps of Lanczos integrate a logarithm or a root to 1e-5.
+# A few Lanczos steps integrate a logarithm or a root to 1e-5.
 EASY = "easy"
-# Krylov spaces stop growing: few different eigenvalues.
+# The spectrum has few distinct eigenvalues, so that Krylov spaces stop growing.
 BREAKING = "breaking"
 
 
@@ -117,7 +118,7 @@ def haar(n, seed=0, complex=False):
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """`scale` times a Hermitian matrix of the catalogue, plus `shift` times identity."""
+    """`scale` times a Hermitian matrix from the catalogue, plus `shift` times identity."""
 
     name: str
     n: int
@@ -146,7 +147,7 @@ class Problem:
         return as_operator(self.dense, psd)
 
     def total(self, fn):
-        """The trace of a function, by eigenvalues."""
+        """Trace of a function, summed over eigenvalues."""
         return np.sum(fn(self.eigenvalues))
 
     @property
@@ -165,7 +166,7 @@ def hermitian(name, n, complex=False, seed=0):
 
 
 def matrix(name, n, complex=False, seed=0):
-    """A dense matrix of the catalogue, or `"nonsymmetric"`."""
+    """A dense matrix from the catalogue, or the `"nonsymmetric"` one."""
     if name != "nonsymmetric":
         return hermitian(name, n, complex, seed)
     rng = np.random.default_rng(seed + 1)
@@ -198,7 +199,7 @@ def gaussian(x, length=0.3):
 
 
 class Process(eqx.Module):
-    """Parameters of a Gaussian process: `scale` times Matern 3/2, and noise."""
+    """A Gaussian process: the kernel `scale` times Matern 3/2, and noise."""
 
     length: jax.Array
     scale: jax.Array
@@ -209,7 +210,8 @@ class Process(eqx.Module):
         return tx.KernelLinearOperator(lambda a, b: self.scale * matern(a, b), x)
 
     def dense(self, x):
-        # Outside of `jit`: see the tests of kernel operators for what XLA makes of it.
+        # Call this outside of `jit`: XLA gets its gradient wrong (see
+        # test_kernel_operator.py).
         x = x @ jnp.diag(1 / self.length)
         squared = jnp.sum((x[:, None] - x[None]) ** 2, -1)
         r = jnp.sqrt(3 * jnp.where(squared == 0, 1, squared))
@@ -217,13 +219,13 @@ class Process(eqx.Module):
         return K + jnp.diag(jnp.broadcast_to(self.noise, (len(x),)))
 
     def exact_terms(self, x, y):
-        """The log determinant, `y^T A^-1 y` and `A^-1 y`."""
+        """The log-determinant, `y^T A^-1 y` and `A^-1 y`."""
         lower = jnp.linalg.cholesky(self.dense(x))
         solution = jax.scipy.linalg.cho_solve((lower, True), y)
         return 2 * jnp.sum(jnp.log(jnp.diag(lower))), jnp.sum(y * solution, 0), solution
 
     def exact_likelihood(self, x, y):
-        """The logarithm of it, summed over columns of y."""
+        """The log-likelihood, summed over columns of y."""
         logdet, inv_quad, _ = self.exact_terms(x, y)
         constant = inv_quad.size * (logdet + len(x) * math.log(2 * math.pi))
         return -(constant + jnp.sum(inv_quad)) / 2
@@ -234,7 +236,7 @@ def process(noise=1e-2):
 
 
 def observations(n=120, columns=()):
-    """Points, and what is observed there."""
+    """Points, and noisy observations at them."""
     rng = np.random.default_rng(1)
     x = rng.random((n, 2))
     y = np.sin(5 * x[:, 0]) + 0.1 * rng.normal(size=(*columns, n))

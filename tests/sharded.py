@@ -1,7 +1,7 @@
-"""Estimates on four simulated devices against those on one. Run by test_sharding.py.
+"""Compare estimates on four simulated devices with one device, for test_sharding.py.
 
-The number of devices is fixed when JAX starts, so this is a process of its own. It prints
-the name of every case that passed.
+JAX fixes the number of devices when it starts, so this script runs in its own process.
+It prints the name of every case that passed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import traceax as tx
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_enable_x64", True)
 
-# Enough rows for blocks to be orthonormalised by products: of fewer they are gathered.
+# With this many rows we orthonormalise blocks by products. Smaller blocks are gathered.
 N, RANK, K = 8448, 8, 24
 AXES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 ESTIMATORS = {
@@ -39,7 +39,7 @@ KEY = jax.random.key(0)
 
 
 def low_rank(diagonal, factor):
-    """`diag(d) + U U^T`, whose product needs a sum over devices of RANK numbers."""
+    """`diag(d) + U U^T`: each product sums RANK numbers over the devices."""
 
     def mv(vector):
         return diagonal * vector + factor @ (factor.T @ vector)
@@ -51,8 +51,8 @@ def estimate(estimator, operator):
     return tx.trace(KEY, operator, K, estimator)
 
 
-def within(mesh):
-    """The context that types with an explicit layout ask for outside of `jit`."""
+def mesh_context(mesh):
+    """The context that explicitly sharded arrays need outside of `jit`."""
     explicit = AxisType.Explicit in mesh.axis_types
     return jax.set_mesh(mesh) if explicit else contextlib.nullcontext()
 
@@ -71,26 +71,26 @@ def rows_on_devices(estimator, mesh):
         return result.value, result.standard_error
 
     differentiate = jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))
-    alone = differentiate(jnp.asarray(DIAGONAL), jnp.asarray(FACTOR))
+    expected = differentiate(jnp.asarray(DIAGONAL), jnp.asarray(FACTOR))
     rows = NamedSharding(mesh, P("x"))
-    spread = jax.device_put(DIAGONAL, rows), jax.device_put(FACTOR, rows)
-    program = differentiate.lower(*spread).compile()
-    agree(program(*spread), alone)
+    distributed = jax.device_put(DIAGONAL, rows), jax.device_put(FACTOR, rows)
+    program = differentiate.lower(*distributed).compile()
+    agree(program(*distributed), expected)
 
-    # Nothing but sums of small matrices passes between the devices.
-    passed = re.findall(
+    # Devices exchange sums of small matrices only.
+    messages = re.findall(
         r"= (\S+) (all-gather|all-to-all|collective-permute|all-reduce)[.(-]",
         program.as_text(),
     )
-    assert passed
-    for shape, kind in passed:
+    assert messages
+    for shape, kind in messages:
         assert kind == "all-reduce", (shape, kind)
         sizes = [int(size) for size in re.findall(r"\d+", shape.split("{")[0])[1:]]
         assert all(size <= K for size in sizes), shape
 
 
 class SpreadSampler(tx.IndexedSampler):
-    """The recipe of docs/beyond-one-machine.md, around any sampler."""
+    """The recipe from docs/beyond-one-machine.md, around any sampler."""
 
     sampler: tx.IndexedSampler
     spec: P = eqx.field(static=True)
@@ -107,26 +107,26 @@ class SpreadSampler(tx.IndexedSampler):
 def probes_of_any_layout_and_number(estimator, mesh):
     matrix = jnp.asarray(MATRIX[:96, :96])
     operator = lx.MatrixLinearOperator(matrix, PSD)
-    alone = tx.trace(KEY, operator, 22, estimator)
+    expected = tx.trace(KEY, operator, 22, estimator)
     for spec in (P("x", None), P(None, "x")):
         sharded = type(estimator)(SpreadSampler(estimator.sampler, spec))
-        # 11 + 11 probes, and the matrix on one device.
-        with within(mesh):
-            found = tx.trace(KEY, operator, 22, sharded)
-            agree(found.value, alone.value)
-            agree(found.standard_error, alone.standard_error, 1e-6)
-    # Probes of each device, of the last layout.
+        # We shard 11 + 11 vectors. The matrix stays on one device.
+        with mesh_context(mesh):
+            actual = tx.trace(KEY, operator, 22, sharded)
+            agree(actual.value, expected.value)
+            agree(actual.standard_error, expected.standard_error, 1e-6)
+    # The last layout gives every device its own probes. We resume, and set a tolerance.
     tight = {"rtol": 1e-9, "throw": False}
-    missed = tx.trace(KEY, operator, 22, estimator, **tight)
-    with within(mesh):
-        begun = sharded.estimate(sharded.init(KEY, operator), 7)
-        on = sharded.estimate(begun.state, 15)  # 3 + 8 probes of XTrace
-        agree(on.value, alone.value)
-        found = tx.trace(KEY, operator, 22, sharded, **tight)
-        agree(found.value, missed.value)
+    unmet = tx.trace(KEY, operator, 22, estimator, **tight)
+    with mesh_context(mesh):
+        first = sharded.estimate(sharded.init(KEY, operator), 7)
+        resumed = sharded.estimate(first.state, 15)  # 3 probes, then 8 more
+        agree(resumed.value, expected.value)
+        actual = tx.trace(KEY, operator, 22, sharded, **tight)
+        agree(actual.value, unmet.value)
 
 
-def lanes_on_devices(estimator, mesh):
+def batches_on_devices(estimator, mesh):
     matrix = jnp.asarray(MATRIX[:96, :96])
     matrices = matrix * jnp.arange(1.0, 9.0)[:, None, None]
 
@@ -138,15 +138,15 @@ def lanes_on_devices(estimator, mesh):
 
         return jax.value_and_grad(value)(matrix)
 
-    given = jax.random.split(KEY, 8), matrices
-    alone = gradients(*given)
-    lanes = NamedSharding(mesh, P("x"))
-    spread = [jax.device_put(x, lanes) for x in given]
-    with within(mesh):
-        found = jax.sharding.auto_axes(gradients, out_sharding=P("x"))(*spread)
-        agree(found, alone)
-        each = jax.shard_map(gradients, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-        agree(jax.jit(each)(*spread), alone)
+    arguments = jax.random.split(KEY, 8), matrices
+    expected = gradients(*arguments)
+    sharding = NamedSharding(mesh, P("x"))
+    distributed = [jax.device_put(x, sharding) for x in arguments]
+    with mesh_context(mesh):
+        actual = jax.sharding.auto_axes(gradients, out_sharding=P("x"))(*distributed)
+        agree(actual, expected)
+        mapped = jax.shard_map(gradients, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        agree(jax.jit(mapped)(*distributed), expected)
 
 
 def a_matrix_by_rows(estimator, mesh):
@@ -154,11 +154,11 @@ def a_matrix_by_rows(estimator, mesh):
         return estimate(estimator, lx.MatrixLinearOperator(matrix, PSD)).value
 
     small = MATRIX[:96, :96]
-    alone = jax.value_and_grad(value)(jnp.asarray(small))
-    # Eager calls, too, and exact answers.
-    with within(mesh):
+    expected = jax.value_and_grad(value)(jnp.asarray(small))
+    # We also call eagerly, and request an exact answer.
+    with mesh_context(mesh):
         rows = jax.device_put(small, NamedSharding(mesh, P("x")))
-        agree(jax.value_and_grad(value)(rows), alone)
+        agree(jax.value_and_grad(value)(rows), expected)
         exact = tx.trace(KEY, lx.MatrixLinearOperator(rows, PSD), 96)
         agree(exact.value, np.trace(small))
 
@@ -170,16 +170,16 @@ def rows_to_a_tolerance(estimator, mesh):
         return result.value, result.standard_error
 
     differentiate = jax.jit(jax.value_and_grad(value, has_aux=True))
-    alone = differentiate(jnp.asarray(MATRIX))
-    with within(mesh):
+    expected = differentiate(jnp.asarray(MATRIX))
+    with mesh_context(mesh):
         rows = NamedSharding(mesh, P("x"))
-        agree(differentiate(jax.device_put(MATRIX, rows)), alone)
+        agree(differentiate(jax.device_put(MATRIX, rows)), expected)
 
 
 def spectral_functions_by_rows(_, mesh):
     diagonal = jnp.asarray(DIAGONAL[:64])
 
-    def along(diagonal):
+    def gradient_and_value(diagonal):
         def logdet(diagonal, k=12, **options):
             structure = jax.eval_shape(lambda: diagonal)
             operator = lx.FunctionLinearOperator(lambda v: diagonal * v, structure, PSD)
@@ -188,10 +188,10 @@ def spectral_functions_by_rows(_, mesh):
         gradient = jax.grad(logdet)(diagonal)
         return gradient, logdet(diagonal, 16, rtol=0.1, throw=False)
 
-    alone = jax.jit(along)(diagonal)
-    with within(mesh):
-        spread = jax.device_put(diagonal, NamedSharding(mesh, P("x")))
-        agree(jax.jit(along)(spread), alone, 1e-7)
+    expected = jax.jit(gradient_and_value)(diagonal)
+    with mesh_context(mesh):
+        distributed = jax.device_put(diagonal, NamedSharding(mesh, P("x")))
+        agree(jax.jit(gradient_and_value)(distributed), expected, 1e-7)
 
 
 def parameters_on_devices(estimator, mesh):
@@ -209,21 +209,22 @@ def parameters_on_devices(estimator, mesh):
         return tx.trace(KEY, operator, K, estimator, throw=False).value
 
     differentiate = jax.jit(jax.value_and_grad(value))
-    alone = differentiate(layers, inputs)
-    # Parameters on devices; data.
+    expected = differentiate(layers, inputs)
+    # We split the parameters, and then the data.
     for specs in ((P(None, "x"), P("x"), P()), (P(), P(), P("x"))):
         w, v, x = (NamedSharding(mesh, spec) for spec in specs)
-        spread = jax.device_put(layers, {"w": w, "v": v})
-        agree(differentiate(spread, jax.device_put(inputs, x)), alone, 1e-7)
+        distributed = jax.device_put(layers, {"w": w, "v": v})
+        agree(differentiate(distributed, jax.device_put(inputs, x)), expected, 1e-7)
 
 
-def doors_of_each_device(_, mesh):
+def entry_points_on_each_device(_, mesh):
     n = 20
     a = jnp.asarray(rng.normal(size=(n, n)))
     positive = a @ a.T + jnp.eye(n)
 
     def values(key, scale):
-        # Points of each device: a derivative at a point of all devices is a sum over them.
+        # We give every device its own points: at a shared point, a derivative would be
+        # a sum over devices.
         points = a + 0 * scale
         point, rows = points[0], points[:, :2]
         halves = {"a": point[:12], "b": point[12:]}
@@ -265,7 +266,7 @@ def doors_of_each_device(_, mesh):
             ]
         )
 
-    def both(key, scale):
+    def all_values(key, scale):
         def logdet(scale):
             kernel = lx.MatrixLinearOperator(scale * positive, PSD)
             return tx.logdet(key, kernel, 9, shift=0.1, throw=False).value
@@ -276,13 +277,15 @@ def doors_of_each_device(_, mesh):
     keys, scales = jax.random.split(KEY, 2), jnp.asarray([1.0, 2.0])
     pair = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     mapped = jax.shard_map(
-        lambda keys, scales: both(keys[0], scales[0])[None],
+        lambda keys, scales: all_values(keys[0], scales[0])[None],
         mesh=pair,
         in_specs=P("x"),
         out_specs=P("x"),
     )
-    alone = jnp.stack([jax.jit(both)(*x) for x in zip(keys, scales, strict=True)])
-    agree(jax.jit(mapped)(keys, scales), alone, 1e-7)
+    expected = jnp.stack(
+        [jax.jit(all_values)(*x) for x in zip(keys, scales, strict=True)]
+    )
+    agree(jax.jit(mapped)(keys, scales), expected, 1e-7)
 
 
 def quadratic_loss(w, X):
@@ -302,48 +305,48 @@ def data_parallel_hessians(_, mesh):
             return tx.trace(KEY, hessian, k, estimator, throw=False).value
 
         hessian = lx.TaggedLinearOperator(tx.HessianLinearOperator(loss, w, X), PSD)
-        given = {"key": KEY, "operator": hessian, "throw": False}
+        options = {"key": KEY, "operator": hessian, "throw": False}
         one = jnp.asarray(1.0)
         return {
             **{
-                name: tx.trace(**given, k=5, estimator=x).value
+                name: tx.trace(**options, k=5, estimator=x).value
                 for name, x in ESTIMATORS.items()
             },
             "adaptive": trace(one, 5, tx.AdaptiveXTraceEstimator()),
             "slope": jax.grad(trace)(one),
             "exact": trace(one, 6),
-            "diagonal": tx.diagonal(**given, k=4).value,
-            "logdet": tx.logdet(**given, k=4, shift=0.1).value,
+            "diagonal": tx.diagonal(**options, k=4).value,
+            "logdet": tx.logdet(**options, k=4, shift=0.1).value,
             "quadrature": tx.logdet(
-                **given, k=4, shift=0.1, estimator=tx.LanczosQuadratureEstimator(2)
+                **options, k=4, shift=0.1, estimator=tx.LanczosQuadratureEstimator(2)
             ).value,
-            "all": tx.logdet(**given, k=6, shift=0.1).value,
+            "all": tx.logdet(**options, k=6, shift=0.1).value,
         }
 
-    alone = jax.jit(lambda w, X: values(quadratic_loss, w, X))(WEIGHTS, ROWS)
+    expected = jax.jit(lambda w, X: values(quadratic_loss, w, X))(WEIGHTS, ROWS)
     specs = P(), P("x")
-    # Equal on all devices, as the types say.
-    found = jax.shard_map(
+    # The types declare the results equal on all devices.
+    mapped = jax.shard_map(
         lambda *x: values(mean_loss, *x), mesh=mesh, in_specs=specs, out_specs=P()
     )
-    agree(jax.jit(found)(WEIGHTS, ROWS), alone, 1e-7)
+    agree(jax.jit(mapped)(WEIGHTS, ROWS), expected, 1e-7)
 
     def exact(w, X):
         hessian = tx.HessianLinearOperator(mean_loss, w, X)
         return tx.trace(KEY, hessian, 6, throw=False).value[None]
 
-    # Without types gradients are those of each device's own part.
-    given = {"mesh": mesh, "in_specs": specs, "out_specs": P("x")}
-    wrong = jax.jit(jax.shard_map(exact, **given, check_vma=False))(WEIGHTS, ROWS)
+    # With `check_vma=False`, every device uses its own part of the data only.
+    options = {"mesh": mesh, "in_specs": specs, "out_specs": P("x")}
+    local = jax.jit(jax.shard_map(exact, **options, check_vma=False))(WEIGHTS, ROWS)
     parts = jnp.stack(
         [
             jnp.trace(jax.hessian(quadratic_loss)(WEIGHTS, x))
             for x in ROWS.reshape(4, 2, 6)
         ]
     )
-    agree(wrong, parts)
-    agree(jnp.mean(parts), alone["exact"])
-    assert jnp.max(jnp.abs(wrong / alone["exact"] - 1)) > 0.3
+    agree(local, parts)
+    agree(jnp.mean(parts), expected["exact"])
+    assert jnp.max(jnp.abs(local / expected["exact"] - 1)) > 0.3
 
     def other_keys(w, X):
         hessian = tx.HessianLinearOperator(mean_loss, w, X)
@@ -351,7 +354,7 @@ def data_parallel_hessians(_, mesh):
         return tx.trace(key, hessian, 5, throw=False).value[None]
 
     with pytest.raises(ValueError, match="pass the same key on every device"):
-        jax.jit(jax.shard_map(other_keys, **given))(WEIGHTS, ROWS)
+        jax.jit(jax.shard_map(other_keys, **options))(WEIGHTS, ROWS)
 
 
 def functions_of_explicit_layouts(_, mesh):
@@ -388,26 +391,29 @@ def functions_of_explicit_layouts(_, mesh):
         }
 
     def loss(w, X):
-        found = values(w, X)
-        return sum(jnp.sum(x) for x in jax.tree.leaves(found)), found
+        results = values(w, X)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(results)), results
 
     w, X = jnp.linspace(0.5, 1, 8), jnp.asarray(rng.normal(size=(8, 8)))
     differentiate = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    alone = differentiate(w, X)
-    with within(mesh):
-        spread = jax.device_put(w, P("x")), jax.device_put(X, P())
-        agree(differentiate(*spread), alone, 1e-7)
-    # Outside of `jit`, by two axes, and of functions that close over what is spread.
+    expected = differentiate(w, X)
+    with mesh_context(mesh):
+        distributed = jax.device_put(w, P("x")), jax.device_put(X, P())
+        agree(differentiate(*distributed), expected, 1e-7)
+    # We also shard over two axes, outside of `jit`, and close over a sharded array.
     grid = jax.make_mesh((2, 2), ("x", "y"))
     with jax.set_mesh(grid):
-        given = {"w": jax.device_put(X, P(None, "y")), "b": jax.device_put(w, P("x"))}
-        scale = given["b"]
+        arguments = {
+            "w": jax.device_put(X, P(None, "y")),
+            "b": jax.device_put(w, P("x")),
+        }
+        scale = arguments["b"]
 
         def energy(x):
             return jnp.sum(x["w"] ** 4) + jnp.sum(scale * x["b"] ** 3)
 
-        found = tx.trace(KEY, tx.HessianLinearOperator(energy, given), 72).value
-        agree(found, 12 * jnp.sum(X**2) + 6 * jnp.sum(w**2))
+        results = tx.trace(KEY, tx.HessianLinearOperator(energy, arguments), 72).value
+        agree(results, 12 * jnp.sum(X**2) + 6 * jnp.sum(w**2))
 
 
 def cases():
@@ -416,9 +422,9 @@ def cases():
     yield a_matrix_by_rows, "explicit", "xtrace"
     yield probes_of_any_layout_and_number, "explicit", "xtrace"
     yield spectral_functions_by_rows, "auto", "xtrace"
-    yield lanes_on_devices, "explicit", "xtrace"
+    yield batches_on_devices, "explicit", "xtrace"
     yield parameters_on_devices, "auto", "xtrace"
-    yield doors_of_each_device, "auto", "xtrace"
+    yield entry_points_on_each_device, "auto", "xtrace"
     yield rows_to_a_tolerance, "auto", "xtrace"
     yield data_parallel_hessians, "auto", "xtrace"
     yield functions_of_explicit_layouts, "explicit", "xtrace"

@@ -1,4 +1,4 @@
-"""Kernel matrices of rows on four simulated devices. Run by test_kernel_operator.py."""
+"""Kernel matrices with rows on four simulated devices, for test_kernel_operator.py."""
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +18,15 @@ X, V = rng.normal(size=(N, 2)), rng.normal(size=(N, K))
 LENGTH = jnp.asarray([0.7, 1.1])
 
 
-def agree(found, expected):
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+def agree(actual, expected):
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-9, atol=1e-9)
 
 
 @jax.jit
 def rows(length, x, block):
     def value(length, x):
-        # 7 tiles, of which one is padded.
+        # We take 7 tiles; the last one is padded.
         operator = tx.KernelLinearOperator(Matern(length), x, tile=14)
         return jnp.sum(jnp.sin(apply_block(operator, block)))
 
@@ -51,10 +51,10 @@ def lanes(length, x, block):
 def main():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     by_rows = NamedSharding(mesh, P("x"))
-    spread = jax.device_put(X, by_rows), jax.device_put(V, by_rows)
+    distributed = jax.device_put(X, by_rows), jax.device_put(V, by_rows)
     for case in (rows, columns, lanes):
         expected = case(LENGTH, jnp.asarray(X), jnp.asarray(V))
-        agree(case(LENGTH, *spread), expected)
+        agree(case(LENGTH, *distributed), expected)
         print(case.__name__, flush=True)
 
 

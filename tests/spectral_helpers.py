@@ -1,4 +1,4 @@
-"""What the tests of spectral functions share."""
+"""Shared helpers for the tests of spectral functions."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ SPECTRAL = {
     "quadrature": tx.LanczosQuadratureEstimator(),
 }
 
-# These tests mix real and complex numbers, or precisions, which the strict mode of the
-# suite refuses. That the library itself doesn't is tested on its own.
+# These tests mix real and complex numbers, or precisions, which the suite's strict mode
+# refuses. We test separately that the library itself doesn't mix them.
 
 
 @pytest.fixture(autouse=True)
@@ -27,16 +27,16 @@ def eps(dtype=None):
     return float(jnp.finfo(float_dtype() if dtype is None else dtype).eps)
 
 
-def combined(result):
-    """The first failure among the results of a function; success if there is none."""
+def first_failure(result):
+    """First failure among a function's results, or success."""
     kind = type(tx.RESULTS.successful)
     items = jax.tree.leaves(result, is_leaf=lambda x: isinstance(x, kind))
     failures = [x for x in items if x != tx.RESULTS.successful]
     return (failures or items)[0]
 
 
-def wide(x):
-    """As NumPy in double precision."""
+def to_double(x):
+    """A NumPy array in double precision."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
@@ -48,32 +48,32 @@ def normal(shape, complex=False, seed=7):
 
 
 #
-# The bracket of the Krylov error, by loops over dense matrices
+# Brackets for truncation errors, by loops over dense matrices
 #
 
 OPERATOR_MONOTONE = {"log": np.log, "root": np.sqrt, "inverse": lambda x: -1 / x}
 
 
-def function_of(a, f):
+def dense_function(a, f):
     values, vectors = np.linalg.eigh(a)
     return (vectors * f(values)) @ vectors.conj().T
 
 
-def orthonormal(Q, W):
-    """Of what a block leaves outside of Q, directions that are more than rounding."""
+def new_directions(Q, W):
+    """Orthonormal directions of W outside Q, except for rounding errors."""
     for _ in range(2):
         W = W - Q @ (Q.conj().T @ W)
     u, sizes, _ = np.linalg.svd(W, full_matrices=False)
     return u[:, sizes > 1e-9]
 
 
-def spans(A, start, steps):
-    """Bases of a Krylov space, and of its next block, by a loop."""
+def krylov_bases(A, start, steps):
+    """Bases for a Krylov space and for its next block, by a loop."""
     Q, block = np.zeros((len(A), 0)), start
     for _ in range(steps):
-        new = orthonormal(Q, block)
+        new = new_directions(Q, block)
         Q, block = np.hstack([Q, new]), A @ new
-    return Q, orthonormal(Q, block)
+    return Q, new_directions(Q, block)
 
 
 def extension(A, Q, Z, lower):

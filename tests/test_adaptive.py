@@ -1,4 +1,4 @@
-"""The split budget: against loops with a projector a test, for bias, and at its edges."""
+"""AdaptiveXTrace's split budget: compared with loops, tested for bias and at its edges."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def _probes(key, start, number, a):
 
 
 def _sample(b, p, w, shift_probes, rank):
-    """The sample by test w of matrix b beside the projector p, with the shift by others."""
+    """One probe's sample of tr(b): projector p, probe w, and a shift from other probes."""
 
     def quadratic(b, v):
         g = v - p @ v
@@ -40,26 +40,26 @@ def _sample(b, p, w, shift_probes, rank):
 
 
 def _basis(y, *left_out):
-    """The projector on the products but the last and those left out, and its rank."""
+    """Projector onto the products without the last and `left_out`, and its rank."""
     kept = [j for j in range(y.shape[1] - 1) if j not in left_out]
     q, _ = np.linalg.qr(y[:, kept])
     return q @ q.conj().T, len(kept)
 
 
 def _naive(a, w, fresh, b, uses_basis):
-    """The value, of matrix b for choices from a."""
+    """The value for matrix b, with the choices made for a."""
     h, y = w.shape[1], a @ w
     r, width = h - 1, fresh.shape[1]
     fresh = fresh[:, r:] if any(uses_basis) else fresh
     zero = np.zeros((len(b), len(b)))
     samples = []
     for i, uses in enumerate(uses_basis):
-        outside = [w[:, j] for j in ([r] if uses else range(h)) if j != i]
+        shift_probes = [w[:, j] for j in ([r] if uses else range(h)) if j != i]
         p, rank = _basis(y, i) if uses else (zero, 0)
-        samples.append(_sample(b, p, w[:, i], [*outside, fresh[:, -1]], rank))
+        samples.append(_sample(b, p, w[:, i], [*shift_probes, fresh[:, -1]], rank))
     p, rank = _basis(y) if any(uses_basis) else (zero, 0)
-    outside = list(w.T[r:]) if any(uses_basis) else list(w.T)
-    fresh_mean = np.mean([_sample(b, p, v, outside, rank) for v in fresh.T])
+    shift_probes = list(w.T[r:]) if any(uses_basis) else list(w.T)
+    fresh_mean = np.mean([_sample(b, p, v, shift_probes, rank) for v in fresh.T])
     fresh_number = width - r * uses_basis
     share = fresh_number / (h + fresh_number)
     return np.mean((1 - share) * samples + share * fresh_mean)
@@ -96,7 +96,7 @@ def test_formulas_against_loops(complex, k):
 
 
 def _one_choice_for_all(*args):
-    """A choice in which each test has a say: it sees its own probe."""
+    """A biased choice: the majority decides, so each probe influences its own test."""
     uses_basis, energies = _choose(*args)
     majority = jnp.sum(uses_basis) > len(uses_basis) // 2
     return jnp.broadcast_to(majority, uses_basis.shape), energies
@@ -117,21 +117,21 @@ _choose = adaptive.choose_basis
 def test_bias(name, k, complex, monkeypatch):
     n, number = 80, 4_000
     a = matrix("nonsymmetric", n, complex)
-    if name == "parallel":  # products are, but for their signs, one of three vectors
+    if name == "parallel":  # up to sign, all products equal one of three vectors
         a = np.where(np.arange(n * n).reshape(n, n) < 2, 1.0, 1e-10 * a)
-    if name == "step":  # for which tests choose differently
+    if name == "step":  # here tests choose differently
         u = haar(n, 1, complex)
         a = (u * np.where(np.arange(n) < 8, 1.0, 0.05)) @ u.conj().T
     b = matrix("nonsymmetric", n, complex, seed=5)
 
     def run():
-        def one(key):
+        def run_once(key):
             state = tx.init_state(key, lx.MatrixLinearOperator(jnp.asarray(a)))
             value, _, _, (V, Z) = ADAPTIVE.compute(state, k)
             return value, jnp.sum(Z.conj() * (b @ V))
 
         keys = jr.split(jr.key(1), number)
-        return jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=100))(keys)
+        return jax.jit(lambda keys: jax.lax.map(run_once, keys, batch_size=100))(keys)
 
     value, derivative = run()
     assert z_score(value, np.trace(a)) < 4
@@ -146,7 +146,7 @@ def _edges(n):
     i = np.arange(n)
     return {
         "zero": np.zeros((n, n)),
-        # Not of integers, whose products with signs may be 0.
+        # We avoid integers, whose products with signs may be 0.
         "rank one": np.outer(np.ones(n), np.sqrt(i + 1.0)),
         "identity": np.eye(n),
         "diagonal": np.diag(1.0 + i),
@@ -182,7 +182,7 @@ def test_conformance(check):
     assert not failures(Subject(ADAPTIVE, 0), check)
 
 
-def test_an_estimate_is_not_gone_on_from(key):
+def test_estimates_cannot_be_resumed(key):
     operator = as_operator(matrix("exp", N))
     first = tx.trace(key, operator, 12)
     with pytest.raises(TypeError, match="can't resume from an earlier one"):
@@ -192,21 +192,21 @@ def test_an_estimate_is_not_gone_on_from(key):
 
 
 @pytest.mark.x64
-def test_a_diagonal_is_not_seen():
+def test_a_dominant_diagonal_costs_no_accuracy():
     i = np.arange(1, 101.0)
     a = np.diag(1 / i) + 1e-3 * matrix("nonsymmetric", 100)
 
     def error(estimator):
-        def one(key):
+        def run_once(key):
             return tx.trace(key, as_operator(a), 24, estimator).value
 
-        values = jax.jit(jax.vmap(one))(jr.split(jr.key(0), 200))
+        values = jax.jit(jax.vmap(run_once))(jr.split(jr.key(0), 200))
         return np.sqrt(np.mean((values - np.trace(a)) ** 2))
 
     assert error(ADAPTIVE) < 1.3 * error(tx.HutchinsonEstimator())
 
 
-def test_stats_say_how_products_were_split(key):
+def test_stats_report_the_split(key):
     operator = as_operator(matrix("exp", N))
     assert tx.trace(key, operator, 24, ADAPTIVE).stats["basis"] == 11
     few = tx.trace(key, operator, 7, ADAPTIVE)
@@ -215,8 +215,9 @@ def test_stats_say_how_products_were_split(key):
 
 
 @pytest.mark.x64
-def test_tests_that_lie_in_the_basis():
-    # What the basis leaves of the probes of a shift is rounding: no shift is made of that.
+def test_probes_inside_the_basis():
+    # The shift's probes lie in the basis up to rounding, so we must not estimate a
+    # shift from their residuals.
     key = jr.split(jr.key(5), 20_000)[16_459]
     a = as_operator(np.kron(np.eye(3), np.ones((3, 3))))
     estimate = tx.trace(key, a, 8, ADAPTIVE)

@@ -75,7 +75,7 @@ def test_every_module_has_a_layer():
 
 def test_the_table_of_files_is_right():
     text = (DOCS.parent / "CONTRIBUTING.md").read_text()
-    table = text.partition("| module | what it holds |")[2].partition("\n\n")[0]
+    table = text.partition("| module | contents |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)(?:\.py|/)` \| (.*) \|$", table, re.MULTILINE)
     assert [name for name, _ in rows] == LAYERS
     for name, cell in rows:

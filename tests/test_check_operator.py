@@ -1,4 +1,4 @@
-"""`check_operator` passes right operators, and names the faults of wrong ones."""
+"""`check_operator` accepts correct operators and names the faults of wrong ones."""
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ HERMITIAN = A + A.T + 1j * (A - A.T)
 NEGATIVE_TAG = lx.negative_semidefinite_tag
 
 
-def _of(matrix, *tags, transposed=None):
-    """A function of the matrix, whose transpose may be that of another one."""
+def _function(matrix, *tags, transposed=None):
+    """A function operator for the matrix, optionally with a wrong transpose."""
     matrix = jnp.asarray(matrix)
 
     def product(v):
@@ -34,12 +34,12 @@ def _of(matrix, *tags, transposed=None):
     return tx.as_operator(product, jax.eval_shape(lambda: matrix[0]), tags=tags)
 
 
-def _map(fn, dtype=float):
+def _operator(fn, dtype=float):
     return tx.as_operator(fn, jnp.zeros(N, dtype))
 
 
 def _faults(operator, seed=0):
-    """The names of the checks that fail."""
+    """Names of failing checks."""
     try:
         check_operator(jr.key(seed), operator)
     except AssertionError as error:
@@ -57,26 +57,26 @@ def _solve(tolerance):
 
 @pytest.mark.x64
 @pytest.mark.parametrize("name", [x for x in CATALOGUE if x != "complex function"])
-def test_right_operators_pass(name):
+def test_correct_operators_pass(name):
     assert not _faults(CATALOGUE[name].make(arrays()))
 
 
-RIGHT = {
-    "tiny": lambda: _of(1e-30 * SEMIDEFINITE, PSD),
-    "huge": lambda: _of(-1e30 * SEMIDEFINITE, NEGATIVE_TAG),
-    "zero": lambda: _of(np.zeros((N, N)), PSD, lx.diagonal_tag),
-    "rank one": lambda: _of(np.ones((N, N)), PSD, lx.unit_diagonal_tag),
-    "one": lambda: _of(np.ones((1, 1)), PSD, lx.unit_diagonal_tag),
+CORRECT = {
+    "tiny": lambda: _function(1e-30 * SEMIDEFINITE, PSD),
+    "huge": lambda: _function(-1e30 * SEMIDEFINITE, NEGATIVE_TAG),
+    "zero": lambda: _function(np.zeros((N, N)), PSD, lx.diagonal_tag),
+    "rank one": lambda: _function(np.ones((N, N)), PSD, lx.unit_diagonal_tag),
+    "one": lambda: _function(np.ones((1, 1)), PSD, lx.unit_diagonal_tag),
     "no unknowns": lambda: lx.IdentityLinearOperator(()),
-    "16 bits": lambda: _of(SEMIDEFINITE.astype(jnp.bfloat16), PSD),
-    "lower": lambda: _of(np.tril(A), lx.lower_triangular_tag),
-    "upper": lambda: _of(np.triu(A), lx.upper_triangular_tag),
-    "tridiagonal": lambda: _of(np.triu(np.tril(A, 1), -1), lx.tridiagonal_tag),
-    "solver": lambda: _map(_solve(1e-5)),
+    "16 bits": lambda: _function(SEMIDEFINITE.astype(jnp.bfloat16), PSD),
+    "lower": lambda: _function(np.tril(A), lx.lower_triangular_tag),
+    "upper": lambda: _function(np.triu(A), lx.upper_triangular_tag),
+    "tridiagonal": lambda: _function(np.triu(np.tril(A, 1), -1), lx.tridiagonal_tag),
+    "solver": lambda: _operator(_solve(1e-5)),
     "loose solver": lambda: tx.InverseLinearOperator(
         lx.MatrixLinearOperator(jnp.asarray(SEMIDEFINITE), PSD), lx.CG(0.1, 0.1)
     ),
-    "no transpose": lambda: _map(
+    "no transpose": lambda: _operator(
         lambda v: jax.lax.while_loop(
             lambda x: x[0] < 1, lambda x: (1 + x[0], 2 * x[1]), (0, v)
         )[1]
@@ -87,52 +87,60 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_hard_right_operators_pass(name):
-    assert not _faults(RIGHT[name]())
+@pytest.mark.parametrize("name", CORRECT)
+def test_hard_correct_operators_pass(name):
+    assert not _faults(CORRECT[name]())
 
 
 COMPLEX = "complex, though linear over the real numbers"
 LONG = "linear, for long vectors"
 WRONG = {
-    "square": (["linear"], lambda: _map(lambda v: v**2)),
-    "affine": (["linear"], lambda: _map(lambda v: 2 * v + 0.1)),
-    "homogeneous": (["linear"], lambda: _map(jax.nn.relu)),
-    "nearly linear": ([LONG], lambda: _map(lambda v: v + 1e-4 * v**2)),
-    "NaN": (["linear"], lambda: _of(np.full((N, N), np.nan))),
+    "square": (["linear"], lambda: _operator(lambda v: v**2)),
+    "affine": (["linear"], lambda: _operator(lambda v: 2 * v + 0.1)),
+    "homogeneous": (["linear"], lambda: _operator(jax.nn.relu)),
+    "nearly linear": ([LONG], lambda: _operator(lambda v: v + 1e-4 * v**2)),
+    "NaN": (["linear"], lambda: _function(np.full((N, N), np.nan))),
     "conjugate": (
         [COMPLEX],
-        lambda: _map(lambda v: 2 * v + 0.5 * jnp.conj(v), complex),
+        lambda: _operator(lambda v: 2 * v + 0.5 * jnp.conj(v), complex),
     ),
-    "real part": ([COMPLEX], lambda: _map(lambda v: v.real.astype(v.dtype), complex)),
+    "real part": (
+        [COMPLEX],
+        lambda: _operator(lambda v: v.real.astype(v.dtype), complex),
+    ),
     "one entry": (
         ["symmetric"],
-        lambda: _of(np.eye(N) + 0.5 * np.eye(N, k=N - 1), lx.symmetric_tag),
+        lambda: _function(np.eye(N) + 0.5 * np.eye(N, k=N - 1), lx.symmetric_tag),
     ),
     "not Hermitian": (
         ["Hermitian"],
-        lambda: _of(9 * np.eye(N) + A + 0j, lx.positive_semidefinite_tag),
+        lambda: _function(9 * np.eye(N) + A + 0j, lx.positive_semidefinite_tag),
     ),
-    "negative": (["semidefinite"], lambda: _of(SEMIDEFINITE, NEGATIVE_TAG)),
+    "negative": (["semidefinite"], lambda: _function(SEMIDEFINITE, NEGATIVE_TAG)),
     "indefinite": (
         ["semidefinite"],
-        lambda: _of(np.diag([-0.5] + [1.0] * (N - 1)), PSD),
+        lambda: _function(np.diag([-0.5] + [1.0] * (N - 1)), PSD),
     ),
     "diagonal": (
         ["diagonal"],
-        lambda: _of(2 * np.eye(N) + np.eye(N, k=1) + np.eye(N, k=-1), lx.diagonal_tag),
+        lambda: _function(
+            2 * np.eye(N) + np.eye(N, k=1) + np.eye(N, k=-1), lx.diagonal_tag
+        ),
     ),
     "tridiagonal": (
         ["tridiagonal"],
-        lambda: _of(np.eye(N) + np.eye(N, k=2), lx.tridiagonal_tag),
+        lambda: _function(np.eye(N) + np.eye(N, k=2), lx.tridiagonal_tag),
     ),
-    "lower": (["lower triangular"], lambda: _of(A, lx.lower_triangular_tag)),
-    "upper": (["upper triangular"], lambda: _of(A, lx.upper_triangular_tag)),
-    "unit": (["unit diagonal"], lambda: _of(1.1 * np.eye(N), lx.unit_diagonal_tag)),
-    "transpose": (["transpose"], lambda: _of(A, transposed=A)),
+    "lower": (["lower triangular"], lambda: _function(A, lx.lower_triangular_tag)),
+    "upper": (["upper triangular"], lambda: _function(A, lx.upper_triangular_tag)),
+    "unit": (
+        ["unit diagonal"],
+        lambda: _function(1.1 * np.eye(N), lx.unit_diagonal_tag),
+    ),
+    "transpose": (["transpose"], lambda: _function(A, transposed=A)),
     "adjoint": (
         ["transpose", "adjoint"],
-        lambda: _of(HERMITIAN, transposed=HERMITIAN),
+        lambda: _function(HERMITIAN, transposed=HERMITIAN),
     ),
 }
 
@@ -150,4 +158,4 @@ def test_other_arguments():
         with pytest.raises(TypeError, match="operator must be a lineax operator, got"):
             check_operator(*arguments)
     with pytest.raises(TypeError, match="check_operator: key must be a single key"):
-        check_operator(0, _of(A))
+        check_operator(0, _function(A))

@@ -1,4 +1,4 @@
-"""Probes in chunks: the same numbers, in memory that does not grow with their number."""
+"""Probes in chunks give the same numbers, in memory independent of their number."""
 
 import equinox as eqx
 import jax
@@ -17,18 +17,18 @@ from problems import PSD, is_x64, matrix
 import traceax as tx
 from traceax._operators.space import columns_at_once
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = pytest.mark.x64
 
 TOLERANCE = 1e-8 if is_x64() else 1e-3
 
 
-def _given(kind):
+def _parameters_and_operator(kind):
     if kind != "complex":
         return parameters(20), OPERATORS[kind]
     rng = np.random.default_rng(0)
     b, c = jnp.asarray(rng.normal(size=(2, 20, 20)) / 4)
-    # Nonlinear in what it is differentiated by.
+    # The matrix is nonlinear in its parameters.
     return {"b": b, "c": c}, lambda p: lx.MatrixLinearOperator(
         jax.lax.complex(jnp.sin(p["b"]), b * p["c"]) + jax.lax.complex(c, p["c"]) ** 2
     )
@@ -37,41 +37,41 @@ def _given(kind):
 @pytest.mark.parametrize(
     ("kind", "size"), [("jacobian over a PyTree", 4), ("complex", 5)]
 )
-def test_values_and_derivatives_are_those_of_one_block(key, kind, size):
-    p, make = _given(kind)
+def test_chunks_agree_with_one_block(key, kind, size):
+    p, make = _parameters_and_operator(kind)
 
     def results(estimator):
         def value(p, key):
-            found = tx.trace(key, make(p), 14, estimator, throw=False).value
-            return jnp.real(found) + 2 * jnp.imag(found)
+            estimate = tx.trace(key, make(p), 14, estimator, throw=False).value
+            return jnp.real(estimate) + 2 * jnp.imag(estimate)
 
-        def along(t):
+        def value_at(t):
             return value(jax.tree.map(lambda x: x * (1 + t), p), key)
 
         return (
             jax.value_and_grad(value)(p, key),
-            jax.jvp(along, (0.5,), (1.0,)),
-            jax.value_and_grad(jax.hessian(along))(0.5),
+            jax.jvp(value_at, (0.5,), (1.0,)),
+            jax.value_and_grad(jax.hessian(value_at))(0.5),
             jax.vmap(value, (None, 0))(p, jr.split(key, 2)),
             jax.grad(jax.checkpoint(value))(p, key),
         )
 
     @jax.jit
-    def both():
+    def all_results():
         return [results(tx.HutchinsonEstimator(chunk_size=x)) for x in (size, None)]
 
-    for x, y in zip(*map(jax.tree.leaves, both()), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, all_results()), strict=True):
         assert_close(x, y, rtol=TOLERANCE, atol=TOLERANCE * float(jnp.max(jnp.abs(y))))
 
 
-def test_error_bars_are_those_of_one_block():
+def test_error_bars_agree_with_one_block():
     operator = lx.MatrixLinearOperator(jnp.asarray(matrix("nonsymmetric", 40, True)))
     chunks, whole = (
         tx.trace(jr.key(1), operator, 21, tx.HutchinsonEstimator(chunk_size=size))
         for size in (5, None)
     )
     assert_close(chunks.value, whole.value, rtol=TOLERANCE)
-    # The skewness of samples is seen from the probes of one chunk.
+    # With chunks, we estimate the samples' skewness from one chunk's probes.
     assert_close(chunks.standard_error, whole.standard_error, rtol=0.05)
     assert int(chunks.stats["num_matvecs"]) == 21
 
@@ -93,7 +93,7 @@ def test_memory_does_not_grow_with_the_number_of_probes():
     n = 50_000
     d, c = jnp.ones(n, jnp.float32), jnp.ones((), jnp.float32)
 
-    def used(k):
+    def memory(k):
         def value(d, c):
             estimator = tx.HutchinsonEstimator(chunk_size=4)
             operator = _stencil(d, c, n)
@@ -101,9 +101,9 @@ def test_memory_does_not_grow_with_the_number_of_probes():
 
         return _memory(jax.value_and_grad(value, (0, 1)), d, c)
 
-    few, many = used(8), used(64)
+    few, many = memory(8), memory(64)
     assert many <= 1.1 * few
-    # A few blocks of four probes.
+    # The program keeps a few blocks of four probes.
     assert many < 8 * 4 * n * 4
 
 
@@ -116,22 +116,22 @@ def test_memory_does_not_grow_with_the_number_of_probes():
     ],
     ids=["hutch++", "xtrace", "xnystrace"],
 )
-def test_how_many_blocks_are_kept(estimator, columns, blocks):
+def test_number_of_blocks_in_memory(estimator, columns, blocks):
     n = 100_000
     one = jnp.ones((), jnp.float32)
 
     def estimate(c):
         operator = _stencil(c, c / 4, n, PSD)
-        found = tx.trace(jr.key(0), operator, 24, estimator, throw=False)
-        return found.value, found.standard_error
+        result = tx.trace(jr.key(0), operator, 24, estimator, throw=False)
+        return result.value, result.standard_error
 
     gradient = jax.value_and_grad(estimate, has_aux=True)
-    for fn, most in zip((estimate, gradient), blocks, strict=True):
-        assert _memory(fn, one) < 1.05 * most * columns * n * 4
+    for fn, limit in zip((estimate, gradient), blocks, strict=True):
+        assert _memory(fn, one) < 1.05 * limit * columns * n * 4
 
 
 def _exact_answers(n):
-    """Of every door an exact answer, and the truth, as functions of parameters."""
+    """Exact answers by entry point, with the truth, as functions of parameters."""
     half = n // 2
 
     def split(v):
@@ -149,21 +149,21 @@ def _exact_answers(n):
     def weigh(x):
         return jnp.sum(x * jnp.linspace(0, 1, len(x)).astype(x.dtype))
 
-    def of(door, d, **options):
-        return door(jr.key(0), coupled(d, **options), n, throw=False)
+    def answer(entry, d, **options):
+        return entry(jr.key(0), coupled(d, **options), n, throw=False)
 
     return {
-        "trace": (lambda d: of(tx.trace, d).value, lambda d: jnp.sum(d**2)),
+        "trace": (lambda d: answer(tx.trace, d).value, lambda d: jnp.sum(d**2)),
         "diagonal": (
-            lambda d: weigh(of(tx.diagonal, d).value),
+            lambda d: weigh(answer(tx.diagonal, d).value),
             lambda d: weigh(d**2),
         ),
         "leaf traces": (
-            lambda d: of(tx.leaf_traces, d, tree=True)[0].value["b"],
+            lambda d: answer(tx.leaf_traces, d, tree=True)[0].value["b"],
             lambda d: jnp.sum(d[half:] ** 2),
         ),
         "Frobenius": (
-            lambda d: of(tx.frobenius_norm_squared, d).value,
+            lambda d: answer(tx.frobenius_norm_squared, d).value,
             lambda d: jnp.sum(jnp.abs(d**2) ** 2) + jnp.sum(jnp.abs(d) ** 2),
         ),
     }
@@ -177,7 +177,7 @@ def _exact_answers(n):
     ],
 )
 def test_exact_answers_in_chunks_of_columns(door, complex):
-    # More columns than are multiplied at once, and a remainder.
+    # We take more columns than are multiplied at once, plus a remainder.
     n = 1100
     assert columns_at_once(n) < n
     d = jnp.linspace(1, 2, n)
@@ -185,19 +185,21 @@ def test_exact_answers_in_chunks_of_columns(door, complex):
 
     def all_derivatives(value, d):
         def real(d):
-            found = value(d.astype(turn.dtype) * turn)
-            return jnp.real(found) - 2 * jnp.imag(found)
+            actual = value(d.astype(turn.dtype) * turn)
+            return jnp.real(actual) - 2 * jnp.imag(actual)
 
         return jax.value_and_grad(real)(d), jax.jvp(jax.grad(real), (d,), (d**3,))[1]
 
-    both = jax.vmap(lambda d: [all_derivatives(x, d) for x in _exact_answers(n)[door]])
-    found, truth = jax.jit(both)(jnp.stack([d, jnp.flip(d) / 2]))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(truth), strict=True):
+    derivatives = jax.vmap(
+        lambda d: [all_derivatives(x, d) for x in _exact_answers(n)[door]]
+    )
+    actual, truth = jax.jit(derivatives)(jnp.stack([d, jnp.flip(d) / 2]))
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(truth), strict=True):
         assert_close(x, y, rtol=1e-10, atol=1e-10 * float(jnp.max(jnp.abs(y))))
 
 
 @pytest.mark.parametrize("door", ["trace", "diagonal", "leaf traces", "Frobenius"])
-def test_exact_answers_hold_a_few_columns(door):
+def test_exact_answers_keep_few_columns_in_memory(door):
     n = 4000
     value, _ = _exact_answers(n)[door]
 
@@ -208,7 +210,7 @@ def test_exact_answers_hold_a_few_columns(door):
 
 
 class Counted(tx.Sampler):
-    """Normal probes, all at once. It counts how often they are drawn."""
+    """Normal probes, drawn all at once. It counts the draws."""
 
     draws: list = eqx.field(static=True)
     rotation_invariant = True
@@ -226,7 +228,7 @@ class Counted(tx.Sampler):
         ("XTrace", {"rtol": 1e-9, "throw": False}),
     ],
 )
-def test_probes_that_are_drawn_at_once_are_drawn_once(kind, tolerance):
+def test_probes_drawn_at_once_are_drawn_once(kind, tolerance):
     n, k, draws = 100, 40, []
     sampler = Counted(draws)
     estimator = {
@@ -247,28 +249,28 @@ def test_probes_that_are_drawn_at_once_are_drawn_once(kind, tolerance):
     assert len(draws) == 1
 
 
-def test_chunks_are_those_of_the_device_that_computes(monkeypatch):
+def test_chunk_sizes_suit_the_computing_device(monkeypatch):
     cpu, n, k = jax.devices("cpu")[0], 3001, 700
-    # As on a machine with an accelerator.
+    # We pretend to run on a machine with an accelerator.
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert columns_at_once(n) > k
     for device in (cpu, "cpu"):
         with jax.default_device(device):
             assert columns_at_once(n) < k
-    seen = []
+    widths = []
 
     class Widths(tx.IndexedSampler):
-        """Signs. It notes how many are drawn at once."""
+        """Signs. It records how many are drawn at once."""
 
         rotation_invariant = False
 
         def probes(self, key, start, n, k, dtype):
-            seen.append(k)
+            widths.append(k)
             return tx.RademacherSampler().probes(key, start, n, k, dtype)
 
     d = jax.device_put(np.linspace(1, 2, n, dtype=np.float32), cpu)
     tx.trace(jr.key(0), _stencil(d, d[0], n), k, tx.HutchinsonEstimator(Widths()))
-    assert max(seen) < k
+    assert max(widths) < k
 
 
 @pytest.mark.wrong_types

@@ -1,4 +1,4 @@
-"""Traces that colours make exact, and log-determinants of lattices."""
+"""Exact traces from colours, and log-determinants of lattices."""
 
 import equinox as eqx
 import jax
@@ -41,16 +41,16 @@ def test_the_trace_of_a_sparse_matrix_is_exact():
     diagonal = tx.diagonal(jr.key(0), operator, colours.number, estimator)
     assert_close(diagonal.value, matrix.diagonal(), rtol=1e-5, atol=1e-6)
     assert jnp.all(jnp.isfinite(diagonal.standard_error))
-    # What the pattern doesn't say is not believed.
+    # Bare labels carry no pattern, so we don't trust them to be exact.
     doubtful = tx.HutchinsonEstimator(tx.ColouredSampler(colours.labels))
     estimate = tx.trace(jr.key(0), operator, colours.number, doubtful)
     assert jnp.isnan(estimate.standard_error)
 
 
-def hollow_field(scale, x, seen):
-    """A velocity for each point from its place and what it knows: `seen` is hollow."""
+def hollow_field(scale, x, context):
+    """Each point's velocity, from its position and a context without this position."""
     mixing = jnp.asarray([[0.5, -1.0, 0.2], [0.3, 0.7, 1.0], [-0.4, 0.1, 0.9]], x.dtype)
-    return jnp.sin(x @ mixing + scale * seen) * (1 + x**2)
+    return jnp.sin(x @ mixing + scale * context) * (1 + x**2)
 
 
 def hollow_context(scale, x):
@@ -58,13 +58,13 @@ def hollow_context(scale, x):
     return jnp.cos(total[None, :] - jnp.tanh(scale * x))
 
 
-def test_the_divergence_of_a_block_hollow_field_is_exact_and_so_are_its_derivatives():
+def test_divergences_of_block_hollow_fields_are_exact():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(55, 3)), float_dtype())
     colours = tx.ColouredSampler(np.arange(165) % 3, exact=True)
 
     def coloured(scale, x):
-        seen = hollow_context(scale, x)
-        field = lambda z: hollow_field(scale, z, seen)  # noqa: E731
+        context = hollow_context(scale, x)
+        field = lambda z: hollow_field(scale, z, context)  # noqa: E731
         return tx.divergence(jr.key(0), field, x, colours=colours)[1]
 
     def exact(scale, x):
@@ -111,7 +111,7 @@ def test_a_divergence_takes_colours_of_all_kinds():
 
 
 @pytest.mark.x64
-def test_colours_of_a_pattern_are_not_exact_of_functions():
+def test_exact_colours_are_refused_for_inverses_and_functions():
     diagonal = tx.ColouredSampler(tx.colour(np.zeros((0, 2), int), size=30))
     estimator = tx.HutchinsonEstimator(diagonal)
     matrix = jnp.asarray(banded(30, (0, 1)).todense())
@@ -120,9 +120,9 @@ def test_colours_of_a_pattern_are_not_exact_of_functions():
     symmetric = lx.MatrixLinearOperator(matrix @ matrix.T, lx.positive_semidefinite_tag)
     root = tx.MatrixFunctionLinearOperator(symmetric, jnp.sqrt, 8)
     tagged = lx.TaggedLinearOperator(inverse, lx.symmetric_tag)
-    for dense_one in (inverse, -inverse, 2.0 * inverse + operator, tagged, root):
+    for dense in (inverse, -inverse, 2.0 * inverse + operator, tagged, root):
         with pytest.raises(ValueError, match=r"got an inverse.*pass .*exact=False"):
-            tx.trace(jr.key(0), dense_one, 1, estimator)
+            tx.trace(jr.key(0), dense, 1, estimator)
 
 
 #
@@ -131,12 +131,12 @@ def test_colours_of_a_pattern_are_not_exact_of_functions():
 
 
 def lattice(shape, mass, periodic=True):
-    """The Laplacian of a lattice and a mass, and its log-determinant."""
+    """A lattice Laplacian plus a mass, and its log-determinant."""
 
     def product(x):
         out = (mass + 2 * len(shape)) * x
         for axis in range(len(shape)):
-            # Of open ends the next value is 0.
+            # Beyond an open end, values are 0.
             pad = [(0, 0)] * axis + [(1, 1)] + [(0, 0)] * (len(shape) - axis - 1)
             wide = jnp.pad(x, pad, "wrap" if periodic else "constant")
             for start in (0, 2):
@@ -158,7 +158,7 @@ def lattice(shape, mass, periodic=True):
 
 
 @pytest.mark.x64
-def test_intervals_of_a_log_determinant_hold_the_truth():
+def test_intervals_of_log_determinants_contain_the_truth():
     operator, truth = lattice((16, 16), 1.0, periodic=False)
     colours = tx.lattice_colours((16, 16), 1, periodic=False)
     estimator = tx.LanczosQuadratureEstimator(8, tx.ColouredSampler(colours))
@@ -190,5 +190,6 @@ def test_log_determinants_of_lattices(shape, mass, distance, steps, most, period
         return tx.logdet(key, operator, k, estimator, throw=False).value
 
     errors = [value(key) - truth for key in jr.split(jr.key(0), 4)]
-    # Of four normal errors the root mean square is below 1.54 times theirs in 95 %.
+    # In 95 % of cases, the root mean square of four normal errors is below 1.54
+    # standard deviations.
     assert np.sqrt(np.mean(np.square(errors))) < 1.54 * most

@@ -1,4 +1,4 @@
-"""Colourings are valid, and coloured probes are what they say."""
+"""Colourings are valid, and coloured probes match their definition."""
 
 import itertools
 
@@ -23,7 +23,7 @@ import traceax as tx
 
 
 def grid_pairs(*shape):
-    """The edges of a grid of open ends."""
+    """Edges of a grid with open ends."""
     nodes = np.arange(np.prod(shape)).reshape(shape)
     along = [
         (np.delete(nodes, -1, axis), np.delete(nodes, 0, axis))
@@ -58,7 +58,7 @@ def test_nodes_within_a_distance_differ(offsets, distance):
 
 
 @pytest.mark.x64
-def test_patterns_of_all_kinds_are_the_same():
+def test_every_kind_of_pattern_gives_the_same_colours():
     matrix = banded(40, (0, 1, -3))
     bcoo = as_bcoo(matrix)
     pad = jnp.full((2, 2), 40, bcoo.indices.dtype)  # as BCOO arrays are padded
@@ -76,7 +76,8 @@ def test_patterns_of_all_kinds_are_the_same():
 @pytest.mark.x64
 def test_colours_are_few():
     assert tx.colour(grid_pairs(20, 20)).number == 2
-    # The best of perfect codes; first fit takes less than twice as many.
+    # We list the numbers that perfect codes reach; first fit takes less than twice
+    # these.
     for shape, distance, best in [
         ((30, 30), 2, 5),
         ((30, 31), 3, 8),
@@ -118,7 +119,7 @@ def test_lattice_colours_are_apart(shape, periodic):
 
 
 def dense(n, complex=False, decay=1.0):
-    """A matrix whose entries fall off from the diagonal, not symmetric."""
+    """A nonsymmetric matrix whose entries decay away from the diagonal."""
     rng = np.random.default_rng(0)
     a = rng.normal(size=(n, n))
     if complex:
@@ -137,7 +138,7 @@ SAMPLERS = {
 
 
 @pytest.mark.parametrize(("name", "complex"), [("signs", True), ("normals", False)])
-def test_unbiased_whatever_the_operator(name, complex):
+def test_unbiased_for_any_operator(name, complex):
     operator = dense(30, complex, decay=0.0)
     values, errors = many(tx.HutchinsonEstimator(SAMPLERS[name]), operator, 18, 4000)
     assert z_score(values, np.trace(operator.matrix)) < 5
@@ -146,16 +147,16 @@ def test_unbiased_whatever_the_operator(name, complex):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_probes_are_those_of_rounds(name):
+def test_probes_form_rounds(name):
     sampler, n, p = SAMPLERS[name], 30, 3
     probes = np.asarray(sampler.sample(jr.key(0), n, 7, float_dtype()))
     assert probes.shape == (n, 7)
     vectors = np.asarray(sampler.sampler.sample(jr.key(0), n, 3, float_dtype()))
     for j in range(7):
-        here = np.arange(n) % p == j % p
-        expected = np.where(here, np.sqrt(p) * vectors[:, j // p], 0)
+        coloured = np.arange(n) % p == j % p
+        expected = np.where(coloured, np.sqrt(p) * vectors[:, j // p], 0)
         np.testing.assert_allclose(probes[:, j], expected, rtol=1e-6)
-    # The estimate is the mean over probes.
+    # The estimate is the probes' mean.
     operator = dense(n)
     quadratic = np.sum(probes[:, :6] * (operator.matrix @ probes[:, :6]), axis=0)
     estimate = tx.trace(jr.key(0), operator, 6, tx.HutchinsonEstimator(sampler))
@@ -164,8 +165,8 @@ def test_probes_are_those_of_rounds(name):
 
 @pytest.mark.x64
 @pytest.mark.parametrize("rounds", [2, 6])
-def test_intervals_hold_the_truth(rounds):
-    # The diagonal varies far more than what is off it within a colour.
+def test_intervals_contain_the_truth(rounds):
+    # The diagonal varies far more than the off-diagonal entries within a colour.
     operator = dense(120, decay=0.5)
     estimator = tx.HutchinsonEstimator(tx.ColouredSampler(np.arange(120) % 5))
     share = coverage(
@@ -186,8 +187,8 @@ def test_error_bars_need_two_rounds():
     assert two.stats["samples"].shape == (2,)
     diagonal = tx.diagonal(jr.key(0), operator, 3, estimator)
     assert jnp.isnan(diagonal.standard_error).all()
-    # By chance two rounds agree about the only entry within a colour: then the error is
-    # not 0.
+    # Two rounds may agree by chance on the only entry within a colour. The error bar
+    # must not be 0 then.
     pair = jnp.diag(jnp.arange(1.0, 13.0, dtype=float_dtype()))
     pair = lx.MatrixLinearOperator(pair.at[0, 4].set(1.0))
     sampler = tx.ColouredSampler(np.arange(12) % 4)
@@ -195,7 +196,7 @@ def test_error_bars_need_two_rounds():
     assert errors.min() > 0.1
 
 
-def test_going_on_and_chunks_change_nothing():
+def test_resuming_and_chunks_change_nothing():
     operator = dense(30)
     whole = tx.HutchinsonEstimator(SAMPLERS["signs"])
     few = tx.HutchinsonEstimator(SAMPLERS["signs"], chunk_size=4)
@@ -230,7 +231,7 @@ def test_tolerances_take_rounds():
     assert (high - low) / 2 <= 1e-2 * abs(estimate.value)
 
 
-def test_operators_over_pytrees_are_in_flattened_order():
+def test_colours_follow_the_flattened_order():
     a = dense(9).matrix
     structure = {
         "u": jax.ShapeDtypeStruct((3,), a.dtype),
@@ -250,7 +251,7 @@ def test_operators_over_pytrees_are_in_flattened_order():
     assert_close(*values)
 
 
-def test_rounds_that_differ_disprove_what_is_called_exact():
+def test_differing_rounds_disprove_exactness():
     operator = dense(30, decay=0.5)
     estimators = [
         tx.HutchinsonEstimator(tx.ColouredSampler(np.arange(30) % 3, exact=exact))
@@ -259,19 +260,19 @@ def test_rounds_that_differ_disprove_what_is_called_exact():
     for estimate in (tx.trace, tx.diagonal):
         claimed, doubtful = (estimate(jr.key(0), operator, 12, e) for e in estimators)
         assert_close(claimed.standard_error, doubtful.standard_error, rtol=1e-5)
-    # However few probes are alive at once.
+    # We also notice with a single probe in memory.
     one = tx.HutchinsonEstimator(estimators[0].sampler, chunk_size=1)
     assert tx.trace(jr.key(0), operator, 12, one).standard_error > 1e-3
 
 
 #
-# What is refused
+# Refusals
 #
 
 
 @pytest.mark.x64
 @pytest.mark.wrong_types
-def test_what_is_refused_and_what_to_do():
+def test_refusals_name_the_remedy():
     sampler, operator = SAMPLERS["signs"], dense(30)
     key, lanczos = jr.key(0), tx.LanczosQuadratureEstimator
     hutchinson = tx.HutchinsonEstimator(sampler)
@@ -290,7 +291,7 @@ def test_what_is_refused_and_what_to_do():
         (lambda: tx.ColouredSampler([-1, 0]), "must occur"),
         (
             lambda: tx.ColouredSampler([0, 1], exact=True, sampler=tx.NormalSampler()),
-            "exact traces take signs",
+            "sampler must draw signs",
         ),
         (
             lambda: tx.trace(key, dense(12), 3, hutchinson),

@@ -1,4 +1,4 @@
-"""Operators from matrices, sparse matrices, SciPy's operators and functions."""
+"""Operators from matrices, sparse matrices, SciPy operators and functions."""
 
 import jax
 import jax.experimental.sparse as jsparse
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import scipy.sparse.linalg
-from operator_catalogue import MatVec, near
+from operator_catalogue import MatVec, assert_near
 from problems import PSD, complex_dtype, float_dtype, is_x64
 
 import traceax as tx
@@ -38,7 +38,7 @@ def _with_duplicates(a):
 
 
 class _Counting(tx.TraceEstimator):
-    """Hutchinson's estimator, counting how often it is traced."""
+    """Hutchinson's estimator. It counts how often JAX traces it."""
 
     def init(self, key, operator):
         return tx.init_state(key, operator)
@@ -74,7 +74,7 @@ def _convert(form, a, **kwargs):
 
 @pytest.mark.parametrize("complex", [False, True])
 def test_products(complex):
-    # Further operations of each class are tested in the catalogue.
+    # test_operator_catalogue.py tests every class's other operations.
     a = _matrix(4, complex=complex)
     vectors = jnp.asarray(_matrix(2, complex=complex, seed=1)[:, None])
     operators = {form: _convert(form, a) for form in FORMS}
@@ -84,11 +84,11 @@ def test_products(complex):
 
     @jax.jit
     def products(v):
-        # Lanes of lanes, which the host sees as one block.
+        # The host receives both batch axes as one block.
         return {x: jax.vmap(jax.vmap(A.mv))(v) for x, A in operators.items()}
 
-    for found in products(vectors).values():
-        near(found, vectors @ a.T)
+    for product in products(vectors).values():
+        assert_near(product, vectors @ a.T)
 
 
 @pytest.mark.parametrize("form", ["padded BCOO", "matvec"])
@@ -99,9 +99,11 @@ def test_traces(form):
     def value(scale):
         return tx.trace(jr.key(0), scale * operator, N).value
 
-    # What multiplies an operator has derivatives, whatever the operator is.
+    # A factor has derivatives even if its operator has none.
     scale = jnp.asarray(2.0, a.dtype)
-    near(jax.jit(jax.value_and_grad(value))(scale), (2 * np.trace(a), np.trace(a)))
+    assert_near(
+        jax.jit(jax.value_and_grad(value))(scale), (2 * np.trace(a), np.trace(a))
+    )
 
 
 @pytest.mark.x64
@@ -133,18 +135,18 @@ def test_derivatives_with_respect_to_entries(form):
         return jnp.trace(a @ a @ a)
 
     @jax.jit
-    def derivatives(lanes):
-        def of(fn):
+    def derivatives(batch):
+        def transform(fn):
             return (
-                jax.vmap(fn)(lanes),
-                jax.grad(fn)(lanes[0]),
-                jax.hessian(fn)(lanes[0]),
+                jax.vmap(fn)(batch),
+                jax.grad(fn)(batch[0]),
+                jax.hessian(fn)(batch[0]),
             )
 
-        return of(cubes), of(exact)
+        return transform(cubes), transform(exact)
 
-    lanes = jnp.stack([sparse.data, 2 * sparse.data])
-    jax.tree.map(near, *derivatives(lanes))
+    batch = jnp.stack([sparse.data, 2 * sparse.data])
+    jax.tree.map(assert_near, *derivatives(batch))
 
 
 @pytest.mark.x64
@@ -154,7 +156,7 @@ def test_matrices_compile_once(form):
     for scale in (1.0, 2.0, 3.0):
         a = scale * _matrix()
         value = tx.trace(jr.key(0), _convert(form, a), 3, _Counting()).value
-        near(
+        assert_near(
             value / scale,
             tx.trace(jr.key(0), tx.as_operator(_matrix()), 3, SIGNS).value,
         )
@@ -192,7 +194,7 @@ def test_other_dtypes():
         operator = tx.as_operator(x)
         assert operator.in_structure().dtype in (float_dtype(), np.float32)
         product = operator.mv(jnp.ones(3, operator.in_structure().dtype))
-        near(product, whole.sum(axis=1))
+        assert_near(product, whole.sum(axis=1))
     assert tx.as_operator(np.eye(3, dtype=np.float32)).in_structure().dtype == "float32"
 
 
@@ -202,12 +204,12 @@ SPARSE = [f"{name}_array" for name in ("bsr", "coo", "csc", "csr", "dia", "dok",
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_large_integers(dtype):
-    # Without 64-bit mode JAX would take it for -1,294,967,296.
+    # Without 64-bit mode, JAX would convert BIG to -1,294,967,296.
     entries = np.diag(np.asarray([BIG, 1, 2], dtype))
     forms = [getattr(scipy.sparse, name) for name in SPARSE]
     for form in (np.asarray, scipy.sparse.linalg.aslinearoperator, *forms):
         operator = tx.as_operator(form(entries))
-        near(operator.as_matrix(), entries)
+        assert_near(operator.as_matrix(), entries)
 
 
 def test_small_integers_do_not_overflow():
@@ -215,9 +217,9 @@ def test_small_integers_do_not_overflow():
     sparse = jsparse.BCOO((jnp.asarray(entries), places), shape=(2, 2))
     coo = scipy.sparse.coo_array((entries, tuple(places)), shape=(2, 2))
     for x in (sparse, jsparse.BCSR.from_bcoo(sparse), coo, np.diag([200, 0])):
-        near(tx.as_operator(x).as_matrix(), np.diag([200.0, 0]))
+        assert_near(tx.as_operator(x).as_matrix(), np.diag([200.0, 0]))
     boolean = tx.as_operator(np.eye(300, dtype=bool))
-    near(boolean.mv(jnp.ones(300)), np.ones(300))
+    assert_near(boolean.mv(jnp.ones(300)), np.ones(300))
 
 
 @pytest.mark.skipif(is_x64(), reason="64 bits hold them")
@@ -226,25 +228,27 @@ def test_large_integers_as_arguments():
     key, d = jr.key(0), np.asarray([1.0, 2.0, 4.0])
     diagonal = lx.DiagonalLinearOperator(jnp.asarray(d))
     for big in (BIG, np.int64(BIG), np.asarray(BIG)):
-        near(tx.logdet(key, diagonal, 1, shift=big).value, np.sum(np.log(d + BIG)))
+        assert_near(
+            tx.logdet(key, diagonal, 1, shift=big).value, np.sum(np.log(d + BIG))
+        )
         state = init_spectral_state("here", key, diagonal, jnp.exp, -big, trace=big)
-        near(state.lower, -BIG)
-        near(state.trace, BIG)
+        assert_near(state.lower, -BIG)
+        assert_near(state.trace, BIG)
         assert tx.trace(key, diagonal, 9, atol=big).result == tx.RESULTS.successful
         density = tx.SpectralDensity(jnp.asarray(d), jnp.ones(3))
-        near(density.count(big), 3.0)
-        near(density.density(0, big), 3 / (BIG * np.sqrt(2 * np.pi)))
+        assert_near(density.count(big), 3.0)
+        assert_near(density.density(0, big), 3 / (BIG * np.sqrt(2 * np.pi)))
     _, slope = tx.jvp(lambda s: tx.trace(key, s * diagonal, 9), (1.0,), (big,))
-    near(slope.value, 7 * BIG)
+    assert_near(slope.value, 7 * BIG)
     y, dense = np.asarray([BIG, 1, -2]), lx.MatrixLinearOperator(jnp.diag(d))
     terms = tx.inv_quad_logdet(key, dense, y, 3, shift=big, throw=False)
-    near(terms.logdet.value, np.sum(np.log(d + BIG)))
-    near(terms.solution, y / (d + BIG))
+    assert_near(terms.logdet.value, np.sum(np.log(d + BIG)))
+    assert_near(terms.solution, y / (d + BIG))
 
 
 @pytest.mark.skipif(is_x64(), reason="64 bits hold them")
 def test_integers_that_do_not_fit():
-    # Points may be categories: as floating-point numbers these two would be equal.
+    # Points may be categories, and as floating-point numbers these two would be equal.
     points, where = (
         np.asarray([[BIG], [BIG + 1]]),
         "got 3000000000 to 300000000[01]; conv",
@@ -267,11 +271,11 @@ def test_functions_of_pytrees():
     like = {"a": np.ones(2), "b": jax.ShapeDtypeStruct((3,), float_dtype())}
     operator = tx.as_operator(lambda x: jax.tree.map(lambda v: 2 * v, x), like)
     assert operator.in_structure()["a"].dtype == float_dtype()
-    near(tx.trace(jr.key(0), operator, 5).value, 10.0)
+    assert_near(tx.trace(jr.key(0), operator, 5).value, 10.0)
 
 
 class Like:
-    """What PyLops has of an operator of SciPy."""
+    """The part of SciPy's operator interface that PyLops has."""
 
     shape, dtype = (2, 3), "int32"
 
@@ -284,16 +288,16 @@ class Callable(Like):
         return 10 * jnp.asarray([[1.0, 2, 3], [4, 5, 6]]) @ x
 
 
-def test_objects_that_are_like_an_operator_of_scipy():
+def test_objects_that_resemble_scipy_operators():
     exact = np.asarray([[1, 2, 3], [4, 5, 6.0]])
-    near(tx.as_operator(Like()).as_matrix(), exact)
-    near(tx.as_operator(Callable()).as_matrix(), exact)
-    # With an example of its input it is a function.
-    near(tx.as_operator(Callable(), jnp.ones(3)).as_matrix(), 10 * exact)
+    assert_near(tx.as_operator(Like()).as_matrix(), exact)
+    assert_near(tx.as_operator(Callable()).as_matrix(), exact)
+    # With an example input, we treat it as a function.
+    assert_near(tx.as_operator(Callable(), jnp.ones(3)).as_matrix(), 10 * exact)
 
 
 class Evaluated:
-    """A matrix whose call is no product, as the `hamiltonian` of quspin."""
+    """A matrix whose call isn't a product, like quspin's `hamiltonian`."""
 
     shape, dtype = (3, 3), "float64"
 
@@ -346,20 +350,20 @@ def test_wrong_arguments():
 
 @pytest.mark.wrong_types
 @pytest.mark.x64
-def test_what_front_doors_say():
-    what = r"lineax linear operator.*as_operator\(x\)"
+def test_messages_of_entry_points():
+    match = r"lineax linear operator.*as_operator\(x\)"
     for form in ("NumPy", "BCOO", "sparse array", "SciPy", "function"):
         for call in (tx.trace, tx.trace_inverse, tx.logdet):
-            with pytest.raises(TypeError, match=what):
+            with pytest.raises(TypeError, match=match):
                 call(jr.key(0), FORMS[form](_matrix()), 3)
-    what = r"type scipy\.sparse\.linalg\.\S*MatrixLinear"
-    with pytest.raises(TypeError, match=what):
+    match = r"type scipy\.sparse\.linalg\.\S*MatrixLinear"
+    with pytest.raises(TypeError, match=match):
         tx.trace(jr.key(0), FORMS["SciPy"](_matrix()), 3)
-    what = r"must hold a dense array, got an object.*as_operator\(x\)"
+    match = r"must hold a dense array, got an object.*as_operator\(x\)"
     for form in ("BCOO", "BCSR", "sparse array"):
         inner = lx.MatrixLinearOperator(FORMS[form](_matrix()))
         for operator in (inner, 2 * inner, lx.TaggedLinearOperator(inner, PSD)):
-            with pytest.raises(TypeError, match=what):
+            with pytest.raises(TypeError, match=match):
                 tx.trace(jr.key(0), operator, 3)
 
 

@@ -1,4 +1,4 @@
-"""What is special to Hessians and Gauss-Newton matrices, against `jax.hessian`."""
+"""Hessians and Gauss-Newton matrices, compared with `jax.hessian`."""
 
 import functools
 
@@ -9,7 +9,7 @@ import jax.random as jr
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from operator_catalogue import near
+from operator_catalogue import assert_near
 from problems import float_dtype
 
 import traceax as tx
@@ -30,12 +30,12 @@ def _dense(fn, x, *args):
     """The Hessian with respect to the floating-point arrays of x."""
     arrays, fixed = eqx.partition(x, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(arrays)
-    of_flat = jax.hessian(lambda flat: fn(eqx.combine(unravel(flat), fixed), *args))
-    return jax.jit(of_flat)(flat)
+    hessian = jax.hessian(lambda flat: fn(eqx.combine(unravel(flat), fixed), *args))
+    return jax.jit(hessian)(flat)
 
 
 def _trace(operator):
-    # As many products as there are coordinates: exact.
+    # With one product per coordinate, the trace is exact.
     return tx.trace(jr.key(0), operator, operator.in_size()).value
 
 
@@ -92,21 +92,21 @@ def test_leaves_that_are_not_arrays():
     arrays, fixed = eqx.partition(network, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(arrays)
 
-    # What is fixed leaves a program with the operator.
-    made = eqx.filter_jit(lambda n, d: tx.HessianLinearOperator(_network_loss, n, d))
-    again = made(network, data)
+    # We return an operator from a program: its fixed leaves must survive.
+    make = eqx.filter_jit(lambda n, d: tx.HessianLinearOperator(_network_loss, n, d))
+    returned = make(network, data)
 
     @eqx.filter_jit
-    def both(operator, again, network, data):
+    def matrices_and_traces(operator, returned, network, data):
         matrix = tx.GaussNewtonLinearOperator(_residuals, squares, network, data)
         exact = _dense(_network_loss, network, data)
         jacobian = jax.jacobian(
             lambda flat: _residuals(eqx.combine(unravel(flat), fixed), data)
         )(flat)
-        found = operator.as_matrix(), _trace(again), _trace(matrix)
-        return found, (exact, jnp.trace(exact), 2 * jnp.sum(jacobian**2))
+        actual = operator.as_matrix(), _trace(returned), _trace(matrix)
+        return actual, (exact, jnp.trace(exact), 2 * jnp.sum(jacobian**2))
 
-    jax.tree.map(near, *both(operator, again, network, data))
+    jax.tree.map(assert_near, *matrices_and_traces(operator, returned, network, data))
 
 
 def test_arguments_are_optional():
@@ -115,7 +115,7 @@ def test_arguments_are_optional():
     def fn(x):
         return jnp.sum(jnp.sin(x) * x[::-1])
 
-    # J is diag(2 x) and a row of ones, H twice the identity.
+    # Here J is diag(2 x) with a row of ones below, and H is twice the identity.
     def model(x):
         return {"a": x**2, "b": jnp.sum(x)}
 
@@ -131,7 +131,7 @@ def test_arguments_are_optional():
         return [operator.as_matrix() for operator in operators]
 
     expected = [_dense(fn, x), 8 * jnp.diag(x**2) + 2]
-    jax.tree.map(near, matrices(x), expected)
+    jax.tree.map(assert_near, matrices(x), expected)
 
 
 @pytest.mark.x64
@@ -147,9 +147,9 @@ def test_minibatches():
         exact = jax.vmap(lambda b: jnp.trace(_dense(_network_loss, network, b)))
         return each, exact(batches), _trace(tx.MeanLinearOperator(make, batches))
 
-    each, exact, of_mean = traces(network, batches)
-    near(each, exact)
-    near(of_mean, np.mean(exact))
+    each, exact, trace_of_mean = traces(network, batches)
+    assert_near(each, exact)
+    assert_near(trace_of_mean, np.mean(exact))
 
 
 @pytest.mark.x64
@@ -165,22 +165,22 @@ def test_implicit_hessians_of_nonlinear_solves():
         return jnp.sum(jnp.cos(solution.value) * x)
 
     def newton(x):
-        # The same, with every step differentiated.
+        # We differentiate every Newton step for comparison.
         y = jnp.zeros_like(x)
         for _ in range(6):
             y = y - inner(y, x) / (1 + 0.3 * jnp.cos(y))
         return jnp.sum(jnp.cos(y) * x)
 
     @jax.jit
-    def both(x):
+    def traces(x):
         value = _trace(tx.HessianLinearOperator(outer, x))
         return value, jnp.trace(_dense(newton, x))
 
-    near(*both(_normal(3)))
+    assert_near(*traces(_normal(3)))
 
 
 @pytest.mark.x64
-def test_functions_with_rules_of_their_own():
+def test_functions_with_custom_derivative_rules():
     @jax.custom_vjp
     def cube(x):
         return x**3
@@ -188,7 +188,7 @@ def test_functions_with_rules_of_their_own():
     cube.defvjp(lambda x: (x**3, x), lambda x, ct: (ct * 3 * x**2,))
     x = _normal(3)
     operator = tx.HessianLinearOperator(lambda x: jnp.sum(cube(x)), x)
-    near(operator.mv(jnp.ones_like(x)), 6 * x)
+    assert_near(operator.mv(jnp.ones_like(x)), 6 * x)
 
 
 @pytest.mark.x64
@@ -223,11 +223,11 @@ def test_closures_over_traced_values():
         return each, many
 
     each, many = transformed(two, x)
-    for found in each:
-        jax.tree.map(near, found, expected)
-    near(many, [expected[0], -expected[0]])
-    # Without a program around it.
-    near(jax.grad(lambda s: value(s, x))(two), expected[1][0])
+    for actual in each:
+        jax.tree.map(assert_near, actual, expected)
+    assert_near(many, [expected[0], -expected[0]])
+    # We also differentiate without jit.
+    assert_near(jax.grad(lambda s: value(s, x))(two), expected[1][0])
 
 
 def test_low_precision():
@@ -252,15 +252,15 @@ def test_low_precision():
 def test_wrong_points(name):
     make = getattr(tx, f"{name}LinearOperator")
     functions = (jnp.sum,) if name == "Hessian" else (lambda x: x, jnp.sum)
-    what = "x must have floating-point arrays.*got none; turn Python"
-    of_complex = (
+    no_arrays = "x must have floating-point arrays.*got none; turn Python"
+    complex_arrays = (
         r"arrays of x must be real.*got an array of shape \(3,\) and dtype complex64; "
         "give complex"
     )
     for x, error, message in [
-        (2.0, ValueError, what),
-        ({"n": jnp.arange(3)}, ValueError, what),
-        (jnp.ones(3, jnp.complex64), TypeError, of_complex),
+        (2.0, ValueError, no_arrays),
+        ({"n": jnp.arange(3)}, ValueError, no_arrays),
+        (jnp.ones(3, jnp.complex64), TypeError, complex_arrays),
     ]:
         match = f"^traceax.{name}LinearOperator: .*{message}"
         with pytest.raises(error, match=match):

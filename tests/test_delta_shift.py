@@ -1,4 +1,4 @@
-"""The estimator of `examples/delta_shift.py`, along paths of matrices that change slowly."""
+"""The estimator from `examples/delta_shift.py`, for slowly changing matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +25,18 @@ ESTIMATOR = EXAMPLE.DeltaShiftEstimator()
 
 
 def path(change, name="flat"):
-    """Matrices that rotate and grow a little from each to the next."""
+    """A sequence of matrices that rotate and grow a little in each step."""
     a = matrix(name, N) + 0.2 * matrix("nonsymmetric", N) / N
     step = change * (haar(N, 7) - haar(N, 8)) / 3
-    found = []
+    matrices = []
     for _ in range(STEPS):
-        found.append(a)
+        matrices.append(a)
         a = (1 + change) * (a + step @ a + a @ step.T)
-    return jnp.asarray(np.stack(found))
+    return jnp.asarray(np.stack(matrices))
 
 
-def along(key, matrices, k=K):
-    """The estimates of each of the matrices, from the one before."""
+def estimate_sequence(key, matrices, k=K):
+    """Estimate every matrix, starting from the estimate before."""
     estimates = []
     keys = jr.split(key, len(matrices))
     for key, a in zip(keys, matrices, strict=True):
@@ -50,12 +50,12 @@ def along(key, matrices, k=K):
 def many(matrices):
     """Values and standard errors over a fixed number of keys."""
 
-    def one(key):
-        estimates = along(key, matrices)
+    def run_once(key):
+        estimates = estimate_sequence(key, matrices)
         pairs = [jnp.stack([x.value, x.standard_error]) for x in estimates]
         return jnp.stack(pairs, axis=1)
 
-    return jnp.moveaxis(jax.vmap(one)(jr.split(jr.key(3), NUMBER)), 1, 0)
+    return jnp.moveaxis(jax.vmap(run_once)(jr.split(jr.key(3), NUMBER)), 1, 0)
 
 
 def test_estimates_are_unbiased_with_honest_error_bars():
@@ -70,13 +70,13 @@ def test_estimates_are_unbiased_with_honest_error_bars():
     assert np.all((ratio > 0.8) & (ratio < 1.3)), ratio
 
 
-def test_the_past_is_worth_products():
+def test_earlier_estimates_save_products():
     matrices = path(0.005)
     values, _ = map(np.asarray, many(matrices))
-    anew, _ = from_scratch(
+    fresh, _ = from_scratch(
         tx.HutchinsonEstimator(), lx.MatrixLinearOperator(matrices[-1]), K, NUMBER
     )
-    assert values[:, -1].std() < anew.std() / 1.4
+    assert values[:, -1].std() < fresh.std() / 1.4
 
 
 def test_a_jump_is_not_estimated_from_the_past():
@@ -92,9 +92,10 @@ def test_a_jump_is_not_estimated_from_the_past():
 def test_few_products_and_a_zero_operator(key):
     a, zero = matrix("flat", N), np.zeros((N, N))
     for before, now in ((a, zero), (zero, a)):
-        estimate = along(key, jnp.asarray(np.stack([before, now])))[-1]
+        estimate = estimate_sequence(key, jnp.asarray(np.stack([before, now])))[-1]
         assert abs(estimate.value - np.trace(now)) < 6 * estimate.standard_error + 1e-9
-    # One probe has an unknown error, which must not stay. An exact answer may come before.
+    # One probe leaves the error unknown, which must not persist. We also start from an
+    # exact answer.
     for k in (1, N):
         first = ESTIMATOR.estimate(ESTIMATOR.init(key, as_operator(a)), k)
         assert np.isnan(first.standard_error) == (k == 1)

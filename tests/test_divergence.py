@@ -1,4 +1,4 @@
-"""Divergences and Laplacians: against dense Jacobians and Hessians, in what surrounds them."""
+"""Divergences and Laplacians, compared with dense derivatives and under transforms."""
 
 import functools
 
@@ -29,18 +29,18 @@ def test_exact():
     field, scalar = network(N), network()
 
     @jax.jit
-    def found(x):
+    def estimates(x):
         return tx.divergence(jr.key(0), field, x, N), tx.laplacian(
             jr.key(0), scalar, x, N + 3
         )
 
-    (value, divergence), (of_scalar, gradient, laplacian) = found(X)
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    near(value, field(X))
-    near(divergence.value, dense_divergence(field, X))
-    near(of_scalar, scalar(X))
-    near(gradient, jax.grad(scalar)(X))
-    near(laplacian.value, jnp.trace(jax.hessian(scalar)(X)))
+    (value, divergence), (scalar_value, gradient, laplacian) = estimates(X)
+    assert_near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    assert_near(value, field(X))
+    assert_near(divergence.value, dense_divergence(field, X))
+    assert_near(scalar_value, scalar(X))
+    assert_near(gradient, jax.grad(scalar)(X))
+    assert_near(laplacian.value, jnp.trace(jax.hessian(scalar)(X)))
     assert is_rounding(divergence)
     assert is_rounding(laplacian)
 
@@ -72,12 +72,14 @@ def test_unbiased_with_gradients(k):
 
     for estimate, exact in ((divergence, trace), (laplacian, hessian_trace)):
         keys = jr.split(jr.key(1), 2000)
-        samples = jax.jit(jax.vmap(lambda key, of=estimate: derivatives(of(key))))(keys)
-        for found, truth in zip(samples, derivatives(exact), strict=True):
-            assert z_score(found, truth, 1e-6) < 4.5
+        samples = jax.jit(
+            jax.vmap(lambda key, value_at=estimate: derivatives(value_at(key)))
+        )(keys)
+        for actual, truth in zip(samples, derivatives(exact), strict=True):
+            assert z_score(actual, truth, 1e-6) < 4.5
 
 
-def test_what_surrounds_them():
+def test_transforms():
     field = network(N)
     keys, xs = jr.split(jr.key(0), 5), jr.normal(jr.key(1), (5, N))
 
@@ -127,7 +129,7 @@ def test_pytrees_and_scalars():
 
 
 def test_laplacians_with_colours():
-    def energy(x):  # of a chain, whose Hessian is tridiagonal
+    def energy(x):  # a chain has a tridiagonal Hessian
         return jnp.sum(jnp.sin(x)) + jnp.sum(x[1:] ** 2 * x[:-1] ** 2)
 
     colours = jnp.arange(N) % 3
@@ -168,8 +170,8 @@ def test_numbers_as_primals():
         return tx.trace(jr.key(0), operator, 3, throw=False).value
 
     one = np.asarray(value(jnp.float32(1)))
-    near = functools.partial(np.testing.assert_allclose, rtol=2e-4)
+    assert_near = functools.partial(np.testing.assert_allclose, rtol=2e-4)
     for c in (2.0, np.float32(2), np.asarray(2, np.float32)):
-        near(jax.jvp(value, (c,), (c / 2,))[1], 4 * one)
-        near(jax.jacfwd(value)(c), 4 * one)
-    near(jax.hessian(value)(2.0), 2 * one)
+        assert_near(jax.jvp(value, (c,), (c / 2,))[1], 4 * one)
+        assert_near(jax.jacfwd(value)(c), 4 * one)
+    assert_near(jax.hessian(value)(2.0), 2 * one)

@@ -1,4 +1,4 @@
-"""The code in the documentation runs, and what its pages point at exists."""
+"""Code in the documentation runs, and its links have targets."""
 
 import hashlib
 import importlib.util
@@ -38,9 +38,9 @@ def _keep_config():
 
 
 def _blocks(page):
-    """Code of a page, with the line numbers that it has there.
+    """A page's code blocks, padded to keep their line numbers.
 
-    Passages of examples are included in fences that begin with `{.python}`.
+    We skip fences that begin with `{.python}`: they include passages from examples.
     """
     text = page.read_text()
     for match in FENCE.finditer(text):
@@ -63,22 +63,22 @@ def test_code_runs(page):
 
 
 @ALL
-def test_code_of_other_libraries_can_be_read(page):
+def test_code_of_other_libraries_parses(page):
     for code in OTHERS.findall(page.read_text()):
         compile(code, str(page), "exec")
 
 
-def _same(found, shown):
-    """Equal words, and numbers that are as good as equal."""
+def _is_same(printed, shown):
+    """Whether words are equal, or numbers are close to each other."""
     try:
-        return math.isclose(float(found), float(shown), rel_tol=0.02, abs_tol=0.02)
+        return math.isclose(float(printed), float(shown), rel_tol=0.02, abs_tol=0.02)
     except ValueError:
-        return found == shown
+        return printed == shown
 
 
 @pytest.mark.skipif(is_x64(), reason="in the mode that readers have")
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_what_is_printed_is_shown(page, capsys):
+def test_pages_show_the_printed_output(page, capsys):
     namespace, pairs = (
         {"__name__": "__main__"},
         SHOWN.findall((ROOT / page).read_text()),
@@ -86,16 +86,16 @@ def test_what_is_printed_is_shown(page, capsys):
     assert len(pairs) == 3
     for code, shown in pairs:
         exec(compile(code, page, "exec"), namespace)
-        found = re.split(r"[\s(),]+", capsys.readouterr().out)
+        printed = re.split(r"[\s(),]+", capsys.readouterr().out)
         expected = re.split(r"[\s(),]+", shown)
-        assert len(found) == len(expected)
-        assert all(map(_same, found, expected)), found
+        assert len(printed) == len(expected)
+        assert all(map(_is_same, printed, expected)), printed
 
 
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "docs/figures").glob("*.svg")), ids=lambda p: p.stem
 )
-def test_figures_are_those_of_the_script(path):
+def test_figures_are_up_to_date(path):
     script = (ROOT / "docs/figures.py").read_text()
     digest = hashlib.sha256(script.encode()).hexdigest()[:16]
     drawn = f"docs/figures.py {digest}" in path.read_text()

@@ -1,4 +1,4 @@
-"""Sizes, budgets, ranks and scales at the edge: exact or statistically right."""
+"""Extreme sizes, budgets, ranks and scales: exact or statistically right answers."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from problems import PSD, as_operator, float_dtype, haar, is_x64, matrix
 
 import traceax as tx
 
-# Sphere and normal probes in place of signs take no other path.
+# Sphere and normal probes follow the same path as signs, so we skip them.
 _PATHS = [*FAMILIES, "xtrace-plain", "xnystrace-plain"]
 
 
@@ -56,7 +56,7 @@ def test_zero_and_its_gradient(estimator, complex):
     assert z_score(gradients, np.eye(10), rounding()) < 5
 
 
-# Of one size, budget and number of keys: one program an estimator.
+# We keep one size, budget and number of keys, to compile one program per estimator.
 SIZE, BUDGET, KEYS = 30, 12, 2000
 
 
@@ -108,25 +108,25 @@ def test_scale_equivariance(estimator):
 
     @jax.jit
     def run(a, keys):
-        def one(key):
+        def run_once(key):
             operator = lx.MatrixLinearOperator(a, PSD)
             estimate = tx.trace(
                 key, operator, BUDGET, ESTIMATORS[estimator], throw=False
             )
             return estimate.value, estimate.standard_error
 
-        return jax.vmap(one)(keys)
+        return jax.vmap(run_once)(keys)
 
     plain, error = run(as_operator(a).matrix, keys)
     for factor in (1e-20, 1e-12, 1e18):
-        scaled, of_scaled = run(as_operator(factor * a).matrix, keys)
+        scaled, scaled_error = run(as_operator(factor * a).matrix, keys)
         assert_close(scaled / factor, plain, rtol=rtol)
-        assert_close(of_scaled / factor, error, rtol=100 * rtol)
+        assert_close(scaled_error / factor, error, rtol=100 * rtol)
 
 
 @pytest.mark.x64
 def test_shift_equivariance_of_resphered_estimators():
-    # tr(A + c I) = tr A + c n, draw by draw.
+    # We expect tr(A + c I) = tr A + c n, draw by draw.
     a = matrix("poly", 30)
     x, y = (
         tx.trace(jr.key(0), as_operator(b), 3, tx.XTraceEstimator()).value
@@ -155,15 +155,17 @@ def test_intervals_of_half_precision(key, dtype, k):
 
     low, high = jax.jit(jax.vmap(interval))(jr.split(key, 200))
     assert low.dtype == high.dtype == jnp.float32
-    # With probability 4^-k all probes are eigenvectors of the same eigenvalue.
+    # With probability 4^-k, all probes are eigenvectors with the same eigenvalue.
     assert np.mean((low <= 6) & (high >= 6)) > 0.9
 
 
-def test_the_error_bar_knows_the_rounding_of_an_exact_part(key):
+def test_error_bars_include_the_rounding_of_exact_parts(key):
     small = np.zeros((8, 8))
     small[0, 0] = 1e-3
     exact = np.linspace(1e5, 2e5, 8) / 3
     diagonal = lx.DiagonalLinearOperator(jnp.asarray(exact, float_dtype()))
     estimate = tx.trace(key, as_operator(small, psd=True) + diagonal, 5)
-    off = abs(float(estimate.value) - float(np.asarray(diagonal.diagonal, float).sum()))
-    assert off - 1e-3 <= 3 * estimate.standard_error
+    deviation = abs(
+        float(estimate.value) - float(np.asarray(diagonal.diagonal, float).sum())
+    )
+    assert deviation - 1e-3 <= 3 * estimate.standard_error

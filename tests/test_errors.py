@@ -1,4 +1,4 @@
-"""What is wrong, what was got, what to do."""
+"""Errors name the argument, the value received and the remedy."""
 
 import math
 
@@ -12,13 +12,13 @@ import pytest
 from helpers import (
     ESTIMATORS,
     FAMILIES,
-    hidden,
+    products_only,
 )
 from problems import as_operator, matrix
 
 import traceax as tx
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = [pytest.mark.x64, pytest.mark.wrong_types]
 
 N = 8
@@ -29,9 +29,9 @@ def _operator():
 
 
 def _raises(kind, match, *args, **kwargs):
-    with pytest.raises(kind, match=match) as error:
+    with pytest.raises(kind, match=match) as info:
         tx.trace(*args, **kwargs)
-    assert str(error.value).startswith(("traceax.trace: ", "XNysTraceEstimator"))
+    assert str(info.value).startswith(("traceax.trace: ", "XNysTraceEstimator"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_confidence_levels():
     assert estimate.confidence_interval(np.float32(0.5)) == half
 
 
-def test_options_that_a_function_does_not_have():
+def test_unknown_options():
     key, operator, vector = jr.key(0), _operator(), jnp.ones(N)
     for fn, *arguments in (
         (tx.logdet, key, operator),
@@ -153,7 +153,7 @@ def test_options_that_a_function_does_not_have():
                 fn(*arguments, 4, **{option: 0.5})
 
 
-def test_a_trace_that_is_not_used_is_checked():
+def test_unused_trace_arguments_are_checked():
     key, operator = jr.key(0), _operator()
     for options in ({"preconditioner": 2, "shift": 1.0}, {"shift": jnp.ones(N)}):
         with pytest.raises(
@@ -162,17 +162,17 @@ def test_a_trace_that_is_not_used_is_checked():
             tx.logdet(key, operator, 4, trace="nonsense", **options)
 
 
-def test_more_right_hand_sides_than_a_default_budget_has_products():
+def test_default_budgets_for_many_right_hand_sides():
     operator = as_operator(matrix("flat", 40))
     for columns in (39, 45):
         y = jnp.ones((40, columns))
         with pytest.raises(
             ValueError, match=f"k must be at least {columns + 1}, .*none"
         ):
-            tx.inv_quad_logdet(jr.key(0), hidden(operator), y, shift=1.0)
-        # Entries that are read give the exact answer.
-        found = tx.inv_quad_logdet(jr.key(0), operator, y, shift=1.0)
-        assert found.solution.shape == y.shape
+            tx.inv_quad_logdet(jr.key(0), products_only(operator), y, shift=1.0)
+        # We read the entries for an exact answer.
+        terms = tx.inv_quad_logdet(jr.key(0), operator, y, shift=1.0)
+        assert terms.solution.shape == y.shape
 
 
 class _Wrong(tx.TraceEstimator):
@@ -184,14 +184,14 @@ class _Wrong(tx.TraceEstimator):
         return jnp.sum(V), jnp.ones(()), self.stats, (V, V[:, : self.columns])
 
 
-def test_blocks_and_stats_of_estimators_of_ones_own():
+def test_blocks_and_stats_of_custom_estimators():
     known = {"num_matvecs": 3}
     for estimator, match in (
         (
             _Wrong(1, known),
-            r"_Wrong.compute: blocks V and Z must be of one shape \(8, p\), got .*\(8, 1\)",
+            r"_Wrong.compute: blocks V and Z must have one shape \(8, p\), got .*\(8, 1\)",
         ),
-        (_Wrong(3), r"_Wrong.compute: \"num_matvecs\" must be among stats"),
+        (_Wrong(3), r"_Wrong.compute: stats must contain \"num_matvecs\""),
     ):
         with pytest.raises(ValueError, match=match):
             tx.trace(jr.key(0), _operator(), 3, estimator)

@@ -1,4 +1,4 @@
-"""Exact answers: by one Cholesky factorisation where k is left out, and by structure."""
+"""Exact answers: by one Cholesky factorisation without k, and by structure."""
 
 import textwrap
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import assert_close, hidden, printed_by
+from helpers import assert_close, printed_by, products_only
 from problems import PSD, Process, as_array, as_operator, float_dtype, observations
 from spectral_helpers import normal
 
@@ -33,7 +33,7 @@ def _likelihood(p, x, y, **options):
 
 
 @pytest.mark.x64
-def test_values_and_derivatives_are_those_of_dense_algebra():
+def test_values_and_derivatives_match_dense_algebra():
     x, y = observations(N, (3,))
     p = _process()
 
@@ -52,23 +52,23 @@ def test_values_and_derivatives_are_those_of_dense_algebra():
 
     values, *derivatives = run(p, y)
     assert_close(*values, 1e-12)
-    for found, expected in derivatives:
+    for actual, expected in derivatives:
         scale = max(jnp.abs(e).max() for e in jax.tree.leaves(expected))
-        for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
             assert_close(a, b, 1e-9, 1e-9 * scale)
 
 
 @pytest.mark.x64
-def test_lanes_and_a_lane_of_nan():
+def test_batches_with_a_nan_element():
     x, y = observations(N)
     noises = jnp.array([1e-2, jnp.nan, 1.0, 1e-1])
 
-    def both(noise):
+    def likelihoods(noise):
         p = eqx.tree_at(lambda p: p.noise, _process(), noise)
-        found = _likelihood(p, x, y, throw=False)
-        return found.value, found.result, p.exact_likelihood(x, y)
+        estimate = _likelihood(p, x, y, throw=False)
+        return estimate.value, estimate.result, p.exact_likelihood(x, y)
 
-    values, results, expected = jax.jit(jax.vmap(both))(noises)
+    values, results, expected = jax.jit(jax.vmap(likelihoods))(noises)
     assert jnp.isnan(values[1])
     assert list(results == tx.RESULTS.successful) == [True, False, True, True]
     good = jnp.array([0, 2, 3])
@@ -92,15 +92,15 @@ def test_log_determinants_inverses_and_forms_of_matrices(complex):
     inverse = np.trace(np.linalg.inv(dense)).real
     for shift in (0.1, jnp.full(N, 0.1)):
         assert_close(tx.logdet(jr.key(0), K, shift=shift).value, truth, 1e-12)
-        found = tx.trace_inverse(jr.key(0), K, shift=shift)
-        assert_close(found.value, inverse, 1e-10)
-        assert 0 < found.standard_error < 1e-9 * inverse
-    # Columns are not taken, nor is a custom preconditioner.
+        estimate = tx.trace_inverse(jr.key(0), K, shift=shift)
+        assert_close(estimate.value, inverse, 1e-10)
+        assert 0 < estimate.standard_error < 1e-9 * inverse
+    # An exact answer needs no preconditioner, so it takes no columns.
     columns = tx.logdet(jr.key(0), K, shift=0.1, preconditioner=20)
     assert_close(columns.value, truth, 1e-12)
     assert columns.stats["num_columns"] == 0
 
-    def both(A):
+    def likelihoods(A):
         total = A + 0.1 * jnp.eye(N, dtype=A.dtype)
         u = jnp.linalg.solve(total, y)
         forms = jnp.sum(jnp.real(y.conj() * u))
@@ -110,7 +110,7 @@ def test_log_determinants_inverses_and_forms_of_matrices(complex):
         )
         return likelihood.value, exact - N * np.log(2 * np.pi)
 
-    gradients = jax.jit(jax.jacrev(both))(jnp.asarray(A))
+    gradients = jax.jit(jax.jacrev(likelihoods))(jnp.asarray(A))
     assert_close(*gradients, 1e-8, 1e-8 * np.abs(gradients[1]).max())
 
 
@@ -126,7 +126,7 @@ def test_indefinite_operators_have_traces_of_inverses():
 
 
 @pytest.mark.x64
-def test_sums_and_multiples_are_read():
+def test_entries_of_sums_and_multiples_are_read():
     x, _ = observations(N)
     K = _process().kernel(x)
     diagonal = lx.DiagonalLinearOperator(jnp.linspace(1, 2, N))
@@ -135,26 +135,26 @@ def test_sums_and_multiples_are_read():
     assert_close(
         tx.logdet(jr.key(0), total, shift=0.1).value, jnp.linalg.slogdet(dense)[1]
     )
-    # Products don't give entries away.
+    # We can't read entries from products alone.
     with pytest.raises(TypeError, match="k must be a Python int"):
-        tx.logdet(jr.key(0), hidden(as_operator(dense)))
+        tx.logdet(jr.key(0), products_only(as_operator(dense)))
 
 
 @pytest.mark.x64
-def test_a_given_k_and_many_points_are_estimated(monkeypatch):
+def test_explicit_budgets_and_many_points_are_estimated(monkeypatch):
     x, y = observations(N)
     krylov = tx.KrylovAwareEstimator()
-    given = _likelihood(_process(), x, y, k=12)
-    assert given.stats["num_matvecs"] == 12
+    explicit = _likelihood(_process(), x, y, k=12)
+    assert explicit.stats["num_matvecs"] == 12
     estimated = _likelihood(_process(), x, y, estimator=krylov)
     monkeypatch.setattr(cholesky, "LARGEST", N - 1)
-    above = _likelihood(_process(), x, y)
-    assert above.value == estimated.value
-    assert above.standard_error == estimated.standard_error > 1e-6
+    above_limit = _likelihood(_process(), x, y)
+    assert above_limit.value == estimated.value
+    assert above_limit.standard_error == estimated.standard_error > 1e-6
 
 
-def test_intervals_hold_the_rounding_of_32_bits():
-    rng, held = np.random.default_rng(0), []
+def test_intervals_contain_the_truth_in_32_bits():
+    rng, contained = np.random.default_rng(0), []
 
     @eqx.filter_jit
     def run(p, x, y):
@@ -169,18 +169,20 @@ def test_intervals_hold_the_rounding_of_32_bits():
         x, y, parameters = (a.astype(np.float32) for a in (x, y, parameters))
         with jax.enable_x64(False):
             p = (parameters[:2], parameters[2], parameters[3])
-            found = run(Process(*map(jnp.asarray, p)), jnp.asarray(x), jnp.asarray(y))
-            ends = [estimate.confidence_interval() for estimate in found]
+            estimates = run(
+                Process(*map(jnp.asarray, p)), jnp.asarray(x), jnp.asarray(y)
+            )
+            ends = [estimate.confidence_interval() for estimate in estimates]
         with jax.enable_x64(True):
-            wide = [jnp.asarray(a, float) for a in (x, y, parameters)]
-            q = Process(wide[2][:2], wide[2][2], wide[2][3])
-            logdet, form, _ = q.exact_terms(*wide[:2])
-            inverse = np.trace(np.linalg.inv(q.dense(wide[0])))
-            truths = logdet, form, inverse, q.exact_likelihood(*wide[:2])
+            doubles = [jnp.asarray(a, float) for a in (x, y, parameters)]
+            q = Process(doubles[2][:2], doubles[2][2], doubles[2][3])
+            logdet, form, _ = q.exact_terms(*doubles[:2])
+            inverse = np.trace(np.linalg.inv(q.dense(doubles[0])))
+            truths = logdet, form, inverse, q.exact_likelihood(*doubles[:2])
         for (low, high), truth in zip(ends, truths, strict=True):
-            held.append(float(low) <= float(truth) <= float(high))
-    held = np.reshape(held, (-1, 4))
-    assert np.all(held.mean(axis=0) > 0.9), held.mean(axis=0)
+            contained.append(float(low) <= float(truth) <= float(high))
+    contained = np.reshape(contained, (-1, 4))
+    assert np.all(contained.mean(axis=0) > 0.9), contained.mean(axis=0)
 
 
 @pytest.mark.x64
@@ -189,19 +191,33 @@ def test_failures():
     A = root @ root.T / N
     singular = root[:, : N // 2] @ root[:, : N // 2].T
 
-    def check(expected, door, operator, *y, **options):
-        found = jax.jit(lambda: door(jr.key(0), operator, *y, throw=False, **options))()
-        assert found.result == expected, tx.RESULTS[found.result]
-        assert jnp.isnan(found.value)
+    def check(expected, entry, operator, *y, **options):
+        estimate = jax.jit(
+            lambda: entry(jr.key(0), operator, *y, throw=False, **options)
+        )()
+        assert estimate.result == expected, tx.RESULTS[estimate.result]
+        assert jnp.isnan(estimate.value)
 
-    of_y = tx.gaussian_log_likelihood
-    check(tx.RESULTS.not_semidefinite, of_y, as_operator(-A), y, shift=0.1)
-    check(tx.RESULTS.noise_not_positive, of_y, as_operator(A), y, shift=jnp.zeros(()))
-    check(tx.RESULTS.y_not_finite, of_y, as_operator(A), y.at[3].set(np.nan), shift=0.1)
-    # XLA's maxima leave NaN out: at this size, not at 8.
+    likelihood = tx.gaussian_log_likelihood
+    check(tx.RESULTS.not_semidefinite, likelihood, as_operator(-A), y, shift=0.1)
+    check(
+        tx.RESULTS.noise_not_positive,
+        likelihood,
+        as_operator(A),
+        y,
+        shift=jnp.zeros(()),
+    )
+    check(
+        tx.RESULTS.y_not_finite,
+        likelihood,
+        as_operator(A),
+        y.at[3].set(np.nan),
+        shift=0.1,
+    )
+    # XLA's maxima skip NaN at this size, though not at 8.
     nan = as_operator(np.where(np.eye(N) * np.arange(N) == 2, np.nan, A))
-    check(tx.RESULTS.nonfinite, of_y, nan, y, shift=0.1)
-    check(tx.RESULTS.not_hermitian, of_y, as_operator(root), y, shift=0.1)
+    check(tx.RESULTS.nonfinite, likelihood, nan, y, shift=0.1)
+    check(tx.RESULTS.not_hermitian, likelihood, as_operator(root), y, shift=0.1)
     for psd in (False, True):
         check(tx.RESULTS.outside_domain, tx.logdet, as_operator(singular, psd=psd))
     indefinite = singular - np.eye(N)
@@ -209,17 +225,17 @@ def test_failures():
     check(tx.RESULTS.not_semidefinite, tx.logdet, as_operator(indefinite, psd=True))
     singular = as_operator(singular, psd=True)
     check(tx.RESULTS.outside_domain, tx.trace_inverse, singular)
-    # Next to a noise it is no failure.
-    assert jnp.isfinite(of_y(jr.key(0), singular, y, shift=0.1).value)
+    # With noise, this kernel is no failure.
+    assert jnp.isfinite(likelihood(jr.key(0), singular, y, shift=0.1).value)
 
 
 @pytest.mark.x64
-def test_slopes_have_bars():
+def test_slopes_have_error_bars():
     x, y = observations(N)
     p = _process()
     one = jax.tree.map(jnp.ones_like, p)
 
-    def doors(p):
+    def estimates(p):
         K = p.kernel(x)
         likelihood = _likelihood(p, x, y)
         logdet = tx.logdet(jr.key(0), K, shift=p.noise)
@@ -231,7 +247,7 @@ def test_slopes_have_bars():
 
     _, truths = jax.jvp(exact, (p,), (one,))
     for i, truth in enumerate(truths):
-        _, slope = tx.jvp(lambda p, i=i: doors(p)[i], (p,), (one,))
+        _, slope = tx.jvp(lambda p, i=i: estimates(p)[i], (p,), (one,))
         assert_close(slope.value, truth, 1e-9)
         assert 1e-16 * abs(truth) < slope.standard_error < 1e-8 * abs(truth)
 
@@ -298,26 +314,26 @@ def test_tridiagonal_operators(n, complex):
     operator, dense = _tridiagonal(n, complex)
     like = operator.in_structure()
     tagged = lx.FunctionLinearOperator(operator.mv, like, lx.tridiagonal_tag)
-    for given in (operator, tagged):
+    for tridiagonal in (operator, tagged):
         for shift in (0.0, 0.3, jnp.linspace(0.1, 0.5, n)):
             total = dense + np.diag(np.broadcast_to(shift, n))
             sign, modulus = np.linalg.slogdet(total)
-            found = tx.logdet(jr.key(0), given, shift=shift)
-            assert_close(found.value, modulus, 1e-9, 1e-9)
-            assert_close(found.stats["sign"], sign, 1e-9)
+            actual = tx.logdet(jr.key(0), tridiagonal, shift=shift)
+            assert_close(actual.value, modulus, 1e-9, 1e-9)
+            assert_close(actual.stats["sign"], sign, 1e-9)
             inverse = np.trace(np.linalg.inv(total))
-            found = tx.trace_inverse(jr.key(0), given, shift=shift)
-            assert_close(found.value, inverse, 1e-8)
+            actual = tx.trace_inverse(jr.key(0), tridiagonal, shift=shift)
+            assert_close(actual.value, inverse, 1e-8)
 
     def value(d):
         changed = lx.TridiagonalLinearOperator(d, *lx.tridiagonal(operator)[1:])
-        found = tx.trace_inverse(jr.key(0), changed).value
-        return jnp.real(found)
+        actual = tx.trace_inverse(jr.key(0), changed).value
+        return jnp.real(actual)
 
     if not complex:
         square = np.linalg.inv(dense) @ np.linalg.inv(dense)
-        found = jax.grad(value)(lx.diagonal(operator))
-        assert_close(found, -np.diag(square), 1e-7)
+        actual = jax.grad(value)(lx.diagonal(operator))
+        assert_close(actual, -np.diag(square), 1e-7)
 
 
 @pytest.mark.x64
@@ -328,9 +344,9 @@ def test_definite_and_singular_tridiagonal_operators():
     tagged = lx.TaggedLinearOperator(laplacian, PSD)
     assert_close(tx.logdet(jr.key(0), tagged).value, np.log(n + 1), 1e-11)
     long = lx.TridiagonalLinearOperator(jnp.full(5000, 2.5), *[-jnp.ones(4999)] * 2)
-    found = tx.logdet(jr.key(0), lx.TaggedLinearOperator(long, PSD))
-    assert_close(found.value, 5000 * np.log(2) + np.log(4 / 3), 1e-12)
-    assert "sign" not in found.stats
+    estimate = tx.logdet(jr.key(0), lx.TaggedLinearOperator(long, PSD))
+    assert_close(estimate.value, 5000 * np.log(2) + np.log(4 / 3), 1e-12)
+    assert "sign" not in estimate.stats
     path = lx.TridiagonalLinearOperator(
         (2 * jnp.ones(n)).at[jnp.array([0, -1])].set(1), -ones, -ones
     )
@@ -338,13 +354,13 @@ def test_definite_and_singular_tridiagonal_operators():
         lx.TaggedLinearOperator(path, PSD),  # singular
         lx.TaggedLinearOperator(-1.0 * laplacian, PSD),  # negative definite
     ):
-        found = tx.logdet(jr.key(0), operator, throw=False)
-        assert found.result == tx.RESULTS.outside_domain
-    # Leading determinants of 0 are no failure.
+        estimate = tx.logdet(jr.key(0), operator, throw=False)
+        assert estimate.result == tx.RESULTS.outside_domain
+    # We accept leading minors that are 0.
     swap = lx.TridiagonalLinearOperator(jnp.zeros(2), jnp.ones(1), jnp.ones(1))
-    found = tx.logdet(jr.key(0), swap)
-    assert_close(found.value, 0.0, 0.0, 1e-15)
-    assert found.stats["sign"] == -1
+    estimate = tx.logdet(jr.key(0), swap)
+    assert_close(estimate.value, 0.0, 0.0, 1e-15)
+    assert estimate.stats["sign"] == -1
 
 
 @pytest.mark.x64
@@ -354,14 +370,14 @@ def test_triangular_operators(complex):
     lower = lx.MatrixLinearOperator(jnp.asarray(dense), lx.lower_triangular_tag)
     for operator, a in ((lower, dense), (lower.T, dense.T)):
         sign, modulus = np.linalg.slogdet(a)
-        found = tx.logdet(jr.key(0), operator)
-        assert_close(found.value, modulus, 1e-10, 1e-10)
-        assert_close(found.stats["sign"], sign, 1e-10)
-        found = tx.trace_inverse(jr.key(0), operator)
-        assert_close(found.value, np.trace(np.linalg.inv(a)), 1e-9)
+        estimate = tx.logdet(jr.key(0), operator)
+        assert_close(estimate.value, modulus, 1e-10, 1e-10)
+        assert_close(estimate.stats["sign"], sign, 1e-10)
+        estimate = tx.trace_inverse(jr.key(0), operator)
+        assert_close(estimate.value, np.trace(np.linalg.inv(a)), 1e-9)
     unit = np.tril(dense, -1) + np.eye(12)
     tags = lx.lower_triangular_tag, lx.unit_diagonal_tag
-    function = hidden(lx.MatrixLinearOperator(jnp.asarray(unit), tags))
+    function = products_only(lx.MatrixLinearOperator(jnp.asarray(unit), tags))
     assert tx.logdet(jr.key(0), function).value == 0
     assert tx.trace_inverse(jr.key(0), function).value == 12
 
@@ -381,13 +397,13 @@ def test_shifts_of_every_leaf():
         shift = {"bias": bias, "weights": jnp.asarray(2.0)}
         added = np.concatenate([np.broadcast_to(bias, 3), np.full(8, 2.0)])
         total = np.asarray(A) + np.diag(added)
-        found = tx.logdet(jr.key(0), operator, 11, shift=shift)
-        assert_close(found.value, np.linalg.slogdet(total)[1], 1e-10)
-        found = tx.trace_inverse(jr.key(0), operator, 11, shift=shift)
-        assert_close(found.value, np.trace(np.linalg.inv(total)), 1e-9)
+        estimate = tx.logdet(jr.key(0), operator, 11, shift=shift)
+        assert_close(estimate.value, np.linalg.slogdet(total)[1], 1e-10)
+        estimate = tx.trace_inverse(jr.key(0), operator, 11, shift=shift)
+        assert_close(estimate.value, np.trace(np.linalg.inv(total)), 1e-9)
         y = jnp.ones(11)
-        found = tx.inv_quad_logdet(jr.key(0), operator, y, 11, shift=shift)
-        assert_close(found.inv_quad.value, y @ np.linalg.solve(total, y), 1e-9)
+        estimate = tx.inv_quad_logdet(jr.key(0), operator, y, 11, shift=shift)
+        assert_close(estimate.inv_quad.value, y @ np.linalg.solve(total, y), 1e-9)
 
     @jax.jit
     @jax.grad
@@ -407,7 +423,7 @@ def test_shifts_of_every_leaf():
 
 
 def test_hard_problems_in_32_bits():
-    # The errors of a factor are coherent: a form without refinement is off by 15 here.
+    # Errors in the factor are coherent: without refinement, the form is off by 15 here.
     x = np.random.default_rng(2).uniform(size=(600, 1)).astype(np.float32)
     K = np.exp(-((x - x.T).astype(float) ** 2) / 2).astype(np.float32)
     y, noise = np.sin(5 * x[:, 0]).astype(np.float32), np.float32(1e-3)
@@ -415,15 +431,15 @@ def test_hard_problems_in_32_bits():
     truths = np.linalg.slogdet(A)[1], y @ np.linalg.solve(A, y.astype(float))
     with jax.enable_x64(False):
         operator = lx.MatrixLinearOperator(jnp.asarray(K), PSD)
-        found = tx.inv_quad_logdet(jr.key(0), operator, jnp.asarray(y), shift=noise)
-        ends = [e.confidence_interval() for e in (found.logdet, found.inv_quad)]
+        terms = tx.inv_quad_logdet(jr.key(0), operator, jnp.asarray(y), shift=noise)
+        ends = [e.confidence_interval() for e in (terms.logdet, terms.inv_quad)]
     for (low, high), truth in zip(ends, truths, strict=True):
         assert float(low) <= float(truth) <= float(high)
         assert float(high) - float(low) < 2
 
 
 class Opaque(lx.AbstractLinearOperator):
-    """Entries beside a Python function, which no program can keep."""
+    """Entries, and a Python function that no compiled program can keep."""
 
     fn: Callable
     matrix: jax.Array
@@ -451,27 +467,27 @@ tx.diagonal_entries.register(Opaque, lambda operator: jnp.diag(operator.matrix))
 
 
 @pytest.mark.x64
-def test_classes_that_hold_functions_are_read():
+def test_entries_of_classes_with_functions_are_read():
     root = normal((N, N))
     operator = Opaque(lambda x: 2 * x, jnp.asarray(root @ root.T / N))
     dense = np.asarray(operator.matrix) + 0.1 * np.eye(N)
     truth, y = np.linalg.slogdet(dense)[1], jnp.ones(N)
     for run in (lambda f: f(), lambda f: jax.jit(f)()):
-        found = run(lambda: tx.logdet(jr.key(0), operator, shift=0.1).value)
-        assert_close(found, truth, 1e-11)
-    found = tx.trace_inverse(jr.key(0), operator, shift=0.1).value
-    assert_close(found, np.trace(np.linalg.inv(dense)), 1e-9)
-    found = tx.inv_quad_logdet(jr.key(0), operator, y, shift=0.1)
-    assert_close(found.inv_quad.value, y @ np.linalg.solve(dense, y), 1e-9)
-    assert found.logdet.stats["num_matvecs"] == 0
+        actual = run(lambda: tx.logdet(jr.key(0), operator, shift=0.1).value)
+        assert_close(actual, truth, 1e-11)
+    actual = tx.trace_inverse(jr.key(0), operator, shift=0.1).value
+    assert_close(actual, np.trace(np.linalg.inv(dense)), 1e-9)
+    actual = tx.inv_quad_logdet(jr.key(0), operator, y, shift=0.1)
+    assert_close(actual.inv_quad.value, y @ np.linalg.solve(dense, y), 1e-9)
+    assert actual.logdet.stats["num_matvecs"] == 0
 
 
 @pytest.mark.x64
 def test_inverses_with_a_negative_shift():
     root = normal((N, N))
     A = root @ root.T / N
-    found = tx.trace_inverse(jr.key(0), as_operator(A, psd=True), shift=-0.5)
-    assert_close(found.value, np.trace(np.linalg.inv(A - 0.5 * np.eye(N))), 1e-8)
+    estimate = tx.trace_inverse(jr.key(0), as_operator(A, psd=True), shift=-0.5)
+    assert_close(estimate.value, np.trace(np.linalg.inv(A - 0.5 * np.eye(N))), 1e-8)
 
 
 def test_tridiagonal_operators_of_any_scale():
@@ -484,13 +500,16 @@ def test_tridiagonal_operators_of_any_scale():
             operator = lx.TridiagonalLinearOperator(
                 *(jnp.asarray(b, jnp.float32) for b in bands)
             )
-            found = tx.logdet(jr.key(0), operator)
-            assert abs(found.value - logdet - n * np.log(s)) < 4 * found.standard_error
-            found = tx.trace_inverse(jr.key(0), operator)
-            assert abs(found.value * s - inverse) < 4 * s * found.standard_error
-            assert found.standard_error < 1e-4 * found.value
+            estimate = tx.logdet(jr.key(0), operator)
+            assert (
+                abs(estimate.value - logdet - n * np.log(s))
+                < 4 * estimate.standard_error
+            )
+            estimate = tx.trace_inverse(jr.key(0), operator)
+            assert abs(estimate.value * s - inverse) < 4 * s * estimate.standard_error
+            assert estimate.standard_error < 1e-4 * estimate.value
         skew = lx.TridiagonalLinearOperator(3 * jnp.ones(n), *[jnp.ones(n - 1)] * 2)
         skew = eqx.tree_at(lambda x: x.lower_diagonal, skew, -jnp.ones(n - 1))
         tagged = lx.TaggedLinearOperator(skew, PSD)
-        found = tx.logdet(jr.key(0), tagged, throw=False)
-        assert found.result == tx.RESULTS.not_hermitian
+        estimate = tx.logdet(jr.key(0), tagged, throw=False)
+        assert estimate.result == tx.RESULTS.not_hermitian

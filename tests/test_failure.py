@@ -1,4 +1,4 @@
-"""What goes wrong at run time: which result, which message, and in which lane."""
+"""Failures at run time: the result, the message and the batch element."""
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +65,15 @@ FAULTS = {
 }
 
 
-# One result for all faults: each with one estimator, and each estimator with one fault.
+# All faults give one result, so we try each fault with one estimator, and each
+# estimator with one fault.
 @pytest.mark.x64
 @pytest.mark.parametrize(
     ("estimator", "fault"),
     [("xtrace", fault) for fault in FAULTS]
     + [(e, "NaN parameters") for e in FAMILIES if e != "xtrace"],
 )
-def test_what_is_not_finite_is_reported(estimator, fault):
+def test_nonfinite_values_are_reported(estimator, fault):
     operator, est = FAULTS[fault](), ESTIMATORS[estimator]
     for k in (5, N) if fault == "NaN parameters" else (5,):
         estimate = tx.trace(jr.key(0), operator, k, est, throw=False)
@@ -86,14 +87,14 @@ def test_what_is_not_finite_is_reported(estimator, fault):
 
 
 @pytest.mark.x64
-def test_a_part_that_is_not_finite():
+def test_nonfinite_parts_of_a_sum():
     diagonal = lx.DiagonalLinearOperator(jnp.ones(N, float_dtype()))
     operator = 2.0 * FAULTS["division by zero"]() + diagonal
     estimate = tx.trace(jr.key(0), operator, 6, throw=False)
     assert estimate.result == tx.RESULTS.nonfinite
 
 
-def test_an_exact_part_that_is_not_finite():
+def test_nonfinite_exact_parts():
     huge = jnp.full(3, LARGEST[float_dtype().__name__], float_dtype())
     for diagonal in (huge.at[1].set(jnp.nan), huge.at[1].set(jnp.inf), huge):
         exact = lx.DiagonalLinearOperator(diagonal)
@@ -119,10 +120,10 @@ def test_derivatives_raise_the_same_message():
 
 @pytest.mark.x64
 @pytest.mark.parametrize("estimator", FAMILIES)
-def test_lanes_fail_alone(estimator):
+def test_batch_elements_fail_independently(estimator):
     good = as_operator(matrix("flat", N)).matrix
     huge = LARGEST[float_dtype().__name__]
-    lanes = jnp.stack([good, good.at[0, 0].set(jnp.nan), good * (huge / 8), 2 * good])
+    batch = jnp.stack([good, good.at[0, 0].set(jnp.nan), good * (huge / 8), 2 * good])
 
     @jax.jit
     @jax.vmap
@@ -130,20 +131,20 @@ def test_lanes_fail_alone(estimator):
         operator = lx.MatrixLinearOperator(a, PSD)
         return tx.trace(jr.key(0), operator, 6, ESTIMATORS[estimator], throw=False)
 
-    estimates = run(lanes)
+    estimates = run(batch)
     R = tx.RESULTS
     expected = [R.successful, R.nonfinite, R.nonfinite, R.successful]
     for i, result in enumerate(expected):
-        one = jax.tree.map(lambda x, i=i: x[i], estimates.result)
-        assert one == result
-    alone = run(lanes[:1])
+        element = jax.tree.map(lambda x, i=i: x[i], estimates.result)
+        assert element == result
+    alone = run(batch[:1])
     np.testing.assert_allclose(estimates.value[0], alone.value[0], rtol=1e-5)
     np.testing.assert_allclose(estimates.value[3], 2 * estimates.value[0], rtol=1e-5)
     assert np.all(np.isfinite(np.asarray(estimates.standard_error)[[0, 3]]))
 
 
 @pytest.mark.x64
-def test_a_solver_that_raises_keeps_its_own_message():
+def test_solver_errors_keep_their_message():
     operator = as_operator(matrix("exp", N) + 1e-3 * np.eye(N), psd=True)
     solve = lx.CG(rtol=1e-12, atol=1e-12, max_steps=1)
     inverse = lx.FunctionLinearOperator(
@@ -178,7 +179,7 @@ def test_no_false_alarms(estimator, complex):
         assert error.get() is None
 
 
-def test_an_interval_of_a_level_next_to_one():
+def test_intervals_for_levels_close_to_one():
     operator = as_operator(matrix("flat", 9), psd=True)
     with jax.debug_nans(True):
         low, high = tx.trace(jr.key(0), operator, 5).confidence_interval(1 - 1e-9)
@@ -187,7 +188,7 @@ def test_an_interval_of_a_level_next_to_one():
 
 
 @pytest.mark.x64
-def test_unknown_errors_are_nan_to_readers_alone():
+def test_unknown_errors_pass_nan_debugging():
     a, d = matrix("flat", 9), lx.DiagonalLinearOperator(jnp.arange(1.0, 10))
     key, operator = jr.key(0), as_operator(a @ a.T, psd=True)
     with jax.debug_nans(True):

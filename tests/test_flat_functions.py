@@ -1,4 +1,4 @@
-"""Error bars of functions that are flat on the Ritz values, and not beyond them."""
+"""Error bars for functions that are flat on the Ritz values but not beyond them."""
 
 import functools as ft
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.x64
 
 
 def path(n):
-    """The Laplacian of a path of n nodes."""
+    """Laplacian of a path with n nodes."""
     steps = np.diff(np.eye(n), axis=0)
     return steps.T @ steps
 
@@ -46,7 +46,8 @@ def heat(s, t):
     return jnp.exp(-s * t)
 
 
-# Matrix, function and its parameter. 1 - 1 / (1 + s t) are degrees of freedom.
+# Each case has a matrix, a function and its parameter s. The sum of 1 - 1 / (1 + s t)
+# counts degrees of freedom.
 CASES = {
     "smoothing": (smoother(N), reciprocal, 1e5),
     "strong smoothing": (smoother(N), reciprocal, 1e7),
@@ -59,16 +60,16 @@ CASES = {
 
 @ft.partial(jax.jit, static_argnums=(0, 1, 4))
 def _run(estimator, function, a, s, tag=lx.symmetric_tag):
-    def one(key):
+    def run_once(key):
         operator = lx.MatrixLinearOperator(a, tag)
         fn = ft.partial(function, s)
         e = tx.trace_function(key, fn, operator, K, SPECTRAL[estimator], throw=False)
         return e.value, e.standard_error, e.confidence_interval()
 
-    return jax.lax.map(one, jr.split(jr.key(0), KEYS))
+    return jax.lax.map(run_once, jr.split(jr.key(0), KEYS))
 
 
-def _covered(interval, truth):
+def _coverage(interval, truth):
     low, high = interval
     return np.mean((low <= truth) & (truth <= high))
 
@@ -82,40 +83,41 @@ def _truth(name):
     ("estimator", "name"),
     [("krylov-aware", name) for name in CASES] + [("quadrature", "heat")],
 )
-def test_intervals_hold_what_lies_beyond_the_ritz_values(estimator, name):
+def test_intervals_cover_values_beyond_the_ritz_values(estimator, name):
     a, function, s = CASES[name]
     _, _, interval = _run(estimator, function, as_array(a), as_array(s))
-    assert _covered(interval, _truth(name)) >= 0.93
+    assert _coverage(interval, _truth(name)) >= 0.93
 
 
 def test_an_isolated_eigenvalue_lengthens_no_bar():
-    # Extended to its end, the space would have a block of eigenvalues there.
+    # We must not extend the space to its end, which would add a block of eigenvalues
+    # there.
     a = isolated(N)
     values, errors, _ = _run("krylov-aware", heat, as_array(a), as_array(-4.0))
     rms = np.sqrt(np.mean((values - np.sum(np.exp(4 * np.linalg.eigvalsh(a)))) ** 2))
     assert np.sqrt(np.mean(errors**2)) < 1.5 * rms
 
 
-def test_a_small_known_shift_is_no_evidence_of_the_smallest_eigenvalue():
+def test_a_small_shift_is_no_evidence_for_the_smallest_eigenvalue():
     a = smoother(N)
     values = np.maximum(np.linalg.eigvalsh(a), 0)
     operator = lx.MatrixLinearOperator(as_array(a), lx.positive_semidefinite_tag)
-    right = np.ones(N) / N**0.5
+    rhs = np.ones(N) / N**0.5
 
     @jax.jit
     def run(shift):
-        def one(key):
+        def run_once(key):
             trace = tx.trace_inverse(key, operator, K, shift=shift, throw=False)
-            root = tx.inv_quad_logdet(
-                key, operator, as_array(right), K, shift=shift, throw=False
+            terms = tx.inv_quad_logdet(
+                key, operator, as_array(rhs), K, shift=shift, throw=False
             )
-            estimates = trace, root.inv_quad
+            estimates = trace, terms.inv_quad
             return [x.confidence_interval() for x in estimates]
 
-        return jax.lax.map(one, jr.split(jr.key(0), KEYS))
+        return jax.lax.map(run_once, jr.split(jr.key(0), KEYS))
 
     for small in (1e-6, 1e-4):
-        of_trace, of_form = run(as_array(small))
-        assert _covered(of_trace, np.sum(1 / (values + small))) >= 0.93, small
-        # A constant is in the null space.
-        assert _covered(of_form, 1 / small) >= 0.93, small
+        trace_intervals, form_intervals = run(as_array(small))
+        assert _coverage(trace_intervals, np.sum(1 / (values + small))) >= 0.93, small
+        # Constants lie in the null space.
+        assert _coverage(form_intervals, 1 / small) >= 0.93, small

@@ -1,6 +1,7 @@
-"""Functions that are made, or read something else, between two calls: numbers of now.
+"""Functions that change between two calls give current numbers.
 
-A program that is kept for later calls must not keep what a Python function read.
+A compiled program that we keep for later calls must not keep values that a Python
+function read.
 """
 
 import functools
@@ -21,14 +22,14 @@ from problems import PSD, float_dtype
 
 import traceax as tx
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = pytest.mark.x64
 N = 6
 SIGNS = tx.HutchinsonEstimator()  # exact for diagonal operators
 
 
 class Holding(lx.AbstractLinearOperator):
-    """An operator of one's own, whose `mv` reads what it holds."""
+    """A custom operator whose `mv` reads its field."""
 
     held: object
 
@@ -73,12 +74,12 @@ def _trace(operator, estimator=SIGNS, k=4):
 
 
 #
-# What is set from outside
+# Values set from outside
 #
 
 
 class Scale:
-    """Equal to any other of its name."""
+    """Equal to every other instance with the same name."""
 
     name, scale = "scale", 1.0
 
@@ -95,20 +96,20 @@ class Scale:
 MODULE = types.ModuleType("settings_of_a_test")
 
 
-def _of_module(v):
+def _times_module_value(v):
     import settings_of_a_test  # noqa: PLC0415  # pyright: ignore
 
     return v * settings_of_a_test.scale
 
 
-def _of_default(v, held=[1.0]):  # noqa: B006
-    return held[0] * v
+def _times_default(v, values=[1.0]):  # noqa: B006
+    return values[0] * v
 
 
 def _reads(file=""):
-    """How a number is set, and a function, the same one each time, that reads it."""
+    """Pairs: a setter for a number, and a fixed function that reads the number."""
     table, numbers, array, scale = {}, [1.0], np.ones(N, float_dtype()), Scale()
-    (default,) = _of_default.__defaults__  # pyright: ignore
+    (default,) = _times_default.__defaults__  # pyright: ignore
     rule = jax.custom_jvp(lambda x: x)
     rule.defjvp(lambda x, t: (x[0], numbers[-1] * t[0]))
 
@@ -127,8 +128,8 @@ def _reads(file=""):
         "rule": (numbers.append, lambda v: jax.jvp(rule, (v,), (v,))[1]),
         "NumPy array": (array.fill, lambda v: array * v),
         "file": (save, lambda v: np.load(file) * v),
-        "module": (setter(MODULE), _of_module),
-        "default": (functools.partial(default.__setitem__, 0), _of_default),
+        "module": (setter(MODULE), _times_module_value),
+        "default": (functools.partial(default.__setitem__, 0), _times_default),
         "bound method": (setter(scale), scale.product),
         "partial": (setter(scale), functools.partial(Scale.product, scale)),
         "class": (setter(Scale), Scale().product),
@@ -151,14 +152,14 @@ def reads(tmp_path, monkeypatch):
         *(("partial", "jacobian"), ("NumPy array", "mean")),
     ],
 )
-def test_what_a_function_reads_is_read_anew(name, maker, reads):
+def test_functions_read_current_values(name, maker, reads):
     assign, fn = reads[name]
     for c in (2.0, 3.0):
         assign(c)
         assert_close(_trace(MAKERS[maker](fn)), N * c)
 
 
-def test_kept_operators_are_read_anew(reads):
+def test_kept_operators_read_current_values(reads):
     assign, fn = reads["module"]
     operator = _function(fn)
     for c in (2.0, 3.0):
@@ -166,7 +167,7 @@ def test_kept_operators_are_read_anew(reads):
         assert_close(_trace(operator), N * c)
 
 
-def test_objects_that_are_not_callable_are_read_anew():
+def test_objects_without_call_read_current_values():
     first, second = Scale(), Scale()
     for c in (2.0, 3.0):
         first.scale, second.scale = c, -c
@@ -175,7 +176,7 @@ def test_objects_that_are_not_callable_are_read_anew():
 
 
 #
-# What changes by itself
+# Values that change at every call
 #
 
 COUNT = [0]
@@ -194,7 +195,7 @@ def _count(v):
         *((name, lambda v: random.random() * v) for name in ("mean", "jacobian")),
     ],
 )
-def test_what_changes_by_itself_is_not_kept(maker, draw):
+def test_changing_values_are_not_kept(maker, draw):
     first, second = (_trace(MAKERS[maker](draw)) for _ in range(2))
     assert first != second
 
@@ -205,8 +206,9 @@ def test_what_changes_by_itself_is_not_kept(maker, draw):
         *(("converted", np.asarray, False), ("unconverted", jnp.asarray, True)),
     ],
 )
-def test_one_entry_of_many(maker, as_array, simplified):
-    # Constants of a program, which some versions of JAX abbreviate or compare.
+def test_constants_that_differ_in_one_entry(maker, as_array, simplified):
+    # The array becomes a constant in the program. Some JAX versions abbreviate
+    # constants, and some compare them.
     name = "jax_use_simplified_jaxpr_constants"
     before = getattr(jax.config, name)
     jax.config.update(name, simplified)
@@ -214,8 +216,8 @@ def test_one_entry_of_many(maker, as_array, simplified):
         for c in (1.0, 5.0):
             diagonal = np.ones(3000, float_dtype())
             diagonal[1234] = c
-            held = as_array(diagonal)
-            operator = MAKERS[maker](lambda v, d=held: d * v, 3000)
+            array = as_array(diagonal)
+            operator = MAKERS[maker](lambda v, d=array: d * v, 3000)
             assert_close(_trace(operator, k=1), 2999 + c, rtol=1e-6)
     finally:
         jax.config.update(name, before)
@@ -246,16 +248,16 @@ def test_traced_values(holder, maker):
         return _trace(MAKERS[maker](HOLDERS[holder](w)))
 
     @jax.jit
-    def transformed(w, lanes):
-        total, _ = jax.lax.scan(lambda t, w: (t + value(w), None), 0 * w, lanes)
-        return jax.value_and_grad(value)(w), jax.vmap(value)(lanes), total
+    def transformed(w, batch):
+        total, _ = jax.lax.scan(lambda t, w: (t + value(w), None), 0 * w, batch)
+        return jax.value_and_grad(value)(w), jax.vmap(value)(batch), total
 
-    lanes = np.asarray([2.0, 3.0])
+    batch = np.asarray([2.0, 3.0])
     assert_close(value(jnp.asarray(2.0)), 2 * N)
     assert_close(jax.grad(value)(jnp.asarray(2.0)), N)
-    pair, of_lanes, total = transformed(4.0, lanes)
+    pair, batch_values, total = transformed(4.0, batch)
     assert_close(pair, (4 * N, N))
-    assert_close(of_lanes, N * lanes)
+    assert_close(batch_values, N * batch)
     assert_close(total, 5 * N)
 
 

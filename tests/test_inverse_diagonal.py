@@ -1,4 +1,4 @@
-"""Diagonals of inverses, of which two terms of a series are exact and the rest is estimated."""
+"""Diagonals of inverses: two series terms are exact, and the remainder is estimated."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import scipy.sparse
 from helpers import (
     as_bcoo,
     assert_close,
-    hidden,
+    products_only,
     z_score,
 )
 from problems import PSD
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.x64
 
 
 def grid(m):
-    """The Laplacian of an m x m grid of closed ends, and 0.1."""
+    """The Laplacian of an m x m grid with closed ends, plus 0.1."""
     path = scipy.sparse.diags_array([-1.0, -1.0], offsets=[-1, 1], shape=(m, m))
     near = scipy.sparse.kronsum(path, path)
     return (scipy.sparse.diags_array(0.1 - near.sum(axis=0)) + near).tocoo()
 
 
 def precision(n, condition=100):
-    """A random sparse precision matrix, of some 9 entries in a row."""
+    """A random sparse precision matrix with about 9 entries per row."""
     rng = np.random.default_rng(0)
     places = rng.integers(n, size=(4 * n, 2))
     half = scipy.sparse.coo_array((rng.normal(size=4 * n), places.T), shape=(n, n))
@@ -46,7 +46,7 @@ def kernel(n):
     return scipy.sparse.coo_array(np.exp(-50 * distances) + np.eye(n))
 
 
-# By k: the largest ratio of errors to those of the whole inverse.
+# For each k we bound the error, relative to the error without the series.
 CASES = {
     "grid": (grid(30), {10: 0.92, 100: 0.5}),
     "precision": (precision(900), {10: 0.72, 40: 0.5}),
@@ -66,30 +66,30 @@ def test_errors_and_intervals(name):
 
         @jax.jit
         def run(keys, whole, k=k):
-            # By a factorisation in place of solves that iterate.
+            # A stored inverse replaces iterative solves.
             inverse = lx.MatrixLinearOperator(whole, PSD)
-            after = tx.InverseLinearOperator(A, _Stored(whole))
+            expanded = tx.InverseLinearOperator(A, _Stored(whole))
 
-            def one(key):
-                def both(operator):
+            def run_once(key):
+                def compare(operator):
                     d = tx.diagonal(key, operator, k, throw=False)
                     low, high = d.confidence_interval()
-                    inside = jnp.mean((low <= truth) & (truth <= high))
-                    return d.value, inside
+                    coverage = jnp.mean((low <= truth) & (truth <= high))
+                    return d.value, coverage
 
-                return both(after), both(hidden(inverse))
+                return compare(expanded), compare(products_only(inverse))
 
-            return jax.lax.map(one, keys, batch_size=10)
+            return jax.lax.map(run_once, keys, batch_size=10)
 
         keys = jr.split(jr.key(0), 20)
-        found, before = jax.tree.map(np.asarray, run(keys, jnp.asarray(exact)))
-        off = [np.sqrt(np.mean((x[0] - truth) ** 2)) for x in (found, before)]
-        assert off[0] < ratio * off[1]
-        assert 0.93 < np.mean(found[1]) < 0.99
+        series, plain = jax.tree.map(np.asarray, run(keys, jnp.asarray(exact)))
+        deviation = [np.sqrt(np.mean((x[0] - truth) ** 2)) for x in (series, plain)]
+        assert deviation[0] < ratio * deviation[1]
+        assert 0.93 < np.mean(series[1]) < 0.99
 
 
 class _Stored(lx.AbstractLinearSolver):
-    """A solver that knows the inverse."""
+    """A solver that multiplies by a stored inverse."""
 
     inverse: jax.Array
 
@@ -113,7 +113,7 @@ N = 24
 
 
 def _complex(t):
-    """Hermitian, over a PyTree, definite by a tag on the inverse."""
+    """A Hermitian inverse over a PyTree, tagged semidefinite."""
     rng = np.random.default_rng(1)
     x = rng.normal(size=(N, N)) + 1j * rng.normal(size=(N, N))
     a = jnp.asarray(x @ x.conj().T / N + np.eye(N))
@@ -127,7 +127,7 @@ def _complex(t):
 
 
 def _few_zeros(t):
-    """Nonsymmetric, with entries of the diagonal that are zero, and one nearly so."""
+    """A nonsymmetric matrix with zeros on the diagonal, and one entry close to zero."""
     rng = np.random.default_rng(2)
     d = np.where(np.arange(N) % 6 == 0, 0.0, 4.0)
     d[1] = 1e-9
@@ -156,8 +156,8 @@ def test_unbiased_with_derivatives(kind):
 
     @jax.jit
     def run(keys):
-        def one(key):
-            def of(t):
+        def run_once(key):
+            def value_at(t):
                 inverse, _ = KINDS[kind](t)
                 identity = lx.IdentityLinearOperator(inverse.in_structure())
                 operator = -2.0 * inverse + identity
@@ -165,20 +165,22 @@ def test_unbiased_with_derivatives(kind):
                 return jnp.concatenate(jax.tree.leaves(value))
 
             tags = PSD if kind == "complex" else ()
-            whole = lx.MatrixLinearOperator(KINDS[kind](0.1)[1], tags)
-            before = 1 - 2 * tx.diagonal(key, whole, 10, throw=False).value
-            return jax.jvp(of, (0.1,), (1.0,)), before
+            stored = lx.MatrixLinearOperator(KINDS[kind](0.1)[1], tags)
+            plain = 1 - 2 * tx.diagonal(key, stored, 10, throw=False).value
+            return jax.jvp(value_at, (0.1,), (1.0,)), plain
 
-        return jax.vmap(one)(keys), jax.jvp(exact, (0.1,), (1.0,))
+        return jax.vmap(run_once)(keys), jax.jvp(exact, (0.1,), (1.0,))
 
-    (found, before), truths = jax.tree.map(np.asarray, run(jr.split(jr.key(0), 2000)))
-    for samples, truth in zip(found, truths, strict=True):
+    (series, plain), truths = jax.tree.map(np.asarray, run(jr.split(jr.key(0), 2000)))
+    for samples, truth in zip(series, truths, strict=True):
         assert samples.dtype == truth.dtype
         assert z_score(samples, truth[None]) < 4
-    assert z_score(1.02 * found[0], truths[0][None]) > 4 or kind != "complex"
-    # An entry that is too small to divide by makes nothing worse.
-    off = [np.sqrt(np.mean(abs(x - truths[0][None]) ** 2)) for x in (found[0], before)]
-    assert off[0] < 1.1 * off[1]
+    assert z_score(1.02 * series[0], truths[0][None]) > 4 or kind != "complex"
+    # We don't divide by tiny entries, so they make nothing worse.
+    deviation = [
+        np.sqrt(np.mean(abs(x - truths[0][None]) ** 2)) for x in (series[0], plain)
+    ]
+    assert deviation[0] < 1.1 * deviation[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,13 +189,13 @@ def test_remainder(kind):
     expansion = expand_inverse(operator)
     assert expansion is not None
     remainder = expansion.remainder
-    left = remainder.as_matrix()
-    assert_close(expansion.diagonal + jnp.diag(left), jnp.diag(inverse))
+    remaining = remainder.as_matrix()
+    assert_close(expansion.diagonal + jnp.diag(remaining), jnp.diag(inverse))
     unit = jnp.eye(N)[3].astype(inverse.dtype)
-    assert_close(remainder.terms(unit) + left[:, 3], inverse[:, 3], atol=1e-9)
+    assert_close(remainder.terms(unit) + remaining[:, 3], inverse[:, 3], atol=1e-9)
     assert lx.is_positive_semidefinite(remainder) == (kind == "complex")
-    if kind == "complex":  # about the inverse at most, as a form
-        assert np.linalg.eigvalsh(inverse - left).min() > -0.05
+    if kind == "complex":  # at most about the inverse, as a quadratic form
+        assert np.linalg.eigvalsh(inverse - remaining).min() > -0.05
 
 
 def test_tolerances_and_exact_answers():
@@ -212,7 +214,7 @@ def test_tolerances_and_exact_answers():
         assert (met.stats["num_matvecs"] < 64) == (rtol == 0.3)
         size = np.sqrt(np.mean(truth**2))
         assert np.sqrt(np.mean((met.value - truth) ** 2)) < rtol * size
-        # With the bar of what the solver leaves.
+        # The error bar includes the solver's error.
         for estimate in (exact, met) if rtol < 0.1 else (exact,):
             assert np.all(abs(estimate.value - truth) <= 2 * estimate.standard_error)
             assert np.all(estimate.standard_error < 1e-3)

@@ -1,4 +1,4 @@
-"""What is special to inverses: solvers, what they leave, and what is said of it."""
+"""Inverse operators: solvers, their errors, and error bars that include these."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ from spectral_helpers import (
 
 import traceax as tx
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = pytest.mark.x64
 
 N = 12
@@ -56,12 +56,12 @@ def test_values_and_derivatives_of_traces():
     solvers = lx.CG(rtol=rtol, atol=rtol), lx.AutoLinearSolver(well_posed=True)
 
     @jax.jit
-    def found(t):
+    def values_and_slopes(t):
         return [jax.value_and_grad(value)(t, key, N, solver) for solver in solvers]
 
     loose = 1e-9 if is_x64() else 1e-3
     truth, slope = jax.value_and_grad(exact)(t)
-    for pair in found(t):
+    for pair in values_and_slopes(t):
         assert_close(pair[0], truth, rtol=loose)
         assert_close(pair[1], slope, rtol=loose)
 
@@ -96,14 +96,14 @@ def test_wrong_solvers():
 
 
 def test_functions_of_an_inverse():
-    # tr log A^-1 = -log det A, by solves.
+    # We expect tr log A^-1 = -log det A.
     a = hermitian("flat", N)
     inverse = tx.InverseLinearOperator(as_operator(a, psd=True), lx.LU())
     estimate = tx.logdet(jr.key(0), inverse, N)
     assert_close(estimate.value, -np.linalg.slogdet(a)[1], rtol=1e4 * eps())
 
 
-def test_bars_of_exact_answers_hold_what_the_solver_leaves():
+def test_error_bars_of_exact_answers_include_solver_errors():
     n, key = 40, jr.key(0)
     u = np.linalg.qr(normal((n, n)))[0]
 
@@ -112,13 +112,13 @@ def test_bars_of_exact_answers_hold_what_the_solver_leaves():
         operator = lx.MatrixLinearOperator(a, PSD)
         solver = lx.CG(tolerance, tolerance, max_steps=10_000)
         inverse = tx.InverseLinearOperator(operator, solver)
-        found = [
+        answers = [
             tx.trace(key, inverse, n),
             tx.trace(key, 2.0 * inverse + operator, n),
             tx.diagonal(key, inverse, n),
             tx.frobenius_norm_squared(key, inverse, n),
         ]
-        return [(estimate.value, estimate.standard_error) for estimate in found]
+        return [(estimate.value, estimate.standard_error) for estimate in answers]
 
     for condition in (10, 1e4):
         for tolerance in (1e-2, 1e-6, 1e-10):
@@ -127,14 +127,15 @@ def test_bars_of_exact_answers_hold_what_the_solver_leaves():
             a = np.asarray(as_array((u * values) @ u.T), float)
             a = (a + a.T) / 2
             exact = np.linalg.inv(a)
-            *found, norm = estimates(as_array(a), as_array(tolerance**power))
+            *answers, norm = estimates(as_array(a), as_array(tolerance**power))
             truths = np.trace(exact), np.trace(2 * exact + a), np.diag(exact)
-            for (value, bar), truth in zip(found, truths, strict=True):
+            for (value, bar), truth in zip(answers, truths, strict=True):
                 error = np.abs(value - truth)
                 assert np.all(error <= 2 * bar)
                 floor = 1e3 * eps() * np.abs(truth)
                 assert np.all(bar <= 1e3 * np.max(error) + floor)
-            # By the errors of whole columns, of first order in the residual.
+            # We bound the norm's error by whole columns, to first order in the
+            # residual.
             assert abs(norm[0] - np.sum(exact**2)) <= norm[1]
 
 
@@ -146,7 +147,7 @@ def test_norms_of_thin_products_and_sums_with_an_inverse():
     estimate = tx.frobenius_norm_squared(jr.key(0), inverse @ B + B, 3)
     truth = np.linalg.norm(np.linalg.inv(a) @ thin + thin) ** 2
     assert_close(estimate.value, truth, rtol=1e-7)
-    # Of solves inside of products nothing is known.
+    # We can't bound errors of solves inside products.
     assert np.isnan(estimate.standard_error)
 
 
@@ -154,14 +155,14 @@ COARSE = lx.CG(0.1, 0.1)
 
 
 def three_unknowns():
-    # CG to 0.1 leaves 1e-4 to 1e-2 of the trace.
+    # CG with tolerance 0.1 makes errors of 1e-4 to 1e-2, relative to the trace.
     a = jnp.diag(jnp.array([1.0, 10.0, 100.0])) + 1
     A = lx.MatrixLinearOperator(a, PSD)
     return a, tx.InverseLinearOperator(A, COARSE)
 
 
 class Influence(lx.AbstractLinearOperator):
-    """A function after an inverse, in a class of a user's own."""
+    """A function after an inverse, in a custom class."""
 
     fn: Callable
     inverse: tx.InverseLinearOperator
@@ -186,7 +187,7 @@ for check in CHECKS.values():
     check.register(Influence, lambda _: False)
 
 
-def test_solvers_behind_functions_are_seen():
+def test_solver_errors_behind_functions():
     a, inverse = three_unknowns()
     x, exact = jnp.zeros(3), np.linalg.inv(np.asarray(a, float))
     double = tx.as_operator(lambda v: 2 * v, x)
@@ -215,11 +216,11 @@ def test_solvers_behind_functions_are_seen():
 
     @jax.jit
     def traces():
-        found = [
+        estimates = [
             tx.trace(jr.key(0), operator, 3, throw=False)
             for operator, _ in measured + unknown
         ]
-        return [(x.value, x.standard_error) for x in found]
+        return [(x.value, x.standard_error) for x in estimates]
 
     for i, ((value, bar), truth) in enumerate(zip(traces(), truths, strict=True)):
         assert abs(value - truth) < 0.02 * truth
@@ -229,8 +230,8 @@ def test_solvers_behind_functions_are_seen():
             assert np.isnan(bar)
 
 
-def test_solvers_within_solvers_and_fixed_numbers_of_steps():
-    # With less than n products bars hold the tolerance.
+def test_nested_solvers_and_fixed_step_counts():
+    # With fewer than n products, error bars include the solver's tolerance.
     _, inverse = three_unknowns()
     double = tx.as_operator(lambda v: 2 * v, jnp.zeros(3))
     solvers = COARSE, lx.Normal(COARSE), lx.CG(0.0, 0.0, max_steps=2), lx.LU()
@@ -238,23 +239,23 @@ def test_solvers_within_solvers_and_fixed_numbers_of_steps():
     @jax.jit
     def estimates():
         operators = [tx.InverseLinearOperator(inverse.operator, x) for x in solvers]
-        found = [tx.trace(jr.key(0), double @ x, 2, throw=False) for x in operators]
-        return [(x.value, x.standard_error) for x in found]
+        results = [tx.trace(jr.key(0), double @ x, 2, throw=False) for x in operators]
+        return [(x.value, x.standard_error) for x in results]
 
-    *inexact, (_, of_probes) = estimates()
+    *inexact, (_, sampling_error) = estimates()
     for (value, bar), share in zip(inexact, (0.1, 0.1, np.nan), strict=True):
-        expected = np.hypot(of_probes, share * value)
+        expected = np.hypot(sampling_error, share * value)
         np.testing.assert_allclose(bar, expected, rtol=0.05)
 
 
-def test_tolerances_count_what_the_solver_leaves():
+def test_tolerances_include_solver_errors():
     n, key = 60, jr.key(0)
     a = as_array(hermitian("flat", n))
     truth = np.trace(np.linalg.inv(np.asarray(a, float)))
 
     @jax.jit
     def estimate(solver_tolerance):
-        # Without its diagonal all of the inverse is estimated.
+        # We hide the diagonal, so that the whole inverse is estimated.
         structure = jax.ShapeDtypeStruct((n,), a.dtype)
         operator = lx.FunctionLinearOperator(lambda v: a @ v, structure, PSD)
         solver = lx.CG(solver_tolerance, solver_tolerance)
@@ -262,34 +263,34 @@ def test_tolerances_count_what_the_solver_leaves():
         return tx.trace(key, inverse, 40, rtol=0.05, throw=False)
 
     coarse, fine = map(estimate, map(as_array, (0.05, 1e-5)))
-    for found in (coarse, fine):
-        low, high = found.confidence_interval()
+    for result in (coarse, fine):
+        low, high = result.confidence_interval()
         assert low <= truth <= high
-        assert (high - low) / 2 <= 0.0501 * found.value or found is coarse
+        assert (high - low) / 2 <= 0.0501 * result.value or result is coarse
     assert coarse.result == tx.RESULTS.tolerance_not_met
     assert np.isinf(coarse.stats["products_needed"])
     assert "smaller tolerance" in str(coarse)
     assert fine.result == tx.RESULTS.successful
-    # The exact answer measures it, where it can.
+    # An exact answer measures the solver's error if it can.
     _, inverse = three_unknowns()
     for operator, met in ((inverse, True), (2 * inverse @ inverse, False)):
-        found = tx.trace(key, operator, 3, rtol=0.02, throw=False)
-        unmet = found.result == tx.RESULTS.tolerance_not_met
+        result = tx.trace(key, operator, 3, rtol=0.02, throw=False)
+        unmet = result.result == tx.RESULTS.tolerance_not_met
         assert unmet == (not met)
-        assert np.isfinite(found.stats["products_needed"]) == met
+        assert np.isfinite(result.stats["products_needed"]) == met
 
 
-def test_spectral_functions_and_slopes_hold_what_the_solver_leaves():
+def test_spectral_functions_and_slopes_include_solver_errors():
     a, inverse = three_unknowns()
     x, exact = jnp.zeros(3), np.linalg.inv(np.asarray(a, float))
     double = tx.as_operator(lambda v: 2 * v, x)
     truth = np.sum(np.exp(2 + np.linalg.eigvalsh(exact)))
-    found = tx.trace_function(jr.key(0), jnp.exp, inverse + double, 3, throw=False)
-    assert abs(found.value - truth) <= 2 * found.standard_error < 0.1 * truth
+    estimate = tx.trace_function(jr.key(0), jnp.exp, inverse + double, 3, throw=False)
+    assert abs(estimate.value - truth) <= 2 * estimate.standard_error < 0.1 * truth
     operator = lx.TaggedLinearOperator(double @ inverse, PSD)
-    found = tx.trace_function(jr.key(0), jnp.exp, operator, 3, throw=False)
-    assert found.result == tx.RESULTS.successful
-    assert np.isnan(found.standard_error)
+    estimate = tx.trace_function(jr.key(0), jnp.exp, operator, 3, throw=False)
+    assert estimate.result == tx.RESULTS.successful
+    assert np.isnan(estimate.standard_error)
 
     def scaled(t):
         operator = lx.MatrixLinearOperator(t * a, PSD)
@@ -301,7 +302,7 @@ def test_spectral_functions_and_slopes_hold_what_the_solver_leaves():
 
 
 def test_products_are_homogeneous():
-    # An absolute tolerance doesn't stop the solver for short vectors.
+    # The solver's absolute tolerance must not stop it early for short vectors.
     a = as_array(hermitian("flat", N))
     inverse = tx.InverseLinearOperator(lx.MatrixLinearOperator(a, PSD), COARSE)
     x = as_array(normal(N))

@@ -1,4 +1,4 @@
-"""What is special to kernel matrices: tiles, rows, programs, digits and columns."""
+"""Kernel matrices: tiles, rows, programs, digits and columns."""
 
 import os
 import pathlib
@@ -31,7 +31,7 @@ FIRST = rng.bit_generator.state
 
 
 @pytest.fixture(autouse=True)
-def same_numbers_for_each_test():
+def reset_random_numbers():
     rng.bit_generator.state = FIRST
 
 
@@ -49,23 +49,21 @@ def dense(kernel, x):
     return jnp.stack([jnp.stack([kernel(a, b) for b in rows]) for a in rows])
 
 
-# One tile, equal tiles, and tiles of which the last one is padded.
-
-
 def test_every_number_of_tiles():
     x, block = inputs(), jnp.asarray(rng.normal(size=(N, 4)), float_dtype())
     indices = jnp.asarray([3, 3, 22, 0, 7, 11])
 
     @jax.jit
     def run(length, x):
-        def of(tile):
+        def products_with(tile):
             A = tx.KernelLinearOperator(Matern(length), x, tile=tile)
             nested = jax.vmap(jax.vmap(A.mv))(block.T.reshape(2, 2, N))
             assert A.columns(indices[:0]).shape == (N, 0)
             return apply_block(A, block), nested.reshape(4, N).T, A.columns(indices)
 
-        # Two tiles, one a row, equal ones, and ones of which the last one is padded.
-        return [of(tile) for tile in (None, 1, 12, 5)]
+        # We take the default tile, one row per tile, and two sizes that don't divide
+        # the 23 rows.
+        return [products_with(tile) for tile in (None, 1, 12, 5)]
 
     K = dense(Matern(lengths()), x)
     for products, nested, columns in run(lengths(), x):
@@ -86,11 +84,11 @@ def test_sums_over_products_have_derivatives():
         kernel = jax.vmap(jax.vmap(Matern(length), (None, 0)), (0, None))
         return jnp.sum(W * (kernel(x, x) @ V))
 
-    # Not under `jit`: XLA on CPUs (jaxlib 0.10.2, its fusion emitters) gets the gradient
-    # of the dense matrix wrong by a tenth.
+    # We don't jit this: XLA on CPUs (jaxlib 0.10.2, its fusion emitters) gets the dense
+    # matrix's gradient wrong by a tenth.
     expected = jax.grad(naive, (0, 1))(lengths(), x)
-    found = jax.jit(jax.grad(tiled, (0, 1)))(lengths(), x)
-    jax.tree.map(lambda a, b: assert_close(a, b, 1e-9, 1e-9), found, expected)
+    actual = jax.jit(jax.grad(tiled, (0, 1)))(lengths(), x)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-9, 1e-9), actual, expected)
 
 
 def test_rows_that_are_pytrees():
@@ -106,7 +104,7 @@ def test_rows_that_are_pytrees():
     assert_close(eqx.filter_jit(lambda A: A.as_matrix())(operator), naive)
 
 
-def test_lanes_and_doors():
+def test_vmap_and_entry_points():
     dtype, x = float_dtype(), inputs()
 
     def logdet(length, x):
@@ -119,23 +117,23 @@ def test_lanes_and_doors():
         return 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
 
     scales = jnp.asarray([0.5, 1.0], dtype)[:, None] * lengths()[None, :]
-    lanes = jax.jit(jax.vmap(jax.value_and_grad(logdet), (0, None)))(scales, x)
+    actual = jax.jit(jax.vmap(jax.value_and_grad(logdet), (0, None)))(scales, x)
     expected = jax.vmap(jax.value_and_grad(naive), (0, None))(scales, x)
-    assert_close(lanes[0], expected[0])
-    assert_close(lanes[1], expected[1], 1e-8 if is_x64() else 1e-3)
-    # What was given stays, with its own gradient.
+    assert_close(actual[0], expected[0])
+    assert_close(actual[1], expected[1], 1e-8 if is_x64() else 1e-3)
+    # The operator keeps its arguments, and each has its own gradient.
     operator = tx.KernelLinearOperator(Matern(lengths()), x)
     gradient = eqx.filter_jit(eqx.filter_grad(lambda A: jnp.sum(A.mv(x[:, 0]))))
     assert gradient(operator).kernel.length.shape == (3,)
     assert gradient(operator).x.shape == x.shape
 
 
-def test_a_block_is_one_matrix_product_a_tile():
+def test_a_block_takes_one_matrix_product_per_tile():
     operator = tx.KernelLinearOperator(Matern(lengths()), inputs(300), tile=30)
 
     def program(operator, k):
         block = jnp.ones((300, k), float_dtype())
-        # Of so many vectors other operators take a few at a time.
+        # Other operators multiply this many vectors a few at a time.
         many = jnp.tile(block, (1, 5000))
         product = jax.jit(lambda op, V: apply_block(2.0 * op, V))
         return product.lower(operator, many).compile().as_text()
@@ -148,21 +146,21 @@ def test_a_block_is_one_matrix_product_a_tile():
 
 @pytest.mark.x64
 def test_digits_in_single_precision():
-    # Far from the origin, and close to each other.
+    # The points are far from the origin and close to each other.
     x = jnp.asarray(1e3 + rng.uniform(0, 1, (40, 2)), jnp.float32)
     kernel = Matern(jnp.asarray([0.5, 0.5], jnp.float32))
     operator = tx.KernelLinearOperator(kernel, x)
     exact = Matern(jnp.asarray([0.5, 0.5]))
     K = tx.KernelLinearOperator(exact, x.astype(jnp.float64)).as_matrix()
-    # `a / length - b / length` loses what is common to all rows, and no more.
+    # `a / length - b / length` loses only the digits that all rows share.
     assert jnp.max(jnp.abs(operator.as_matrix().astype(K.dtype) - K)) < 3e-3
 
     def direct(a, b):
         return jnp.exp(-jnp.sum((a - b) ** 2))
 
-    found = tx.KernelLinearOperator(direct, x).as_matrix()
+    actual = tx.KernelLinearOperator(direct, x).as_matrix()
     K = tx.KernelLinearOperator(direct, x.astype(jnp.float64)).as_matrix()
-    assert jnp.max(jnp.abs(found.astype(K.dtype) - K)) < 1e-6
+    assert jnp.max(jnp.abs(actual.astype(K.dtype) - K)) < 1e-6
     assert operator.in_structure().dtype == jnp.float32
 
 
@@ -175,7 +173,7 @@ def test_half_precision_is_summed_in_single():
     assert_close(operator.mv(ones).astype(jnp.float32), expected, 1e-2)
 
 
-def test_memory_is_that_of_a_tile():
+def test_memory_does_not_hold_the_matrix():
     n, k = 6000, 36
     x = jax.ShapeDtypeStruct((n, 2), jnp.float32)
     V = jax.ShapeDtypeStruct((n, k), jnp.float32)
@@ -185,7 +183,7 @@ def test_memory_is_that_of_a_tile():
         return jnp.sum(V * apply_block(tx.KernelLinearOperator(Matern(length), x), V))
 
     program = jax.jit(jax.value_and_grad(value, (0, 1))).lower(length, x, V).compile()
-    # 144 MB for the matrix.
+    # The matrix would take 144 MB.
     assert program.memory_analysis().temp_size_in_bytes < 80e6
 
 
@@ -217,7 +215,7 @@ def test_bad_input():
         tx.KernelLinearOperator(product, x, tile=2.0)  # pyright: ignore
 
 
-def test_what_is_not_finite_is_said():
+def test_nonfinite_rows_are_reported():
     x = inputs().at[3, 1].set(jnp.nan)
     operator = tx.KernelLinearOperator(Matern(lengths()), x)
     estimate = tx.logdet(jax.random.key(0), operator, 9, shift=0.1, throw=False)
@@ -266,7 +264,7 @@ def test_four_devices_agree_with_one():
         + " --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(HERE / "sharded_kernel.py")],
         env=environment,
         capture_output=True,
@@ -274,5 +272,5 @@ def test_four_devices_agree_with_one():
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["rows", "columns", "lanes"]
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.split() == ["rows", "columns", "lanes"]

@@ -1,4 +1,4 @@
-"""The fast leave-one-out formulas against loops that leave probes out."""
+"""Compare fast leave-one-out formulas with loops that leave probes out."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def _projector(y):
 
 
 def _naive_trace(a, omega, i, left_out, resphere):
-    """Leave `left_out` out of the range, test on probe i."""
+    """Leave `left_out` out of the range, and test on probe i."""
     others = [j for j in range(omega.shape[1]) if j not in left_out]
     p = _projector(a @ omega[:, others]) if others else np.zeros((N, N))
     g = omega[:, i] - p @ omega[:, i]
@@ -48,14 +48,14 @@ def _naive_trace(a, omega, i, left_out, resphere):
     return np.trace(p @ a) + weight * np.vdot(g, a @ g), p, g, weight
 
 
-def _zeros_beyond(x, columns, rows=None):
-    """The array in the corner of one that has room for more."""
+def _pad(x, columns, rows=None):
+    """Pad an array with zeros, to leave room for more columns."""
     x = jnp.asarray(x)
     more = [rows - x.shape[0] if rows else 0, columns - x.shape[1]]
     return jnp.pad(x, [(0, number) for number in more])
 
 
-# All columns that there are, and a part of those that there is room for: M, M + 3.
+# With room M all columns are filled, and with M + 3 three stay empty.
 
 
 @pytest.mark.x64
@@ -73,8 +73,8 @@ def test_xtrace_formulas_against_a_loop(key, name, complex, room, resphere):
     operator = as_operator(a)
     Y = apply_block(operator, jnp.asarray(omega))
     Q, R = orthonormalise(Y)
-    Omega, Q, Y = (_zeros_beyond(x, room) for x in (omega, Q, Y))
-    R = _zeros_beyond(R, room, room)
+    Omega, Q, Y = (_pad(x, room) for x in (omega, Q, Y))
+    R = _pad(R, room, room)
     active = None if room == M else jnp.arange(room) < M
     AQ, squares = apply_block(operator, Q), jnp.real(column_dots(Omega, Omega))
     T = inner(AQ, Omega) if name == "nonsymmetric" else R
@@ -105,8 +105,8 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
     omega = _probes(key, a)
     u, t = np.linalg.qr(omega)
     columns = u if resphere else omega
-    U, AU = (_zeros_beyond(x, room) for x in (u, a @ u))
-    T = _zeros_beyond(t, room, room)
+    U, AU = (_pad(x, room) for x in (u, a @ u))
+    T = _pad(t, room, room)
     active = None if room == M else jnp.arange(room) < M
     probes = ProbeSet(N, room, active, resphere)
     factor = nystrom_factor(U, T, -AU, -1, probes)
@@ -130,7 +130,7 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
         assert_close(samples[i], naive(i, {i}))
         for j in set(range(M)) - {i}:
             assert_close(pairs[i, j], naive(i, {i, j}))
-    # The blocks are those that XTrace has of the same probes.
+    # XTrace has the same blocks for the same probes.
     average = np.zeros((N, N), omega.dtype)
     for i in range(M):
         _, p, g, weight = _naive_trace(a, omega, i, {i}, resphere)
@@ -141,7 +141,7 @@ def test_nystrom_formulas_against_a_loop(key, complex, room, resphere):
 
 
 @pytest.mark.x64
-def test_a_wrong_tag_shows(key):
+def test_wrong_tags_are_detected(key):
     u, t = np.linalg.qr(_probes(key, matrix("signed", N)))
     for a, sign in ((matrix("signed", N), 1), (matrix("flat", N), -1)):
         probes = ProbeSet(*u.shape, None, True)
@@ -164,16 +164,16 @@ class _OfAnyLength(tx.IndexedSampler):
 def test_resphering_takes_probes_of_any_length(key, name, k):
     make = {"xtrace": tx.XTraceEstimator, "xnystrace": tx.XNysTraceEstimator}[name]
     operator = as_operator(matrix("exp", 70), psd=True)
-    given, other = (
+    plain, scaled = (
         tx.trace(key, operator, k, make(sampler))
         for sampler in (tx.NormalSampler(), _OfAnyLength())
     )
-    assert_close(given.value, other.value, rtol=rounding())
-    assert_close(given.standard_error, other.standard_error, rtol=100 * rounding())
+    assert_close(plain.value, scaled.value, rtol=rounding())
+    assert_close(plain.standard_error, scaled.standard_error, rtol=100 * rounding())
 
 
 @pytest.mark.x64
-def test_the_bar_is_that_of_the_samples_that_there_are(key):
+def test_the_bar_ignores_empty_room(key):
     m, d = 6, jr.normal(key, (6, 6))
     t = d[0]
     p = t[:, None] - 0.2 * (d + d.T)
@@ -184,7 +184,7 @@ def test_the_bar_is_that_of_the_samples_that_there_are(key):
     variance = jnp.maximum(jnp.sum(shares) + jnp.sum(change), jnp.sum(shares) / 2)
     assert_close(mean, t.mean())
     assert_close(error, jnp.sqrt(variance) * (1 + 1 / freedom / 4))
-    # Of a part of the samples that there is room for.
+    # Empty room must not change the error bar.
     longer = jnp.pad(t, (0, 2), constant_values=7.0)
     wider = jnp.pad(p, ((0, 2), (0, 2)), constant_values=jnp.inf)
     active = jnp.arange(m + 2) < m
@@ -194,32 +194,32 @@ def test_the_bar_is_that_of_the_samples_that_there_are(key):
 
 
 @pytest.mark.x64
-def test_the_skewness_of_a_gram_matrix_is_that_of_the_samples():
-    # Of many probes, for a spectrum whose samples are skewed.
+def test_skewness_from_a_gram_matrix():
+    # We draw many probes for a spectrum with skewed samples.
     spectrum = jnp.asarray(np.arange(1, 31.0) ** -1.5)
     probes = draw(tx.NormalSampler(), jr.key(0), 30, 2000, jnp.float64)
     gram = probes.T @ (spectrum[:, None] * probes)
     exact = 8 * jnp.sum(spectrum**3) ** 2 / jnp.sum(spectrum**2) ** 3
     assert_close(gram_squared_skewness(gram), exact, rtol=0.1)
-    # With zeros for probes that there are not.
+    # Zeros stand for missing probes.
     active, padded = jnp.arange(2100) < 2000, jnp.pad(gram, (0, 100))
     assert_close(gram_squared_skewness(padded, active), gram_squared_skewness(gram))
 
 
-def test_ties_do_not_count_a_multiple_of_the_identity():
-    # Signs don't see it, and have the variance of the rest, which is small.
+def test_ties_ignore_multiples_of_the_identity():
+    # Signs are exact on the identity, so only the small remainder has a variance.
     n, keys = 40, jr.split(jr.key(1), 300)
     rest = jr.normal(jr.key(0), (n, n))
     operator = lx.MatrixLinearOperator(
         jnp.eye(n) + 1e-3 * (rest - jnp.diag(jnp.diag(rest)))
     )
 
-    def one(key, k):
+    def run_once(key, k):
         estimate = tx.trace(key, operator, k, tx.HutchinsonEstimator())
         return estimate.value, estimate.standard_error
 
     truth = jnp.trace(operator.as_matrix())
     for k in (4, 8):
-        values, errors = jax.vmap(lambda key, k=k: one(key, k))(keys)
+        values, errors = jax.vmap(lambda key, k=k: run_once(key, k))(keys)
         spread = jnp.sqrt(jnp.mean((values - truth) ** 2))
         assert_close(jnp.median(errors), spread, rtol=0.3)

@@ -1,4 +1,4 @@
-"""Gaussian likelihoods against Cholesky factorisations."""
+"""Compare Gaussian likelihoods with Cholesky factorisations."""
 
 import functools as ft
 import math
@@ -10,7 +10,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import assert_close, counting, z_score
+from helpers import assert_close, counting_operator, z_score
 from problems import (
     PSD,
     Process,
@@ -36,7 +36,7 @@ def likelihood(p, x, y, k, key=None, **options):
 
 
 def test_likelihood_with_derivatives():
-    # Where the Krylov space has converged all is as by Cholesky, but for the probes.
+    # The Krylov space has converged, so only the probes cause errors.
     x, y = observations(columns=(2,))
     p = process()
 
@@ -83,8 +83,8 @@ def test_exact_answers():
     f = p.exact_likelihood(x, y)
     gradient = jax.grad(Process.exact_likelihood, (0, 2))(p, x, y)
     for columns in (None, 10):
-        found, slopes = run(p, y, 30, columns)
-        assert_close(found, f)
+        actual, slopes = run(p, y, 30, columns)
+        assert_close(actual, f)
         for a, b in zip(*map(jax.tree.leaves, (slopes, gradient)), strict=True):
             assert_close(a, b, 1e-8, 1e-8)
 
@@ -92,7 +92,7 @@ def test_exact_answers():
 @pytest.mark.x64
 @pytest.mark.parametrize("columns", [None, 25])
 def test_intervals_and_derivatives_over_keys(columns):
-    # Far from converged: brackets must hold what the space doesn't know.
+    # The space is far from converged, so brackets must contain its truncation error.
     x, y = observations(200)
     p = process(1e-3)
     pivots = None
@@ -103,17 +103,17 @@ def test_intervals_and_derivatives_over_keys(columns):
         terms = tx.inv_quad_logdet(
             key, p.kernel(x), y, 24, shift=p.noise, preconditioner=pivots
         )
-        inside = [e.confidence_interval() for e in (terms.logdet, terms.inv_quad)]
-        return inside, terms.inv_quad.stats["bracket"]
+        intervals = [e.confidence_interval() for e in (terms.logdet, terms.inv_quad)]
+        return intervals, terms.inv_quad.stats["bracket"]
 
     keys = jr.split(jr.key(0), 100)
-    inside, (low, high) = jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
+    intervals, (low, high) = jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
     logdet, inv_quad, _ = p.exact_terms(x, y)
-    for (lower, upper), truth in zip(inside, (logdet, inv_quad), strict=True):
+    for (lower, upper), truth in zip(intervals, (logdet, inv_quad), strict=True):
         assert np.mean((lower <= truth) & (truth <= upper)) >= 0.9
     assert jnp.all(low <= inv_quad * (1 + 1e-9))
     assert jnp.all(high >= inv_quad * (1 - 1e-9))
-    assert np.std(inside[0][0]) > 0
+    assert np.std(intervals[0][0]) > 0
     if columns is None:
         return
 
@@ -123,7 +123,7 @@ def test_intervals_and_derivatives_over_keys(columns):
 
         return jax.grad(value)(p)
 
-    # The space of 72 products has converged: what is left is unbiased.
+    # The space with 72 products has converged, so the remaining error is unbiased.
     slopes = jax.jit(lambda keys: jax.lax.map(slope, keys))(keys)
     expected = jax.grad(Process.exact_likelihood)(p, x, 0 * y)
     for a, b in zip(*map(jax.tree.leaves, (slopes, expected)), strict=True):
@@ -150,8 +150,8 @@ def test_noise_of_every_observation():
         assert low <= high
         assert e.stats["bracket_is_proven"]
         assert_close(terms.inv_quad.value, inv_quad, 1e-8 if is_x64() else 1e-3)
-        off = jnp.linalg.norm(terms.solution - solution)
-        assert off < 1e-3 * jnp.linalg.norm(solution)
+        deviation = jnp.linalg.norm(terms.solution - solution)
+        assert deviation < 1e-3 * jnp.linalg.norm(solution)
 
 
 def test_one_program_for_keys_and_parameters():
@@ -170,7 +170,7 @@ def test_one_program_for_keys_and_parameters():
             assert_close(a[i], b, 1e-7 if is_x64() else 2e-2)
 
 
-def test_a_tolerance_is_of_the_likelihood():
+def test_tolerances_apply_to_the_whole_likelihood():
     x, y = observations(400)
     p = process()
 
@@ -190,17 +190,17 @@ def test_a_tolerance_is_of_the_likelihood():
     assert used[0] < used[1]
 
 
-def test_columns_that_buy_nothing_are_not_used():
+def test_useless_columns_are_dropped():
     identity = as_operator(np.eye(200), psd=True)
     estimate = tx.logdet(jr.key(0), identity, 12, shift=0.5, preconditioner=50)
     assert estimate.stats["num_columns"] == 0
     assert_close(estimate.value, 200 * math.log(1.5), 1e-5)
 
 
-def test_no_product_is_taken_for_columns():
-    # Of an operator known by its products a column would take one, and a diagonal n.
+def test_columns_never_take_products():
+    # Without entries, a column would cost one product, and the diagonal n.
     x, y = observations()
-    operator, number = counting(process().kernel(x).as_matrix())
+    operator, count_products = counting_operator(process().kernel(x).as_matrix())
     key, pivots = jr.key(0), jnp.arange(8)
     for columns in (8, pivots):
         options = {"shift": NOISE, "preconditioner": columns}
@@ -215,10 +215,10 @@ def test_no_product_is_taken_for_columns():
             ):
                 fn(**options)
     estimate = tx.logdet(key, operator, 16, shift=jnp.full(N, NOISE))
-    assert number(estimate) == estimate.stats["num_matvecs"] <= 16
+    assert count_products(estimate) == estimate.stats["num_matvecs"] <= 16
 
 
-def test_pivots_that_leave_nothing_take_no_part():
+def test_pivots_with_zero_residuals_are_inactive():
     x, y = observations()
     x = x.at[60:].set(x[:60])
     key, p = jr.key(0), process()
@@ -236,9 +236,9 @@ def test_pivots_that_leave_nothing_take_no_part():
     assert jnp.sum(chosen >= 0) == 60
     for pivots in (chosen, jnp.arange(20, 120)):
         numbers = []
-        for at in (smooth, rough):
-            value, error, number, residual = run(at, pivots)
-            exact = at.exact_likelihood(x, y)
+        for q in (smooth, rough):
+            value, error, number, residual = run(q, pivots)
+            exact = q.exact_likelihood(x, y)
             rounding = (1e-8 if is_x64() else 1e-4) * abs(exact)
             assert abs(value - exact) < 4 * error + rounding
             assert residual < 0.01
@@ -247,7 +247,7 @@ def test_pivots_that_leave_nothing_take_no_part():
 
 
 MUST = r"(preconditioner|pivots) must be"
-# What replaces y, the noise or the columns, the error and words of its message.
+# Each case has the wrong arguments, the error and words from its message.
 BAD = {
     "length of y": ({"y": np.ones(N - 1)}, ValueError, "shape"),
     "axes of y": ({"y": np.ones((N, 1, 1))}, ValueError, "shape"),
@@ -312,7 +312,7 @@ def test_failures_are_reported():
     def indefinite(a, b):
         return jnp.cos(3 * jnp.sum(a * b)) - 0.5
 
-    bad = tx.KernelLinearOperator(indefinite, x)
+    indefinite_kernel = tx.KernelLinearOperator(indefinite, x)
 
     @eqx.filter_jit
     def run(kernel, y, noise, columns):
@@ -322,14 +322,14 @@ def test_failures_are_reported():
 
     noise = jnp.asarray(NOISE, float_dtype())
     for columns in (None, 30):
-        found = run(p.kernel(x.at[3, 0].set(jnp.nan)), y, noise, columns)
-        assert found == tx.RESULTS.nonfinite
-        found = run(p.kernel(x), y.at[0].set(jnp.nan), noise, columns)
-        assert found == tx.RESULTS.y_not_finite
-        found = run(p.kernel(x), y, -noise, columns)
-        assert found == tx.RESULTS.noise_not_positive
-        found = run(bad, y, noise, columns)
-        assert found in (tx.RESULTS.not_semidefinite, tx.RESULTS.below_lower)
+        result = run(p.kernel(x.at[3, 0].set(jnp.nan)), y, noise, columns)
+        assert result == tx.RESULTS.nonfinite
+        result = run(p.kernel(x), y.at[0].set(jnp.nan), noise, columns)
+        assert result == tx.RESULTS.y_not_finite
+        result = run(p.kernel(x), y, -noise, columns)
+        assert result == tx.RESULTS.noise_not_positive
+        result = run(indefinite_kernel, y, noise, columns)
+        assert result in (tx.RESULTS.not_semidefinite, tx.RESULTS.below_lower)
 
 
 @pytest.mark.parametrize(
@@ -343,9 +343,9 @@ def test_missing_observations_are_named(door, bad, k, columns):
     x, y = observations(columns=(2,))
     call = jr.key(0), process().kernel(x), y.at[3, 1].set(bad), k
     options = {"shift": NOISE, "preconditioner": columns}
-    found = door(*call, **options, throw=False)
-    single = isinstance(found, tx.Estimate)
-    for e in [found] if single else [found.logdet, found.inv_quad]:
+    result = door(*call, **options, throw=False)
+    single = isinstance(result, tx.Estimate)
+    for e in [result] if single else [result.logdet, result.inv_quad]:
         assert e.result == tx.RESULTS.y_not_finite
         assert {"bracket", "bracket_is_proven"} <= set(e.stats)
         assert jnp.isnan(e.value).all()
@@ -354,7 +354,7 @@ def test_missing_observations_are_named(door, bad, k, columns):
         jax.block_until_ready(door(*call, **options))
 
 
-def test_missing_observations_of_a_large_noise():
+def test_missing_observations_with_large_noise():
     x, y = observations()
     missing = np.arange(N) % 7 == 0
     noise = jnp.where(missing, 1e10, NOISE).astype(float_dtype())
@@ -364,16 +364,18 @@ def test_missing_observations_of_a_large_noise():
         e = tx.gaussian_log_likelihood(jr.key(0), p.kernel(x), y, N, shift=noise)
         return e.value
 
-    of = jax.jit(jax.value_and_grad(value))
+    value_and_slope = jax.jit(jax.value_and_grad(value))
     length = process().length
-    found, slope = of(length, x, jnp.where(missing, 0, y), noise)
-    rest, slope_of_rest = of(length, x[~missing], y[~missing], noise[~missing])
+    full, slope = value_and_slope(length, x, jnp.where(missing, 0, y), noise)
+    reduced, reduced_slope = value_and_slope(
+        length, x[~missing], y[~missing], noise[~missing]
+    )
     constant = -missing.sum() / 2 * math.log(2 * math.pi * 1e10)
-    assert_close(found - constant, rest, rtol=1e-9 if is_x64() else 1e-3)
-    assert_close(slope, slope_of_rest, rtol=1e-7 if is_x64() else 1e-2)
+    assert_close(full - constant, reduced, rtol=1e-9 if is_x64() else 1e-3)
+    assert_close(slope, reduced_slope, rtol=1e-7 if is_x64() else 1e-2)
 
 
-def test_nothing_to_see_and_equal_points():
+def test_zero_observations_and_repeated_points():
     x, y = observations()
     x = x.at[7].set(x[8])
     p = process(1e-3)
@@ -393,8 +395,9 @@ def test_nothing_to_see_and_equal_points():
 
 
 @pytest.mark.x64
-def test_the_control_of_columns_has_no_bias():
-    # 40 points, 20 columns, 2 probes. Converged, so that probes are all of the error.
+def test_the_column_control_is_unbiased():
+    # We use 40 points, 20 columns and 2 probes, and converge, so that only probes cause
+    # errors.
     x, _ = observations(40)
     p = process(1e-3)
     pivots = tx.choose_pivots(jr.key(5), p.kernel(x), 20, shift=p.noise)
@@ -405,33 +408,34 @@ def test_the_control_of_columns_has_no_bias():
         two = tx.KrylovAwareEstimator(num_probes=2)
         return tx.logdet(key, K, 30, two, shift=noise, preconditioner=pivots).value
 
-    both = ft.partial(jax.value_and_grad(value), p.noise)
-    run = jax.jit(lambda keys: jax.lax.map(both, keys))
-    found = run(jr.split(jr.key(1), 4000))
+    value_and_slope = ft.partial(jax.value_and_grad(value), p.noise)
+    run = jax.jit(lambda keys: jax.lax.map(value_and_slope, keys))
+    results = run(jr.split(jr.key(1), 4000))
     truths = jnp.linalg.slogdet(A)[1], jnp.trace(jnp.linalg.inv(A))
-    # The biases are such as were there; chance has these keys' slopes 0.05 too small.
-    for samples, truth, bias in zip(found, truths, (0.1, -0.1), strict=True):
+    # We reject biases as large as earlier ones. By chance, these keys' slopes are 0.05
+    # too small.
+    for samples, truth, bias in zip(results, truths, (0.1, -0.1), strict=True):
         assert z_score(samples, truth) < 5
         assert z_score(samples + bias * jnp.std(samples), truth) > 5
 
 
 @pytest.mark.x64
 def test_columns_control_the_derivative():
-    # Columns leave more than the noise of each point. Without the control the errors are
-    # three times as large.
+    # Columns leave residuals above the noise. Without the control, the errors are three
+    # times as large.
     x = as_array(points(300, 8))
     p = Process(jnp.ones(8), jnp.ones(()), as_array(0.01))
 
-    def of_length(length):
+    def with_length(length):
         return eqx.tree_at(lambda p: p.length, p, jnp.full(8, length))
 
     def value(length, key):
-        K = of_length(length).dense(x) - 0.01 * jnp.eye(300)
+        K = with_length(length).dense(x) - 0.01 * jnp.eye(300)
         options = {"shift": 0.01, "preconditioner": 100}
         return tx.logdet(key, lx.MatrixLinearOperator(K, PSD), 120, **options).value
 
     def exact(length):
-        return of_length(length).exact_terms(x, jnp.zeros(300))[0]
+        return with_length(length).exact_terms(x, jnp.zeros(300))[0]
 
     slope = ft.partial(jax.grad(value), 1.0)
     slopes = jax.jit(lambda keys: jax.lax.map(slope, keys))(jr.split(jr.key(0), 16))
@@ -440,23 +444,23 @@ def test_columns_control_the_derivative():
 
 
 @pytest.mark.x64
-def test_the_control_vanishes_where_the_space_has_found_all():
-    # Points on a line have a spectrum that decays: 60 products find it.
+def test_the_column_control_vanishes_after_convergence():
+    # Points on a line have a decaying spectrum, which 60 products find.
     rng = np.random.default_rng(0)
     K = 0.8 * gaussian(np.sort(rng.uniform(0, 2, (200, 1)), axis=0), 0.25)
     operator = as_operator(K, psd=True)
 
     @jax.jit
-    def found(noise, keys):
+    def values(noise, keys):
         def value(key):
             return tx.logdet(key, operator, 60, shift=noise, preconditioner=60).value
 
         return jax.lax.map(value, keys)
 
-    several = np.exp(rng.uniform(np.log(1e-3), 0, 200)) ** 2
-    for noise in (several, np.full(200, 1e-4)):
+    varied = np.exp(rng.uniform(np.log(1e-3), 0, 200)) ** 2
+    for noise in (varied, np.full(200, 1e-4)):
         truth = np.linalg.slogdet(K + np.diag(noise))[1]
-        assert_close(found(noise, jr.split(jr.key(2), 4)), truth, 0, 1e-5)
+        assert_close(values(noise, jr.split(jr.key(2), 4)), truth, 0, 1e-5)
 
 
 @jax.jit
@@ -466,17 +470,17 @@ def _at_extremes(logs):
     def value(logs):
         length, scale, noise = jnp.exp(logs)
         p = Process(jnp.full(2, length), scale, noise)
-        found = tx.gaussian_log_likelihood(
+        estimate = tx.gaussian_log_likelihood(
             jr.key(0), p.kernel(x), y, 16, shift=noise, preconditioner=6, throw=False
         )
-        return found.value, found.result
+        return estimate.value, estimate.result
 
     return jax.value_and_grad(value, has_aux=True)(logs)
 
 
 @pytest.mark.parametrize("far", [-90, -60, 60, 90, 300])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_extreme_hyper_parameters_are_no_fault_of_the_kernel(which, far):
+def test_extreme_parameters_do_not_blame_the_kernel(which, far):
     far = far if not is_x64() or abs(far) < 90 else 8 * far
     logs = jnp.zeros(3, float_dtype()).at[which].set(far)
     (value, result), gradient = _at_extremes(logs)
@@ -489,16 +493,16 @@ def test_extreme_hyper_parameters_are_no_fault_of_the_kernel(which, far):
 
 
 @pytest.mark.parametrize("shift", [0.0, -1.0, np.nan])
-def test_a_noise_that_is_not_positive_is_a_result(shift):
+def test_nonpositive_noise_is_reported(shift):
     x, y = observations(n=12)
     K, options = process().kernel(x), {"shift": shift, "throw": False}
-    for found in (
+    for estimate in (
         tx.gaussian_log_likelihood(jr.key(0), K, y, 6, **options),
         tx.inv_quad_logdet(jr.key(0), K, y, 6, **options).inv_quad,
         tx.logdet(jr.key(0), K, 6, preconditioner=3, **options),
     ):
-        assert found.result == tx.RESULTS.noise_not_positive
-        assert jnp.isnan(found.value)
+        assert estimate.result == tx.RESULTS.noise_not_positive
+        assert jnp.isnan(estimate.value)
     assert jnp.all(tx.choose_pivots(jr.key(0), K, 3, **options) < 12)
     with pytest.raises(ValueError, match="shift must be positive"):
         tx.gaussian_log_likelihood(jr.key(0), K, y, 6, shift=shift)
@@ -516,15 +520,15 @@ def test_real_observations_of_a_complex_kernel():
     K = np.asarray(process(0.0).dense(x))
     K = K * np.exp(1j * np.subtract.outer(x[:, 0], x[:, 0]))
     operator = as_operator(K, psd=True)
-    found = tx.inv_quad_logdet(jr.key(0), operator, y, 12, shift=NOISE).inv_quad.value
+    actual = tx.inv_quad_logdet(jr.key(0), operator, y, 12, shift=NOISE).inv_quad.value
     truth = np.vdot(y, np.linalg.solve(K + NOISE * np.eye(12), y)).real
-    assert_close(found, truth, rtol=1e-9 if is_x64() else 1e-3)
+    assert_close(actual, truth, rtol=1e-9 if is_x64() else 1e-3)
 
 
 @pytest.mark.x64
-def test_what_rounding_carries_into_spaces_is_in_the_bar():
-    # White noise left inside of the kernel: columns make 100 equal eigenvalues, far from
-    # the others, that the space finds again and again.
+def test_error_bars_include_eigenvalues_repeated_by_rounding():
+    # The kernel contains white noise. With these columns it has 100 equal eigenvalues,
+    # far from the others, that the space finds again and again.
     K = gaussian(points(400, seed=3), 0.05**0.5) + 0.1 * np.eye(400)
     truth = np.linalg.slogdet(K + 1e-6 * np.eye(400))[1]
     operator = as_operator(K, psd=True)
@@ -543,8 +547,9 @@ def test_what_rounding_carries_into_spaces_is_in_the_bar():
 @pytest.mark.parametrize(
     ("n", "right"), [(5, "first"), (30, "first"), (30, "smooth"), (30, "white")]
 )
-def test_rounding_of_quadratic_forms_is_in_the_bar(n, right):
-    # Sixty draws of points, in 32 bits; exact answers, so that rounding is all there is.
+def test_error_bars_of_quadratic_forms_include_rounding(n, right):
+    # We draw points sixty times, in 32 bits, and request exact answers: only rounding
+    # remains.
     rng, single = np.random.default_rng(n), np.float32
     x = np.sort(rng.random((60, n)), axis=1).astype(single)
     K = np.exp(-((x[:, :, None] - x[:, None, :]) ** 2) / 2).astype(single)
@@ -555,13 +560,13 @@ def test_rounding_of_quadratic_forms_is_in_the_bar(n, right):
     }[right].astype(single)
     noise = single(0.01)
 
-    def one(arguments):
+    def run_once(arguments):
         K, y = arguments
         operator = lx.MatrixLinearOperator(K, PSD)
         terms = tx.inv_quad_logdet(jr.key(0), operator, y, n, shift=noise, throw=False)
         return terms.inv_quad.confidence_interval()
 
-    run = jax.jit(lambda *x: jax.lax.map(one, x))
+    run = jax.jit(lambda *x: jax.lax.map(run_once, x))
     low, high = map(np.asarray, run(jnp.asarray(K), jnp.asarray(y)))
     A, y = K.astype(np.float64) + np.float64(noise) * np.eye(n), y.astype(np.float64)
     truth = np.sum(y * np.linalg.solve(A, y[..., None])[..., 0], axis=1)
@@ -571,7 +576,7 @@ def test_rounding_of_quadratic_forms_is_in_the_bar(n, right):
 
 @pytest.mark.x64
 def test_bars_of_a_loop_are_widened():
-    # A loop stops at a bar that is short by chance.
+    # A loop tends to stop when its bar is short by chance.
     x, y = observations()
     p, estimator = process(), tx.KrylovAwareEstimator(3)
 

@@ -1,4 +1,4 @@
-"""Factorisations of tall blocks and small matrices: to rounding, for every block."""
+"""Factorisations of tall blocks and small matrices are accurate up to rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from traceax._linalg.dense import (
     side_by_side,
 )
 
-# Of a start that is known, and of one that is traced.
+# We test `extend` with a static start and with a traced one.
 EXTEND = (jax.jit(extend, static_argnums=2), jax.jit(extend))
-# Householder reflections; eigenvectors of Gram matrices.
+# Few rows use Householder reflections, and many rows use eigenvectors of Gram matrices.
 FEW_ROWS, MANY_ROWS = 400, 8400
 
 
@@ -73,13 +73,13 @@ def _wide(*arrays):
 
 
 def _rounding(kind, n):
-    # Gram matrices of condition 16 are taken for good, which only this block is near. The
-    # rounding error of a sum of squares grows with the number of rows.
+    # We accept Gram matrices up to condition 16, and only this block comes close. The
+    # rounding error in a sum of squares grows with the number of rows.
     near = 10 if kind == "zero rows" and n == MANY_ROWS else 1
     return near * 50 * max(1, n / 2100) ** 0.5 * _eps()
 
 
-def _off_orthonormal(q):
+def _orthonormality_error(q):
     return np.max(np.abs(q.conj().T @ q - np.eye(q.shape[1])))
 
 
@@ -99,27 +99,27 @@ def test_orthonormal_to_rounding(n, k, complex):
         with jax.debug_nans(True):
             q, r = factorise(block)
         q, r, y = _wide(q, r, block)
-        assert _off_orthonormal(q) < rounding, kind
-        off = np.max(np.abs(q @ r - y))
-        assert off <= 2 * rounding * np.max(np.abs(y)), kind
+        assert _orthonormality_error(q) < rounding, kind
+        deviation = np.max(np.abs(q @ r - y))
+        assert deviation <= 2 * rounding * np.max(np.abs(y)), kind
         assert np.all(np.tril(r, -1) == 0), kind
 
 
 @pytest.mark.parametrize("n", [FEW_ROWS, MANY_ROWS])
-def test_lanes_do_not_disturb_each_other(n):
+def test_batch_elements_are_independent(n):
     rng = np.random.default_rng(1)
     blocks = [_block(kind, n, 6, False, rng) for kind in KINDS]
     blocks = jnp.stack([jnp.asarray(block, float_dtype()) for block in blocks])
-    # A lane that is not finite neither hangs nor spoils the others.
-    spoilt = blocks.at[2].set(jnp.nan).at[4].set(jnp.inf)
+    # A nonfinite batch element neither hangs nor spoils the others.
+    broken = blocks.at[2].set(jnp.nan).at[4].set(jnp.inf)
     factorise = jax.jit(jax.vmap(orthonormalise))
-    for given, failed in ((blocks, ()), (spoilt, (2, 4))):
-        q, _ = _wide(*factorise(given))
+    for batch, failed in ((blocks, ()), (broken, (2, 4))):
+        q, _ = _wide(*factorise(batch))
         for i, kind in enumerate(KINDS):
             if i in failed:
                 assert not np.all(np.isfinite(q[i])), kind
             else:
-                assert _off_orthonormal(q[i]) < _rounding(kind, n), kind
+                assert _orthonormality_error(q[i]) < _rounding(kind, n), kind
 
 
 #
@@ -127,20 +127,20 @@ def test_lanes_do_not_disturb_each_other(n):
 #
 
 
-def _grown(kinds, n, complex, *, traced):
-    """A basis that grows by blocks of the kinds: the basis, its factor, and the blocks."""
+def _grow(kinds, n, complex, *, traced):
+    """Grow a basis by blocks of these kinds; return basis, factor and blocks."""
     rng = np.random.default_rng(2)
     blocks = [_block(kind, n, m, complex, rng) for kind, m in kinds]
-    most = sum(m for _, m in kinds) + 3
-    basis, factor = np.zeros((n, most)), np.zeros((most, most))
+    size = sum(m for _, m in kinds) + 3
+    basis, factor = np.zeros((n, size)), np.zeros((size, size))
     basis, factor = (jnp.asarray(x, _dtype(complex)) for x in (basis, factor))
-    begin = 0
+    end = 0
     for block in blocks:
-        start = jnp.int32(begin) if traced else begin
+        start = jnp.int32(end) if traced else end
         with jax.debug_nans(True):
             Q, R = EXTEND[traced](basis, jnp.asarray(block, basis.dtype), start)
         basis, factor = put(basis, Q, start), put(factor, R, start)
-        begin += block.shape[1]
+        end += block.shape[1]
     return basis, factor, jnp.asarray(np.hstack(blocks), basis.dtype)
 
 
@@ -150,10 +150,10 @@ def _check_grown(kind, basis, factor, blocks):
     assert np.all(q[:, k:] == 0)
     assert np.all(r[k:] == 0)
     rounding = _rounding(kind, len(blocks)) * 3
-    assert _off_orthonormal(q[:, :k]) < rounding
-    off = np.max(np.abs((q @ r)[:, :k] - y), axis=0)
-    # Each block relative to itself: one may be tiny beside another.
-    assert np.all(off <= 2 * rounding * np.max(np.abs(y))), off
+    assert _orthonormality_error(q[:, :k]) < rounding
+    deviation = np.max(np.abs((q @ r)[:, :k] - y), axis=0)
+    # We compare each column's error with the largest entry.
+    assert np.all(deviation <= 2 * rounding * np.max(np.abs(y))), deviation
     assert np.all(np.tril(r, -1) == 0)
 
 
@@ -161,12 +161,13 @@ def _check_grown(kind, basis, factor, blocks):
 def test_a_basis_grows_by_blocks_of_any_rank(kind):
     for n, complex, traced in ((FEW_ROWS, False, False), (MANY_ROWS, True, True)):
         blocks = [("random", 5), (kind, 8), (kind, 1)]
-        _check_grown(kind, *_grown(blocks, n, complex, traced=traced))
+        _check_grown(kind, *_grow(blocks, n, complex, traced=traced))
 
 
-def test_a_basis_grows_from_nothing():
-    # As by products with a zero operator: the fill of each block is another.
-    _check_grown("zero", *_grown([("zero", 4)] * 4, FEW_ROWS, False, traced=True))
+def test_a_basis_grows_from_zero_blocks():
+    # Products with a zero operator give zero blocks, and each needs different new
+    # directions.
+    _check_grown("zero", *_grow([("zero", 4)] * 4, FEW_ROWS, False, traced=True))
 
 
 @pytest.mark.parametrize(("n", "complex"), [(FEW_ROWS, False), (MANY_ROWS, True)])
@@ -185,11 +186,11 @@ def test_a_basis_that_spans_the_block_already(n, complex):
         for grow in EXTEND:
             more, columns = grow(basis, z, 6)
             (whole,) = _wide(side_by_side(Q, more))
-            assert _off_orthonormal(whole) < 100 * _eps()
-            given, columns = _wide(z, columns)
-            off = np.max(np.abs(whole @ columns[:10] - given))
-            assert off <= 200 * _eps() * np.max(np.abs(given))
-            # Of the new directions there is nothing in the block.
+            assert _orthonormality_error(whole) < 100 * _eps()
+            block, columns = _wide(z, columns)
+            deviation = np.max(np.abs(whole @ columns[:10] - block))
+            assert deviation <= 200 * _eps() * np.max(np.abs(block))
+            # The block has no part in the new directions.
             assert np.max(np.abs(columns[6:])) <= 200 * _eps() * np.max(np.abs(columns))
 
 
@@ -201,15 +202,15 @@ def test_a_basis_that_spans_the_block_already(n, complex):
 def test_the_root_of_an_inverse():
     u, dtype = haar(6, 0, complex=True), _dtype(complex=True)
     floor = jnp.asarray(1e-3, float_dtype())
-    # Far from singular; within the floor; below the floor, and negative.
+    # The smallest eigenvalue is far above the floor, near it, below it, and negative.
     for lowest in (0.5, 2e-3, 1e-4, 0.0, -1e-2):
         values = np.array([1.0, 1.0, 2.0, 3.0, 4.0, lowest])
         H = jnp.asarray((u * values) @ u.conj().T, dtype)
-        root, least = jax.jit(inverse_root)(H, floor)
+        root, smallest = jax.jit(inverse_root)(H, floor)
         expected = (u / np.maximum(values, 1e-3)) @ u.conj().T
         assert_close(root.conj().T @ root, expected, rtol=0, atol=2e7 * _eps())
-        assert_close(least, min(lowest, 0.0), rtol=0, atol=50 * _eps())
-    # As a batch, of which some lanes are regular.
+        assert_close(smallest, min(lowest, 0.0), rtol=0, atol=50 * _eps())
+    # We also batch a regular matrix with this one.
     several = jnp.stack([H, jnp.eye(6, dtype=dtype)])
     roots, _ = jax.vmap(inverse_root, (0, None))(several, floor)
     assert_close(jnp.abs(roots[1]), jnp.eye(6, dtype=float_dtype()))
@@ -219,31 +220,31 @@ def test_the_root_of_an_inverse():
 def test_lengths_neither_over_nor_underflow():
     for size in (1e-30, 1.0, 1e30):
         block = size * np.random.default_rng(5).normal(size=(50, 3))
-        given = jnp.asarray(block, float_dtype())
+        array = jnp.asarray(block, float_dtype())
         lengths = np.linalg.norm(block, axis=0)
-        assert_close(column_norms(given), lengths, rtol=20 * _eps())
-        scale = float(power_of_two_scale(given))
+        assert_close(column_norms(array), lengths, rtol=20 * _eps())
+        scale = float(power_of_two_scale(array))
         assert np.log2(scale) == round(np.log2(scale))
         assert scale <= np.max(np.abs(block)) <= 4 * scale
 
 
 @pytest.mark.x64
-def test_programs_do_not_grow_with_lanes(key):
+def test_programs_do_not_grow_with_the_batch(key):
     estimator, operator = ESTIMATORS["xtrace"], as_operator(matrix("flat", 60))
 
-    def length(lanes):
+    def length(batch_size):
         def value(key):
             return estimator.compute(estimator.init(key, operator), 12)[:2]
 
-        keys = jax.random.split(key, lanes)
+        keys = jax.random.split(key, batch_size)
         return len(str(jax.make_jaxpr(jax.vmap(value))(keys)).splitlines())
 
     assert length(3) == length(7)
 
 
 @pytest.mark.x64
-def test_a_block_that_stays_short_of_orthonormal_is_a_failure(monkeypatch):
-    # A pass too few, of a block that lacks rank.
+def test_blocks_that_stay_nonorthonormal_are_failures(monkeypatch):
+    # We allow one pass too few for a block without full rank.
     monkeypatch.setattr(dense, "_MOST_PASSES", 1)
     diagonal = jnp.zeros(8209).at[:2].set(1.0)
     operator = tx.as_operator(lambda x: diagonal * x, diagonal)
@@ -251,6 +252,6 @@ def test_a_block_that_stays_short_of_orthonormal_is_a_failure(monkeypatch):
         jax.random.key(0), operator, 8, tx.XTraceEstimator(), throw=False
     )
     assert estimate.result == tx.RESULTS.nonfinite
-    # Nor is there room for two columns in one dimension.
+    # Two columns don't fit into one remaining dimension either.
     basis = jnp.pad(jnp.eye(4)[:, :3], ((0, 0), (0, 2)))
     assert jnp.isnan(extend(basis, jnp.ones((4, 2)), 3)[0]).all()

@@ -1,4 +1,4 @@
-"""What is special to f(A) as an operator: its functions, steps, derivatives and roots."""
+"""f(A) as an operator: its functions, steps, derivatives and roots."""
 
 import functools
 
@@ -15,26 +15,26 @@ from helpers import (
 from jax.test_util import check_grads
 from problems import NSD, PSD, as_array, as_operator, hermitian, is_x64, matrix
 from spectral_helpers import (
+    dense_function,
     eps,
-    function_of,
     normal,
     relaxed,  # noqa: F401
-    wide,
+    to_double,
 )
 
 import traceax as tx
 
-# In the 32-bit mode the kernels and the entry points are tested.
+# In 32-bit mode, we test the kernels and the entry points only.
 pytestmark = pytest.mark.x64
 
 N = 12
 COMPLEX = pytest.mark.parametrize("complex", [False, True])
 
 
-def _function(a, fn, steps=N, tags=PSD, of=()):
+def _function(a, fn, steps=N, tags=PSD, function_tags=()):
     a = as_array(a) if isinstance(a, np.ndarray) else a
     operator = lx.MatrixLinearOperator(a, tags)
-    return tx.MatrixFunctionLinearOperator(operator, fn, steps, of)
+    return tx.MatrixFunctionLinearOperator(operator, fn, steps, function_tags)
 
 
 @COMPLEX
@@ -43,14 +43,14 @@ def test_spaces_that_stop_growing(complex):
     products = jax.jit(lambda a, v: _function(a, jnp.exp).mv(v))
     for kind in ("flat", "rank 5", "small projector", "twice the identity", "zero"):
         a = hermitian(kind, N, complex)
-        found = products(as_array(a), as_array(vector))
-        dense = function_of(a, np.exp)
+        product = products(as_array(a), as_array(vector))
+        dense = dense_function(a, np.exp)
         scale = np.linalg.norm(dense, 2) * np.linalg.norm(vector)
-        assert_close(found, dense @ vector, rtol=0, atol=100 * eps() * scale)
+        assert_close(product, dense @ vector, rtol=0, atol=100 * eps() * scale)
 
 
 def test_products_are_exact_for_polynomials():
-    # Degree s - 1 from s steps, and not more.
+    # s steps are exact up to degree s - 1, and no further.
     a, vector = matrix("signed", 40), normal(40)
 
     @jax.jit
@@ -61,10 +61,12 @@ def test_products_are_exact_for_polynomials():
 
         return {(s, d): product(s, d) for s in (1, 3) for d in (s - 1, s)}
 
-    for (steps, degree), got in products(vector).items():
+    for (steps, degree), actual in products(vector).items():
         expected = np.linalg.matrix_power(a, degree) @ vector
-        off = np.linalg.norm(wide(got) - expected) / np.linalg.norm(vector)
-        assert off < 1e3 * eps() if degree < steps else off > 0.01
+        deviation = np.linalg.norm(to_double(actual) - expected) / np.linalg.norm(
+            vector
+        )
+        assert deviation < 1e3 * eps() if degree < steps else deviation > 0.01
 
 
 def _power(degree, x):
@@ -73,7 +75,7 @@ def _power(degree, x):
 
 def test_derivatives_with_respect_to_the_vector():
     a = hermitian("flat", N)
-    operator, dense = _function(a, jnp.exp), function_of(a, np.exp)
+    operator, dense = _function(a, jnp.exp), dense_function(a, np.exp)
 
     @jax.jit
     def derivatives(x):
@@ -81,15 +83,15 @@ def test_derivatives_with_respect_to_the_vector():
         hessian = jax.hessian(lambda x: x @ operator.mv(x))(x)
         return product, *pullback(jnp.ones(N)), hessian
 
-    # Of a vector that is 0, too.
+    # We differentiate at the zero vector, too.
     product, gradient, hessian = derivatives(normal(N))
     assert not np.any(product)
     assert_close(gradient, dense.sum(axis=0), rtol=1e4 * eps())
     assert_close(hessian, 2 * dense, rtol=0, atol=1e4 * eps())
 
 
-def test_first_derivatives_before_the_space_is_whole():
-    # 20 of 60 steps: the Krylov error of exp on [1, 3] is below rounding.
+def test_first_derivatives_before_the_space_is_complete():
+    # After 20 out of 60 steps, the truncation error of exp on [1, 3] is below rounding.
     a, b = (as_array(hermitian("flat", 60, True, seed)) for seed in (0, 1))
     x = as_array(normal(60, True))
 
@@ -122,16 +124,16 @@ def test_traces():
     t = as_array(0.2)
     truth, slope = jax.jit(jax.value_and_grad(exact))(t)
     values, gradients = run(t, jr.split(jr.key(0), 500))
-    # The Krylov error of 14 steps is 1e-8.
+    # The truncation error after 14 steps is 1e-8.
     floor = 1e-7 if is_x64() else 1e-5
     assert z_score(values, truth, floor) < 4
     assert z_score(gradients, slope, floor) < 4
     assert z_score(values * 1.02, truth) > 5
 
 
-def test_what_is_known():
+def test_known_properties():
     a, hermitian_a = hermitian("flat", N), hermitian("flat", N, True)
-    assert lx.is_positive_semidefinite(_function(a, jnp.sqrt, of=PSD))
+    assert lx.is_positive_semidefinite(_function(a, jnp.sqrt, function_tags=PSD))
     assert not lx.is_positive_semidefinite(_function(a, jnp.sqrt))
     negative = _function(a, jnp.exp, tags=NSD)
     assert not lx.is_negative_semidefinite(negative)
@@ -165,7 +167,7 @@ def test_wrong_steps_and_functions():
     [(False, 0.0, np.float32), (True, 1.0, np.float32), (False, 1.0, np.float64)],
 )
 def test_roots_of_singular_operators(complex, end, dtype):
-    # Rounding takes Ritz values below 0, or below a declared end of the spectrum.
+    # Rounding moves Ritz values below 0, or below the declared end of the spectrum.
     b, vector = normal((50, 5), complex), normal(50, complex, seed=8)
     left, sizes, _ = np.linalg.svd(b, full_matrices=False)
     kind = np.result_type(dtype, np.complex64) if complex else dtype
@@ -181,14 +183,14 @@ def test_roots_of_singular_operators(complex, end, dtype):
 
     for order in (2, 3, 8):
         truth = left @ (sizes ** (2 / order) * (left.conj().T @ vector))
-        found = wide(root(a, jnp.asarray(1 / order, dtype)))
-        off = np.linalg.norm(found - truth) / np.linalg.norm(truth)
-        assert off < 100 * eps(dtype)
+        actual = to_double(root(a, jnp.asarray(1 / order, dtype)))
+        deviation = np.linalg.norm(actual - truth) / np.linalg.norm(truth)
+        assert deviation < 100 * eps(dtype)
 
 
 def test_complex_functions_of_real_operators():
     a, vector = hermitian("flat", N), normal(N)
-    dense = function_of(a, lambda x: np.exp(1j * x))
+    dense = dense_function(a, lambda x: np.exp(1j * x))
 
     @jax.jit
     def run(a, vector):
@@ -197,15 +199,16 @@ def test_complex_functions_of_real_operators():
         trace = tx.trace(jr.key(0), operator, N)
         return operator.mv(vector), transposed, operator.as_matrix(), trace.value
 
-    found = run(as_array(a), as_array(vector))
+    actual = run(as_array(a), as_array(vector))
     expected = dense @ vector, dense.T @ vector, dense, np.trace(dense)
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert_close(x, y, rtol=0, atol=1e3 * eps())
 
 
 @COMPLEX
 def test_complex_functions(complex):
-    # Value, transpose, conjugate and first derivatives, where 14 of 40 steps are enough.
+    # Here 14 out of 40 steps are enough for values, transposes, conjugates and first
+    # derivatives.
     n = 40
     a, b = (hermitian("flat", n, complex, seed) for seed in (0, 1))
     x, y = normal(n, True), normal(n, True, seed=8)
@@ -223,22 +226,22 @@ def test_complex_functions(complex):
         (pulled,) = jax.linear_transpose(f.mv, x)(x)
         return (product, transposed, pulled, conjugate, tangent), pullback(y)[0]
 
-    found, gradient = run(*map(as_array, (a, b, x, y)))
-    dense = function_of(a, lambda t: np.exp(1j * t))
+    results, gradient = run(*map(as_array, (a, b, x, y)))
+    dense = dense_function(a, lambda t: np.exp(1j * t))
     middle, half = (values[:, None] + values) / 2, (values[:, None] - values) / 2
     differences = 1j * np.exp(1j * middle) * np.sinc(half / np.pi)
-    inside = differences * (vectors.conj().T @ b @ vectors)
-    slope = vectors @ (inside @ (vectors.conj().T @ x))
+    projected = differences * (vectors.conj().T @ b @ vectors)
+    slope = vectors @ (projected @ (vectors.conj().T @ x))
     expected = dense @ x, dense.T @ x, dense.T @ x, dense.conj() @ x, slope
-    for got, truth in zip(found, expected, strict=True):
-        assert_close(got, truth, rtol=0, atol=1e4 * eps())
-    # JAX pairs without a conjugate.
+    for actual, truth in zip(results, expected, strict=True):
+        assert_close(actual, truth, rtol=0, atol=1e4 * eps())
+    # JAX's pairing has no conjugate.
     assert_close(gradient, np.real(slope @ y), rtol=1e4 * eps())
 
 
 @COMPLEX
 def test_derivatives_where_the_space_stops_growing(complex):
-    # dA leads out of the Krylov space of x, in which 6 dimensions are all that A needs.
+    # A keeps the Krylov space from x within 6 dimensions, and dA leads out of it.
     n, steps = 40, 12
     b, x, y = hermitian("signed", n, complex, 3), normal(n, complex), normal(n)
 

@@ -1,4 +1,4 @@
-"""What is special to means over minibatches; their operations are in the catalogue's test."""
+"""Means over minibatches. test_operator_catalogue.py tests their operations."""
 
 import equinox as eqx
 import jax
@@ -7,13 +7,13 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from operator_catalogue import known_of, near
+from operator_catalogue import assert_near, known_properties
 from problems import NSD, PSD
 
 import traceax as tx
 from traceax import MeanLinearOperator
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = pytest.mark.x64
 
 N, B = 5, 4
@@ -24,14 +24,14 @@ def _normal(*shape, seed=0):
 
 
 def _trace(operator):
-    # As many products as there are coordinates: exact.
+    # With one product per coordinate, the trace is exact.
     return tx.trace(jr.key(0), operator, operator.in_size()).value
 
 
 def test_sums_are_taken_in_32_bits():
     many = 300
     matrices = jnp.ones((many, 1, 1), jnp.bfloat16)
-    # In bfloat16 a sum of ones stops at 256.
+    # A sum of ones in bfloat16 stops at 256.
     for weights in (None, np.arange(many)):
         operator = MeanLinearOperator(
             lx.MatrixLinearOperator, matrices, weights=weights
@@ -48,7 +48,7 @@ def test_batches_of_integers_and_keys():
         return jr.normal(key, (3,)) * jax.nn.one_hot(label, 3)
 
     @jax.jit
-    def both(labels, keys):
+    def diagonals(labels, keys):
         operator = MeanLinearOperator(
             lambda batch: lx.DiagonalLinearOperator(diagonal(*batch)),
             (labels, keys),
@@ -56,16 +56,16 @@ def test_batches_of_integers_and_keys():
         )
         return lx.diagonal(operator), jnp.mean(jax.vmap(diagonal)(labels, keys), axis=0)
 
-    near(*both(labels, keys))
+    assert_near(*diagonals(labels, keys))
 
 
 #
-# What functions close over
+# Closures
 #
 
 
 class _Holder:
-    """Opaque: no PyTree, and methods that aren't functions."""
+    """An opaque class: it is no PyTree, and its method isn't a plain function."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -114,11 +114,11 @@ def test_closures_over_traced_values():
     ones = np.ones(N)
     to_data = scale * (np.outer(ones, vector) + np.outer(vector, ones)) / B
     expected = np.sum((mean + mean.T) @ vector), np.broadcast_to(to_data, (B, N, N))
-    for found in gradients(scale, matrices, vector):
-        jax.tree.map(near, found, expected)
+    for actual in gradients(scale, matrices, vector):
+        jax.tree.map(assert_near, actual, expected)
 
 
-def test_traces_in_loops_and_lanes():
+def test_traces_in_loops_and_under_vmap():
     matrices = jnp.asarray(_normal(B, N, N))
     scale, trace = jnp.asarray(2.0), np.trace(matrices.mean(0))
 
@@ -132,7 +132,7 @@ def test_traces_in_loops_and_lanes():
         return many, total
 
     expected = np.asarray([2 * trace, 6 * trace]), (1 + trace) ** 3
-    jax.tree.map(near, transformed(scale, matrices), expected)
+    jax.tree.map(assert_near, transformed(scale, matrices), expected)
 
 
 def test_operators_as_arguments_of_transformations():
@@ -142,12 +142,12 @@ def test_operators_as_arguments_of_transformations():
         operator = MeanLinearOperator(FUNCTIONS[kind](scale), matrices)
         assert any(x is scale for x in jax.tree.leaves(operator))
     gradient = eqx.filter_jit(eqx.filter_grad(_trace))(operator)
-    near(gradient.batches[0], 2 * np.eye(N) / B)
-    (of_scale,) = (x for x in jax.tree.leaves(gradient) if x.shape == ())
-    near(of_scale, trace)
+    assert_near(gradient.batches[0], 2 * np.eye(N) / B)
+    (scale_gradient,) = (x for x in jax.tree.leaves(gradient) if x.shape == ())
+    assert_near(scale_gradient, trace)
 
 
-def test_functions_are_read_when_the_mean_is_made():
+def test_functions_read_values_when_the_mean_is_made():
     matrices, vector = _normal(B, N, N), _normal(N)
     exact = matrices.mean(0) @ vector
     held = {"scale": 1.0}
@@ -165,13 +165,13 @@ def test_functions_are_read_when_the_mean_is_made():
         return [operator.mv(vector) for operator in operators]
 
     expected = [exact, 3 * exact, 6 * exact]
-    jax.tree.map(near, products((first, second, doubled)), expected)
+    jax.tree.map(assert_near, products((first, second, doubled)), expected)
 
 
 def test_data_spread_over_devices():
-    # Types tell what differs between devices also where there is one.
+    # JAX's types mark values that differ between devices, even on a single device.
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread, same = jax.P("d"), jax.P()
+    split, same = jax.P("d"), jax.P()
     matrices, vector = _normal(B, N, N), _normal(N)
 
     def product(matrices, vector):
@@ -181,13 +181,13 @@ def test_data_spread_over_devices():
     @jax.jit
     def product_and_gradient(matrices, vector):
         parallel = jax.shard_map(
-            product, mesh=mesh, in_specs=(spread, same), out_specs=same
+            product, mesh=mesh, in_specs=(split, same), out_specs=same
         )
-        found, pullback = jax.vjp(lambda m: parallel(m, vector), matrices)
-        return found, *pullback(jnp.ones(N))
+        product_value, pullback = jax.vjp(lambda m: parallel(m, vector), matrices)
+        return product_value, *pullback(jnp.ones(N))
 
     expected = matrices.mean(0) @ vector, np.broadcast_to(vector / B, (B, N, N))
-    jax.tree.map(near, product_and_gradient(matrices, vector), expected)
+    jax.tree.map(assert_near, product_and_gradient(matrices, vector), expected)
 
 
 #
@@ -235,12 +235,12 @@ def test_memory_does_not_grow_with_the_data():
         compiled = gradient.lower(*arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    # The normalised weights, and a bound far below the 200 numbers of a minibatch.
+    # We allow for the normalised weights, far below a minibatch's 200 numbers.
     assert memory(64) - memory(4) <= 4 * 8 * (64 - 4)
 
 
 #
-# What is known of the mean
+# Known properties
 #
 
 
@@ -248,7 +248,7 @@ ALL = {"symmetric", "diagonal", "tridiagonal", "lower", "upper"}
 
 
 @pytest.mark.parametrize("weights", [None, np.ones(B)])
-def test_checks(weights):
+def test_known_properties(weights):
     for tag, known, transposed in [
         (lx.symmetric_tag, {"symmetric"}, {"symmetric"}),
         (PSD, {"symmetric", "psd"}, {"symmetric", "psd"}),
@@ -263,13 +263,17 @@ def test_checks(weights):
         operator = MeanLinearOperator(
             lx.MatrixLinearOperator, np.ones((B, N, N)), weights=weights, tags=tag
         )
-        assert known_of(operator) == known_of(lx.conj(operator)) == known
-        assert known_of(operator.T) == (known if transposed is None else transposed)
+        assert (
+            known_properties(operator) == known_properties(lx.conj(operator)) == known
+        )
+        assert known_properties(operator.T) == (
+            known if transposed is None else transposed
+        )
     operator = MeanLinearOperator(
         lx.MatrixLinearOperator, np.ones((B, N, N), complex), weights=weights, tags=PSD
     )
     for same in (operator, operator.T, lx.conj(operator)):
-        assert known_of(same) == {"psd"}
+        assert known_properties(same) == {"psd"}
 
 
 def test_structured_diagonals():
@@ -279,14 +283,14 @@ def test_structured_diagonals():
         return lx.TridiagonalLinearOperator(band[0], band[1][1:], band[2][1:])
 
     @jax.jit
-    def found(bands):
+    def diagonals_and_trace(bands):
         operator = MeanLinearOperator(make, bands, tags=lx.tridiagonal_tag)
         estimate = tx.trace(jr.key(0), operator, 3)
         return lx.tridiagonal(operator), estimate.value, estimate.stats["num_matvecs"]
 
     diagonal, lower, upper = bands.mean(0)
     expected = (diagonal, lower[1:], upper[1:]), diagonal.sum(), 2
-    jax.tree.map(near, found(bands), expected)
+    jax.tree.map(assert_near, diagonals_and_trace(bands), expected)
 
 
 #
@@ -311,21 +315,21 @@ def test_wrong_arguments():
             ValueError, match=f"^traceax.MeanLinearOperator: .*{message}"
         ):
             MeanLinearOperator(_identity, batches)
-    what = "^traceax.MeanLinearOperator: weights must"
+    match = "^traceax.MeanLinearOperator: weights must"
     for shape in ((3,), (), (4, 1)):
         with pytest.raises(
-            ValueError, match=rf"{what} be of shape \(4,\), got an array"
+            ValueError, match=rf"{match} be of shape \(4,\), got an array"
         ):
             MeanLinearOperator(_identity, np.ones(4), weights=np.ones(shape))
     weights = np.ones(4, np.complex64)
-    with pytest.raises(TypeError, match=f"{what} be real, got .* dtype complex64"):
+    with pytest.raises(TypeError, match=f"{match} be real, got .* dtype complex64"):
         MeanLinearOperator(_identity, np.ones(4), weights=weights)  # pyright: ignore
-    what = r"must be a function of a minibatch, got an array of shape"
-    with pytest.raises(TypeError, match=what):
+    match = r"must be a function of a minibatch, got an array of shape"
+    with pytest.raises(TypeError, match=match):
         MeanLinearOperator(np.ones(4), _identity)  # pyright: ignore
     for make in (lambda batch: batch, _Holder(1.0).__init__):
-        what = "must return a lineax linear operator, got"
-        with pytest.raises(TypeError, match=what):
+        match = "must return a lineax linear operator, got"
+        with pytest.raises(TypeError, match=match):
             MeanLinearOperator(make, np.ones(4))
     with pytest.raises(ValueError, match="must have matching input and output"):
         MeanLinearOperator(lx.MatrixLinearOperator, np.ones((B, 2, 3)), tags=PSD)

@@ -1,4 +1,4 @@
-"""Every operation of every class of operators, against the dense matrix."""
+"""Compare every operation for every operator class with the dense matrix."""
 
 import functools as ft
 import itertools
@@ -18,9 +18,9 @@ from operator_catalogue import (
     WIDE,
     N,
     arrays,
-    flat,
-    known_of,
-    near,
+    assert_near,
+    flat_product,
+    known_properties,
 )
 from problems import complex_dtype
 
@@ -40,12 +40,12 @@ def _vectors(size, dtype, seed):
 
 
 #
-# Operations: of an operator A, and of its matrix M. Right and left vectors are v and w.
+# Operations on an operator A and its matrix M, with right vectors v and left vectors w
 #
 
 
 def _pullback(A, v, w):
-    return jax.vjp(flat(A), v[0])[1](w[0])[0]
+    return jax.vjp(flat_product(A), v[0])[1](w[0])[0]
 
 
 def _mixed(v):
@@ -54,27 +54,29 @@ def _mixed(v):
 
 OPERATIONS = {
     "product and its derivative": (
-        lambda A, v, w: jax.jvp(flat(A), (v[0],), (v[1],)),
+        lambda A, v, w: jax.jvp(flat_product(A), (v[0],), (v[1],)),
         lambda M, v, w: (M @ v[0], M @ v[1]),
     ),
-    "several": (lambda A, v, w: jax.vmap(flat(A))(v), lambda M, v, w: v @ M.T),
-    "transpose": (lambda A, v, w: flat(A.T)(w[0]), lambda M, v, w: w[0] @ M),
+    "several": (lambda A, v, w: jax.vmap(flat_product(A))(v), lambda M, v, w: v @ M.T),
+    "transpose": (lambda A, v, w: flat_product(A.T)(w[0]), lambda M, v, w: w[0] @ M),
     "adjoint": (
-        lambda A, v, w: flat(lx.conj(A.T))(w[0]),
+        lambda A, v, w: flat_product(lx.conj(A.T))(w[0]),
         lambda M, v, w: w[0] @ M.conj(),
     ),
     "matrix": (lambda A, v, w: A.as_matrix(), lambda M, v, w: M),
     "expression": (
-        lambda A, v, w: flat((lx.materialise(A) - 3.0 * lx.linearise(A)) / 4.0)(v[0]),
+        lambda A, v, w: flat_product((lx.materialise(A) - 3.0 * lx.linearise(A)) / 4.0)(
+            v[0]
+        ),
         lambda M, v, w: M @ v[0] / -2,
     ),
 }
-OF_SQUARE = {
+FOR_SQUARE = {
     "diagonal": (lambda A, v, w: lx.diagonal(A), lambda M, v, w: jnp.diagonal(M)),
 }
-OF_REAL = {
+FOR_REAL = {
     "complex multiple": (
-        lambda A, v, w: flat(as_complex((1 + 2j) * A))(_mixed(v)),
+        lambda A, v, w: flat_product(as_complex((1 + 2j) * A))(_mixed(v)),
         lambda M, v, w: (1 + 2j) * (M @ _mixed(v)),
     ),
 }
@@ -94,22 +96,22 @@ def test_operations(name):
     M = np.asarray(entry.dense(p))
     v, w = (_vectors(size, M.dtype, seed) for seed, size in enumerate(M.shape[::-1]))
     operations = OPERATIONS | (READ if entry.read else {})
-    operations |= {} if name in WIDE else OF_SQUARE
-    operations |= {} if name in WIDE | COMPLEX else OF_REAL
+    operations |= {} if name in WIDE else FOR_SQUARE
+    operations |= {} if name in WIDE | COMPLEX else FOR_REAL
     operations |= {} if entry.on_host else IN_REVERSE
 
     @jax.jit
-    def found(p, v, w):
+    def evaluate_all(p, v, w):
         A = entry.make(p)
         assert has_known_entries(A) == entry.read or name in WIDE
-        return {what: of(A, v, w) for what, (of, _) in operations.items()}
+        return {label: evaluate(A, v, w) for label, (evaluate, _) in operations.items()}
 
-    # lineax multiplies a real operator by a complex number so.
+    # lineax needs this to multiply a real operator by a complex number.
     with jax.numpy_dtype_promotion("standard"):
-        results = found(p, v, w)
-        for what, (_, of_matrix) in operations.items():
-            expected = of_matrix(M, v, w)
-            jax.tree.map(ft.partial(near, what=what), results[what], expected)
+        results = evaluate_all(p, v, w)
+        for label, (_, evaluate_dense) in operations.items():
+            expected = evaluate_dense(M, v, w)
+            jax.tree.map(ft.partial(assert_near, label=label), results[label], expected)
 
 
 @pytest.mark.x64
@@ -121,28 +123,33 @@ def test_derivatives_with_respect_to_arrays(name):
     tangent = jax.tree.map(jnp.cos, p)
 
     def derivatives(product):
-        def of(p):
+        def form(p):
             return jnp.real(jnp.vdot(w[0], product(p)))
 
         @jax.jit
         def run(p):
-            slope = jax.jvp(of, (p,), (tangent,))
+            slope = jax.jvp(form, (p,), (tangent,))
             if entry.order == 1:
-                return slope, jax.grad(of)(p)
-            return slope, jax.jvp(jax.grad(of), (p,), (tangent,))
+                return slope, jax.grad(form)(p)
+            return slope, jax.jvp(jax.grad(form), (p,), (tangent,))
 
         return run(p)
 
-    found = derivatives(lambda p: flat(entry.make(p))(v[0]))
+    actual = derivatives(lambda p: flat_product(entry.make(p))(v[0]))
     expected = derivatives(lambda p: entry.dense(p) @ v[0])
-    jax.tree.map(near, found, expected)
+    jax.tree.map(assert_near, actual, expected)
 
 
 @each
-def test_what_is_known(name):
+def test_known_properties(name):
     entry = CATALOGUE[name]
     A = entry.make(arrays())
-    assert known_of(A) == known_of(A.T) == known_of(lx.conj(A)) == entry.known
+    assert (
+        known_properties(A)
+        == known_properties(A.T)
+        == known_properties(lx.conj(A))
+        == entry.known
+    )
     structures = A.in_structure(), A.out_structure()
     assert (A.T.out_structure(), A.T.in_structure()) == structures
     assert (jax.eval_shape(A.mv, structures[0])) == structures[1]
@@ -155,25 +162,25 @@ def test_sums_and_products_over_all_pairs(kind):
     for (one, A), (other, B) in itertools.product(operators.items(), repeat=2):
         total = A + B
         known = kind[one].known & kind[other].known
-        assert known_of(total) == known
-        assert known_of(lx.conj(total.T)) == known
+        assert known_properties(total) == known
+        assert known_properties(lx.conj(total.T)) == known
         assert has_known_entries(total) == (kind[one].read and kind[other].read)
         assert (A @ B.T).in_structure() == total.out_structure()
 
     v = _vectors(N, ravel_pytree(p["c" if kind is COMPLEX else "a"])[0].dtype, 0)
 
     @jax.jit
-    def found(p):
+    def products(p):
         whole = ft.reduce(op.add, [entry.make(p) for entry in kind.values()])
         chain = [2.0 * entry.make(p) for entry in kind.values() if entry.read]
         read = ft.reduce(op.add, chain) if chain else None
         entries = read and (columns_of(read, jnp.asarray(INDICES)), diagonal_of(read))
-        return flat(whole)(v[0]), flat(whole.T)(v[0]), entries
+        return flat_product(whole)(v[0]), flat_product(whole.T)(v[0]), entries
 
     whole = sum(entry.dense(p) for entry in kind.values())
     read = 2 * sum(entry.dense(p) for entry in kind.values() if entry.read)
-    product, transposed, entries = found(p)
-    near(product, whole @ v[0])
-    near(transposed, v[0] @ whole)
+    product, transposed, entries = products(p)
+    assert_near(product, whole @ v[0])
+    assert_near(transposed, v[0] @ whole)
     if entries:
-        jax.tree.map(near, entries, (read[:, INDICES], jnp.diagonal(read)))
+        jax.tree.map(assert_near, entries, (read[:, INDICES], jnp.diagonal(read)))

@@ -27,7 +27,7 @@ from traceax._operators.space import apply_block
 
 
 def _structured():
-    """Operators whose diagonals are read, and the most products that takes."""
+    """Operators with readable diagonals, and the most products that reading them takes."""
     p = parameters(6)
     structure = jax.eval_shape(lambda: p["d"])
     lower, bands = jnp.tril(p["a"]), jnp.triu(jnp.tril(p["a"], 1), -1)
@@ -53,19 +53,22 @@ def test_diagonals_of_structures_are_read(key):
 
     @jax.jit
     def run():
-        def of(operator):
+        def diagonal_and_trace(operator):
             entries = tx.diagonal(key, operator, 9).value
             return ravel_pytree(entries)[0], tx.trace(key, operator, 9)
 
-        return {name: of(operator) for name, (operator, _) in operators.items()}
+        return {
+            name: diagonal_and_trace(operator)
+            for name, (operator, _) in operators.items()
+        }
 
     for name, (diagonal, trace) in run().items():
-        operator, most = operators[name]
+        operator, limit = operators[name]
         truth = np.diagonal(operator.as_matrix())
         np.testing.assert_allclose(diagonal, truth, 1e-9, 1e-9, err_msg=name)
         assert_close(trace.value, np.sum(truth), rtol=1e-9)
         assert is_rounding(trace)
-        assert int(trace.stats["num_matvecs"]) <= most
+        assert int(trace.stats["num_matvecs"]) <= limit
 
 
 def _by_products():
@@ -95,11 +98,11 @@ def test_every_class_is_exact_with_enough_products(key, name):
     operator = _by_products()[name]
 
     @eqx.filter_jit
-    def both(operator):
+    def diagonal_and_trace(operator):
         entries = tx.diagonal(key, operator, 6, tx.XTraceEstimator()).value
         return ravel_pytree(entries)[0], tx.trace(key, operator, 9)
 
-    diagonal, trace = both(operator)
+    diagonal, trace = diagonal_and_trace(operator)
     truth = np.diagonal(operator.as_matrix())
     np.testing.assert_allclose(diagonal, truth, 1e-9, 1e-9)
     assert_close(trace.value, np.sum(truth), rtol=1e-9)
@@ -130,7 +133,7 @@ def test_leaves_of_different_real_dtypes():
             "y": [w[4:7], w[7:].astype(jnp.float16)],
         }
 
-    # lineax itself promotes the leaves' dtypes.
+    # lineax itself promotes the leaves' dtypes, so we allow it.
     with jax.numpy_dtype_promotion("standard"):
         operator = lx.FunctionLinearOperator(mv, structure, PSD)
         values, errors = many(tx.XNysTraceEstimator(), operator, 6, 500)
@@ -154,9 +157,9 @@ def test_half_precision():
     assert values.dtype == jnp.float32
     assert abs(np.mean(values) / np.trace(a.astype(jnp.float32)) - 1) < 0.01
     assert gradients.dtype == a.dtype
-    # Unbiased, of entries whose variance is about 1 / k.
-    off = np.mean(np.asarray(gradients, np.float32), axis=0) - np.eye(40)
-    assert np.max(np.abs(off)) < 0.2
+    # Gradients are unbiased, with variances about 1 / k.
+    deviation = np.mean(np.asarray(gradients, np.float32), axis=0) - np.eye(40)
+    assert np.max(np.abs(deviation)) < 0.2
 
 
 @pytest.mark.x64
@@ -177,7 +180,7 @@ def test_complex_results(key, estimator):
 
 
 @pytest.mark.x64
-def test_complex_gradient_is_that_of_the_frozen_pairing(key):
+def test_complex_gradients_pair_the_frozen_blocks(key):
     a = jnp.asarray(as_operator(matrix("nonsymmetric", 9, complex=True)).matrix)
     est = tx.XTraceEstimator()
     state = est.init(key, lx.MatrixLinearOperator(a))
@@ -187,7 +190,7 @@ def test_complex_gradient_is_that_of_the_frozen_pairing(key):
         return tx.trace(key, lx.MatrixLinearOperator(a), 6, est).value
 
     @jax.jit
-    def both(a):
+    def compute_derivatives(a):
         V, Z = est.compute(state, 6)[3]
 
         def frozen(a):
@@ -200,11 +203,11 @@ def test_complex_gradient_is_that_of_the_frozen_pairing(key):
         return derivatives(value), derivatives(frozen)
 
     near = functools.partial(assert_close, rtol=1e-9, atol=1e-9)
-    jax.tree.map(near, *both(a))
+    jax.tree.map(near, *compute_derivatives(a))
 
 
 class _Foreign(lx.AbstractLinearOperator):
-    """An operator from elsewhere: it registers few of lineax's checks."""
+    """A foreign operator, which registers few of lineax's checks."""
 
     matrix: jax.Array
 
@@ -224,7 +227,7 @@ class _Foreign(lx.AbstractLinearOperator):
         return jax.ShapeDtypeStruct(self.matrix.shape[:1], self.matrix.dtype)
 
 
-# All that lineax asks for when one is made.
+# lineax requires only these checks to make one.
 for check in (
     lx.is_symmetric,
     lx.is_positive_semidefinite,
@@ -234,7 +237,7 @@ for check in (
 
 
 @pytest.mark.x64
-def test_operators_from_elsewhere(key):
+def test_foreign_operators(key):
     p = parameters(8)
     operator = _Foreign(p["a"])
     estimate = tx.trace(key, operator, 5)
@@ -263,7 +266,7 @@ def test_arguments_of_a_jacobian(key, closure_convert):
         )
         return tx.trace(key, operator, 9).value
 
-    # Functions, Python numbers and arrays of NumPy.
+    # Arguments may be functions, Python numbers and NumPy arrays.
     factors = np.linspace(1, 2, 9).astype(x.dtype)
     for args in ((jnp.tanh, 2.0, 2), (lambda v: v, factors, 3), (jnp.sin, x, 1)):
         expected = jnp.trace(jax.jacfwd(lambda x, args=args: _power(x, args))(x))
@@ -271,16 +274,16 @@ def test_arguments_of_a_jacobian(key, closure_convert):
     net = eqx.nn.MLP(9, 9, 8, 1, activation=jnp.tanh, key=key, dtype=x.dtype)
 
     @eqx.filter_jit
-    def both(net):
+    def gradients(net):
         traces = (
             lambda net: trace(lambda x, net: net(x), net),
             lambda net: jnp.trace(jax.jacfwd(net)(x)),
         )
-        return [eqx.filter_value_and_grad(of)(net) for of in traces]
+        return [eqx.filter_value_and_grad(trace_of)(net) for trace_of in traces]
 
-    found, expected = map(jax.tree.leaves, both(net))
-    for got, wanted in zip(found, expected, strict=True):
-        assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+    leaves, expected = map(jax.tree.leaves, gradients(net))
+    for actual, exact in zip(leaves, expected, strict=True):
+        assert_close(actual, exact, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.x64
@@ -302,7 +305,7 @@ def test_large_blocks_are_multiplied_some_columns_at_a_time(monkeypatch, kind, k
 
     _, whole = squares()
     assert_close(whole[0][1], OPERATORS[kind](p).as_matrix() @ block, rtol=1e-3)
-    # As if a block of 5 columns were large.
+    # We lower the limit, so that a block with 5 columns counts as large.
     monkeypatch.setattr("traceax._operators.space._CACHED", 5 * 20)
     text, several = squares()
     assert ("while" in text) == (k > 5)

@@ -1,4 +1,4 @@
-"""Preconditioners of one's own: `traceax.Preconditioner`."""
+"""Custom preconditioners: `traceax.Preconditioner`."""
 
 import functools
 
@@ -46,19 +46,19 @@ class Controlled(Dense):
         return self.Q.T @ block, jnp.sum(self.Q**2)
 
 
-def of_pivots(K, noise):
-    """What pivots make, as dense matrices."""
+def from_pivots(K, noise):
+    """The preconditioner from pivots, as dense matrices."""
     diagonal, noise = jnp.diagonal(K), jnp.full(N, noise, K.dtype)
-    made = whiten(K[:, PIVOTS], diagonal, jnp.asarray(PIVOTS), noise)
-    M = made.apply(jnp.eye(N, dtype=K.dtype))
-    return Controlled(M, made.logdet, 1.0, made.basis @ made.root)
+    P = whiten(K[:, PIVOTS], diagonal, jnp.asarray(PIVOTS), noise)
+    M = P.apply(jnp.eye(N, dtype=K.dtype))
+    return Controlled(M, P.logdet, 1.0, P.basis @ P.root)
 
 
 def log_likelihood(key, make, parameters):
     length, noise = parameters
     K, y = kernel(length), as_array(np.sin(5 * X[:, 0]))
-    made = make(K.as_matrix(), noise)
-    return tx.gaussian_log_likelihood(key, K, y, 24, shift=noise, preconditioner=made)
+    P = make(K.as_matrix(), noise)
+    return tx.gaussian_log_likelihood(key, K, y, 24, shift=noise, preconditioner=P)
 
 
 def exact_log_likelihood(parameters):
@@ -69,31 +69,34 @@ def exact_log_likelihood(parameters):
     return -value / 2 - N / 2 * np.log(2 * np.pi)
 
 
-def test_it_gives_the_answer_of_pivots(key):
-    def both(make):
+def test_dense_pivots_give_the_same_answer(key):
+    def results(make):
         def value_and_bar(parameters):
-            found = log_likelihood(key, make, parameters)
-            return found.value, found.standard_error
+            estimate = log_likelihood(key, make, parameters)
+            return estimate.value, estimate.standard_error
 
         run = jax.jit(jax.value_and_grad(value_and_bar, has_aux=True))
         return jnp.hstack(jax.tree.leaves(run(as_array(POINT))))
 
-    own, pivots = both(of_pivots), both(lambda *_: jnp.asarray(PIVOTS))
-    assert_close(own, pivots, rtol=1e-7 if is_x64() else 1e-3)
+    custom, pivots = (
+        results(from_pivots),
+        results(lambda *_: jnp.asarray(PIVOTS)),
+    )
+    assert_close(custom, pivots, rtol=1e-7 if is_x64() else 1e-3)
 
 
-def test_it_may_be_held_fixed_or_not(key):
-    """Without the control of columns: values and slopes are within bars of the truth."""
+def test_preconditioners_may_be_fixed_or_differentiated(key):
+    """Without the column control, intervals contain true values and slopes."""
 
-    def held(K, noise):
-        return jax.lax.stop_gradient(free(K, noise))
+    def fixed(K, noise):
+        return jax.lax.stop_gradient(differentiated(K, noise))
 
-    def free(K, noise):
-        made = of_pivots(K, noise)
-        return Dense(made.matrix, made.logdet, None)
+    def differentiated(K, noise):
+        P = from_pivots(K, noise)
+        return Dense(P.matrix, P.logdet, None)
 
     point = as_array(POINT)
-    truth, slope_of = exact_log_likelihood(point), jax.grad(exact_log_likelihood)(point)
+    truth, slope = exact_log_likelihood(point), jax.grad(exact_log_likelihood)(point)
 
     def intervals(tangent, make):
         def fn(p):
@@ -102,10 +105,10 @@ def test_it_may_be_held_fixed_or_not(key):
         pair = tx.jvp(fn, (point,), (tangent,))
         return [x.confidence_interval(0.999) for x in pair]
 
-    for make in (held, free):
-        along = jax.jit(jax.vmap(functools.partial(intervals, make=make)))
-        found = along(jnp.eye(2, dtype=point.dtype))
-        for (low, high), true in zip(found, (truth, slope_of), strict=True):
+    for make in (fixed, differentiated):
+        run = jax.jit(jax.vmap(functools.partial(intervals, make=make)))
+        bounds = run(jnp.eye(2, dtype=point.dtype))
+        for (low, high), true in zip(bounds, (truth, slope), strict=True):
             assert jnp.all((low <= true) & (true <= high))
 
 
@@ -125,7 +128,7 @@ def test_it_may_be_held_fixed_or_not(key):
     ],
 )
 def test_faults_are_found(fault, finds):
-    M = fault(of_pivots(kernel().as_matrix(), POINT[1]))
+    M = fault(from_pivots(kernel().as_matrix(), POINT[1]))
     if finds is None:
         check_preconditioner(M, kernel(), shift=POINT[1])
         return
@@ -154,10 +157,10 @@ class Halved(Dense):
 
 
 @pytest.mark.x64
-def test_what_is_refused(key):
-    M = of_pivots(kernel().as_matrix(), POINT[1])
+def test_wrong_preconditioners(key):
+    M = from_pivots(kernel().as_matrix(), POINT[1])
     small = Dense(M.matrix[:50, :50], M.logdet)
-    for given, error, message in (
+    for preconditioner, error, message in (
         (small, TypeError, r"preconditioner.apply must keep the shape .*n = 60"),
         (Halved(M.matrix, M.logdet), ValueError, "preconditioner.apply must keep"),
         (OnTheHost(M.matrix, M.logdet), TypeError, "preconditioner.apply must keep"),
@@ -166,7 +169,7 @@ def test_what_is_refused(key):
         (Dense, TypeError, "an instance of a traceax.Preconditioner"),
     ):
         with pytest.raises(error, match=message):
-            tx.logdet(key, kernel(), 20, shift=POINT[1], preconditioner=given)
+            tx.logdet(key, kernel(), 20, shift=POINT[1], preconditioner=preconditioner)
     with pytest.raises(TypeError, match=r"check_preconditioner: .*n = 60"):
         check_preconditioner(small, kernel(), shift=POINT[1])
 
@@ -183,12 +186,14 @@ def test_what_is_refused(key):
 
 
 @pytest.mark.x64
-def test_a_tolerance_is_of_the_whole_log_determinant(key):
-    # What is estimated is negative, and what is known positive: beside each other.
+def test_tolerances_apply_to_the_whole_log_determinant(key):
+    # The estimated part is negative and the known part positive, so they cancel.
     M = Dense(jnp.eye(N) / 10, jnp.asarray(2 * N * np.log(10)), None)
     truth = jnp.linalg.slogdet(kernel().as_matrix() + POINT[1] * jnp.eye(N))[1]
-    found = tx.logdet(key, kernel(), N - 1, shift=POINT[1], preconditioner=M, rtol=0.05)
-    assert found.result == tx.RESULTS.successful
-    low, high = found.confidence_interval()
-    assert (high - low) / 2 <= 0.05 * abs(found.value) * (1 + 1e-6)
-    assert abs(found.value - truth) < 0.1 * abs(truth)
+    estimate = tx.logdet(
+        key, kernel(), N - 1, shift=POINT[1], preconditioner=M, rtol=0.05
+    )
+    assert estimate.result == tx.RESULTS.successful
+    low, high = estimate.confidence_interval()
+    assert (high - low) / 2 <= 0.05 * abs(estimate.value) * (1 + 1e-6)
+    assert abs(estimate.value - truth) < 0.1 * abs(truth)

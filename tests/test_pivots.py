@@ -1,4 +1,4 @@
-"""Randomly pivoted Cholesky in blocks against one column at a time."""
+"""Compare blocked, randomly pivoted Cholesky with one column at a time."""
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ from traceax._preconditioner import _choose, choose_pivots
 
 
 def residual(K, pivots):
-    """The diagonal that the columns leave."""
+    """Residual diagonal after the columns."""
     S = np.asarray(pivots)
     S = S[S >= 0]
     values, vectors = np.linalg.eigh(K[np.ix_(S, S)])
@@ -36,7 +36,7 @@ def one_by_one(K, number, rng):
     return S
 
 
-def test_residuals_are_those_of_columns_one_by_one():
+def test_residuals_match_columns_one_by_one():
     K = gaussian(points(150), 0.15)
     operator = as_operator(K, psd=True)
     keys = jr.split(jr.key(0), 200)
@@ -55,7 +55,7 @@ def test_the_first_pivots_have_their_probabilities():
     K = gaussian(points(6, 1, 3), 0.5) * np.linspace(1, 2, 6)[:, None]
     K = K * np.linspace(1, 2, 6)[None]
     operator, keys = as_operator(K, psd=True), jr.split(jr.key(1), 20_000)
-    # Rounds of two candidates.
+    # Each round draws two candidates.
     pivots = jax.jit(
         jax.vmap(lambda key: choose_pivots(key, operator, 6, shift=1e-2, throw=False))
     )(keys)
@@ -78,7 +78,7 @@ def _search(matrix, noise):
 
 
 def search(matrix, noise):
-    """Pivots, at most 100 of 200, and the residual trace."""
+    """At most 100 pivots among 200 rows, and the residual trace."""
     matrix = jnp.asarray(matrix, float_dtype())
     pivots = _search(matrix, jnp.full(N, noise, matrix.dtype))
     assert pivots.semidefinite
@@ -89,7 +89,7 @@ def search(matrix, noise):
     return indices[:number], float(pivots.residual_trace)
 
 
-def test_stops_where_the_residual_is_small_beside_the_noise():
+def test_search_stops_when_residuals_are_small_relative_to_noise():
     K = gaussian(points(N), 0.2)
     noise = np.where(np.arange(N) < N // 2, 0.1, 10.0)
     for shift in (np.full(N, 0.1), noise):
@@ -100,21 +100,21 @@ def test_stops_where_the_residual_is_small_beside_the_noise():
         )
         assert after < 1e-3 < before
         assert trace / N == pytest.approx(after, rel=0.2)
-    # Where observations are noisy a column is worth less.
+    # A column for a noisy observation is worth less.
     assert np.mean(pivots < N // 2) > 0.7
 
 
-def test_columns_that_buy_nothing_are_not_used():
+def test_useless_columns_are_dropped():
     def number_and_trace(matrix):
         pivots, trace = search(matrix, 1e-3)
         return len(pivots), pytest.approx(trace * 1e-3, rel=1e-4)
 
     assert number_and_trace(np.eye(N)) == (0, N)
     assert number_and_trace(np.zeros((N, N))) == (0, 0)
-    # A smooth kernel and an identity: columns until what they share is spent.
+    # For a smooth kernel plus the identity, we take columns only for their shared part.
     number, _ = number_and_trace(10 * gaussian(points(N, 1), 2.0) + np.eye(N))
     assert 0 < number <= 50
-    # Entries that stand out are worth a column each.
+    # Each entry that stands out is worth a column.
     entries = np.where(np.arange(N) < 10, 1e4, 1.0)
     number, trace = number_and_trace(np.diag(entries))
     assert 10 <= number <= 40
@@ -127,17 +127,18 @@ def test_repeated_points():
     assert len(set(pivots // 4)) == len(pivots)
 
 
-def test_pivots_that_the_noise_does_not_ask_for():
-    # Those of a smooth start, where length scales have shrunk.
+def test_pivots_beyond_the_noise_help_other_length_scales():
+    # We choose pivots for a smooth kernel, and use them after length scales have
+    # shrunk.
     x = points(N)
     smooth, rough = gaussian(x, 1.0), gaussian(x, 0.1)
     rng = np.random.default_rng(0)
     ours = random = 0
     for i in range(3):
-        asked, _ = search(smooth, 0.1)
+        needed, _ = search(smooth, 0.1)
         operator = as_operator(smooth, psd=True)
         pivots = np.asarray(choose_pivots(jr.key(i), operator, 80, shift=0.1))
-        assert len(asked) < 40
+        assert len(needed) < 40
         assert len(set(pivots)) == 80
         assert pivots.min() >= 0
         ours += residual(rough, pivots).sum()
@@ -145,10 +146,10 @@ def test_pivots_that_the_noise_does_not_ask_for():
     assert ours < 0.7 * random
 
 
-def test_rows_that_repeat_others_are_no_pivots():
+def test_repeated_rows_are_no_pivots():
     x = np.repeat(points(N // 4), 4, axis=0)
     for K in (gaussian(x), gaussian(x, 3.0), np.ones((N, N)), np.zeros((N, N))):
-        # Noise of every row, by which they differ.
+        # Every row has its own noise, which doesn't make rows distinct.
         noise = as_array(np.linspace(0.1, 1, N))
         pivots = choose_pivots(jr.key(0), as_operator(K, psd=True), 100, shift=noise)
         number = len(np.unique(K.round(6), axis=0)) if K.any() else 0
@@ -162,7 +163,7 @@ def test_rows_that_repeat_others_are_no_pivots():
 
 
 def test_rounding_is_no_failure():
-    # The residuals of a smooth kernel are rounding long before the pivots end.
+    # A smooth kernel's residuals reach rounding long before the pivots end.
     for length in (0.5, 2.0):
         for noise in (1e-3, 1e-6, 1e-12):
             assert 5 < len(search(gaussian(points(N), length), noise)[0]) < 100
@@ -179,11 +180,11 @@ def test_other_operators():
     kernel = process().kernel(as_array(points(n)))
 
     def sums(scale):
-        found = [
+        all_pivots = [
             choose_pivots(key, scale * operator, 20, shift=scale, throw=False)
             for operator in (matrix, sparse, kernel)
         ]
-        return jnp.sum(jnp.stack(found)).astype(float_dtype()), found
+        return jnp.sum(jnp.stack(all_pivots)).astype(float_dtype()), all_pivots
 
     one = jnp.ones((), float_dtype())
     derivative, (S1, S2, S3) = jax.jit(jax.grad(sums, has_aux=True))(one)

@@ -1,4 +1,4 @@
-"""The preconditioner of columns and noise against dense matrices."""
+"""Compare the preconditioner, built from columns and noise, with dense matrices."""
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,21 @@ from traceax._preconditioner import (
 
 
 class Truth:
-    """The preconditioner in dense 64-bit NumPy, of N^-1/2 K N^-1/2."""
+    """The preconditioner in dense 64-bit NumPy, built from columns and noise N.
+
+    It is P = N^1/2 (F F^* + I) N^1/2, with F from columns of K' = N^-1/2 K N^-1/2.
+
+    - `M`: an inverse root of P, with M^* M = P^-1.
+    - `B`: the preconditioned matrix M (K + N) M^*.
+    - `Q`: a factor with Q Q^* = F (I + F^* F)^-1 F^*, for the control variate.
+    """
 
     def __init__(self, K, pivots, noise, jitter=1e-6):
         S = pivots[pivots >= 0]
         r, n = len(S), len(K)
         noise = np.broadcast_to(noise, n)
         scaled = K / np.sqrt(noise[:, None] * noise)
-        # Where the precision knows no better.
+        # In low precision the implementation raises the jitter, and so do we.
         eps = float(jnp.finfo(float_dtype()).eps)
         jitter = np.maximum(jitter, (r + 32) * eps * np.diagonal(scaled)[S].real)
         L = np.linalg.cholesky(scaled[np.ix_(S, S)] + np.diag(jitter))
@@ -42,8 +49,8 @@ class Truth:
         self.trace = np.trace(scaled).real
 
 
-def close(x, y, tolerance=None):
-    """In the Frobenius norm."""
+def assert_norm_close(x, y, tolerance=None):
+    """Assert a small relative error in the Frobenius norm."""
     x, y = np.asarray(x), np.asarray(y)
     tolerance = tolerance or (1e-9 if is_x64() else 5e-3)
     error = np.linalg.norm(x - y) / np.linalg.norm(y)
@@ -51,163 +58,180 @@ def close(x, y, tolerance=None):
 
 
 def problem(n, r, seed=0):
-    """A kernel matrix, its derivative by the length scale, noise, a block and pivots."""
+    """A kernel matrix, its derivative in the length scale, noise, a block and pivots."""
     rng = np.random.default_rng(seed)
     x, h = rng.random((n, 2)), 1e-3
     K = matern(x, 0.3)
-    slope = (matern(x, 0.3 + h) - matern(x, 0.3 - h)) / (2 * h)
+    dK = (matern(x, 0.3 + h) - matern(x, 0.3 - h)) / (2 * h)
     noise = 1e-3 * np.exp(0.3 * rng.normal(size=n))
-    return K, slope, noise, rng.normal(size=(n, 6)), rng.permutation(n)[:r]
+    return K, dK, noise, rng.normal(size=(n, 6)), rng.permutation(n)[:r]
 
 
 def as_indices(pivots):
     return jnp.asarray(pivots, jnp.int32)
 
 
-def make(K, noise, pivots, jitter=1e-6):
+def build(K, noise, pivots, jitter=1e-6):
     columns, diagonal = K.T[pivots].T, jnp.real(jnp.diagonal(K))
     return whiten(columns, diagonal, pivots, noise, jitter)
 
 
-def preconditioned(K, made):
-    return PreconditionedLinearOperator(lx.MatrixLinearOperator(K, PSD), made)
+def preconditioned(K, P):
+    return PreconditionedLinearOperator(lx.MatrixLinearOperator(K, PSD), P)
 
 
 @jax.jit
-def compute(K, noise, pivots, V, jitter=1e-6):
-    made = make(K, noise, pivots, jitter)
-    products = made.apply(V), made.apply_adjoint(V)
-    return made, (*products, apply_block(preconditioned(K, made), V))
+def build_and_apply(K, noise, pivots, V, jitter=1e-6):
+    P = build(K, noise, pivots, jitter)
+    products = P.apply(V), P.apply_adjoint(V)
+    return P, (
+        *products,
+        apply_block(preconditioned(K, P), V),
+    )
 
 
 @jax.jit
-def along(t, K, slope, noise, pivots, V):
-    """A value of each factor, and first derivatives in both modes."""
+def values_and_derivatives(t, K, dK, noise, pivots, V):
+    """log det P, and forms in M and B, at K + t dK; first derivatives in both modes."""
 
     def values(t):
-        at, noise_at = K + t * slope, noise * jnp.exp(t)
-        made = make(at, noise_at, pivots)
+        K_t, noise_t = K + t * dK, noise * jnp.exp(t)
+        P = build(K_t, noise_t, pivots)
         W, G = V.T[:3].T, V.T[3:].T
-        products = made.apply(W), apply_block(preconditioned(at, made), W)
-        return jnp.stack([made.logdet, *(jnp.sum(G * x) for x in products)])
+        products = (
+            P.apply(W),
+            apply_block(preconditioned(K_t, P), W),
+        )
+        return jnp.stack([P.logdet, *(jnp.sum(G * x) for x in products)])
 
     return values(t), jax.jacfwd(values)(t), jax.jacrev(values)(t)
 
 
-def truth_along(t, K, slope, noise, pivots, V):
-    truth = Truth(K + t * slope, pivots, noise * np.exp(t))
+def true_values(t, K, dK, noise, pivots, V):
+    truth = Truth(K + t * dK, pivots, noise * np.exp(t))
     W, G = V[:, :3], V[:, 3:]
     return np.array([truth.logdet, *(np.sum(G * (x @ W)) for x in (truth.M, truth.B))])
 
 
-def central(f, h):
+def differentiate(f, h):
     return (8 * (f(h) - f(-h)) - f(2 * h) + f(-2 * h)) / (12 * h)
 
 
-# XLA on CPUs (jaxlib 0.10.2) gets products of products wrong by O(1) where the middle
-# dimension is about 180 to 256, and only in programs.
+# XLA on CPUs (jaxlib 0.10.2) gets products of products wrong by O(1) under jit if the
+# middle dimension is about 180 to 256, so we test such ranks.
 @pytest.mark.parametrize("r", [10, 200, 256])
 def test_factors_and_derivatives(r):
-    K, slope, noise, V, pivots = problem(500, r)
-    data = (
+    K, dK, noise, V, pivots = problem(500, r)
+    arguments = (
         as_array(K),
-        as_array(slope),
+        as_array(dK),
         as_array(noise),
         as_indices(pivots),
         as_array(V),
     )
-    value, forward, reverse = along(as_array(0.0), *data)
+    value, forward, reverse = values_and_derivatives(as_array(0.0), *arguments)
 
     def truth(t):
-        return truth_along(t, K, slope, noise, pivots, V)
+        return true_values(t, K, dK, noise, pivots, V)
 
-    derivative = central(truth, 1e-4)
+    derivative = differentiate(truth, 1e-4)
     assert_close(value, truth(0.0), 1e-9 if is_x64() else 1e-2)
-    for found in (forward, reverse):
+    for slopes in (forward, reverse):
         if is_x64():
-            assert_close(found, derivative, 1e-6)
-        # Each is a sum that cancels, and may have no more digits: in the norm of all.
-        close(found, derivative, 1e-2)
+            assert_close(slopes, derivative, 1e-6)
+        # Each derivative is a sum that cancels and may lose its digits, so we compare
+        # all three in one norm.
+        assert_norm_close(slopes, derivative, 1e-2)
 
 
 @pytest.mark.parametrize("jitter", [1e-9, 1e-6, 2e-3])
-def test_determinants(jitter):
+def test_determinants_and_residuals(jitter):
     n, r = 200, 60
     K, _, noise, V, _ = problem(n, r)
-    # As pivots are held along a fit: chosen for another length scale.
+    # A fit keeps its pivots, so we choose them for another length scale.
     pivots = np.asarray(
         choose_pivots(jr.key(0), as_operator(K, psd=True), r, shift=1e-3)
     )
     K = matern(points(n), 0.6)
     truth = Truth(K, pivots, noise, jitter)
-    made, products = compute(
+    P, products = build_and_apply(
         as_array(K), as_array(noise), as_indices(pivots), as_array(V), jitter
     )
     dense = truth.M @ V, truth.M.T @ V, truth.B @ V
     for product, expected in zip(products, dense, strict=True):
-        close(product, expected)
+        assert_norm_close(product, expected)
     rounding = 1e-9 if is_x64() else 2e-2
-    # M and log det P belong together, and B is what M makes of A, however inexact F is.
-    M = np.asarray(made.apply(jnp.eye(n, dtype=float_dtype())), np.float64)
-    assert abs(made.logdet + 2 * np.linalg.slogdet(M)[1]) < rounding
+    # Even for an inexact F, log det P belongs to M, and B is M (K + N) M^*.
+    M = np.asarray(P.apply(jnp.eye(n, dtype=float_dtype())), np.float64)
+    assert abs(P.logdet + 2 * np.linalg.slogdet(M)[1]) < rounding
     B = M @ (K + np.diag(noise)) @ M.T
     exact = np.linalg.slogdet(K + np.diag(noise))[1]
-    assert abs(made.logdet + np.linalg.slogdet(B)[1] - exact) < rounding
+    assert abs(P.logdet + np.linalg.slogdet(B)[1] - exact) < rounding
     assert np.linalg.eigvalsh(B)[0] > 1 - (1e-8 if is_x64() else 3e-3)
-    assert_close(made.logdet, truth.logdet, 1e-9 if is_x64() else 1e-4)
-    # The control variate.
+    assert_close(P.logdet, truth.logdet, 1e-9 if is_x64() else 1e-4)
+    # The control variate needs Q Q^* and its trace.
     identity = jnp.eye(n, dtype=float_dtype())
-    Qh = np.asarray(made.inside(identity)[0], np.float64)
-    close(Qh.T @ Qh, truth.Q @ truth.Q.T)
-    assert_close(made.trace_inside, np.sum(truth.Q**2), 1e-9 if is_x64() else 1e-3)
-    # What columns bought.
-    assert int(made.num_columns) == np.sum(pivots >= 0)
-    assert_close(made.trace, truth.trace)
-    assert_close(made.residual_trace, truth.residual_trace, 1e-9 if is_x64() else 2e-2)
-    assert made.semidefinite
+    Q_adjoint = np.asarray(P.inside(identity)[0], np.float64)
+    assert_norm_close(Q_adjoint.T @ Q_adjoint, truth.Q @ truth.Q.T)
+    assert_close(P.trace_inside, np.sum(truth.Q**2), 1e-9 if is_x64() else 1e-3)
+    # We compare the number of columns, and the traces before and after them.
+    assert int(P.num_columns) == np.sum(pivots >= 0)
+    assert_close(P.trace, truth.trace)
+    assert_close(P.residual_trace, truth.residual_trace, 1e-9 if is_x64() else 2e-2)
+    assert P.semidefinite
 
 
 def test_inactive_pivots_drop_out():
     n = 80
-    K, slope, noise, V, pivots = problem(n, 12)
-    data = as_array(K), as_array(slope), as_array(noise)
+    K, dK, noise, V, pivots = problem(n, 12)
+    arguments = as_array(K), as_array(dK), as_array(noise)
     padded = np.insert(pivots, [0, 3, 3, 12], -1)
 
     def truth(t):
-        return truth_along(t, K, slope, noise, pivots, V)
+        return true_values(t, K, dK, noise, pivots, V)
 
-    values, *derivatives = along(as_array(0.0), *data, as_indices(padded), as_array(V))
+    values, *derivatives = values_and_derivatives(
+        as_array(0.0), *arguments, as_indices(padded), as_array(V)
+    )
     assert_close(values, truth(0.0), 1e-9 if is_x64() else 3e-3)
     for derivative in derivatives:
-        expected = central(truth, 1e-4)
+        expected = differentiate(truth, 1e-4)
         assert_close(derivative, expected, 1e-6 if is_x64() else 1e-2)
-    made, (_, _, product) = compute(*data[::2], as_indices(padded), as_array(V))
-    assert made.num_columns == 12
-    assert_close(made.trace_inside, np.sum(Truth(K, pivots, noise).Q ** 2))
-    columns = np.asarray(made.basis)[:, padded < 0]
+    P, (_, _, product) = build_and_apply(
+        *arguments[::2], as_indices(padded), as_array(V)
+    )
+    assert P.num_columns == 12
+    assert_close(P.trace_inside, np.sum(Truth(K, pivots, noise).Q ** 2))
+    columns = np.asarray(P.basis)[:, padded < 0]
     np.testing.assert_array_equal(columns, 0)
-    # None at all: P is the noise.
-    nothing = as_indices(np.full(16, -1))
-    values, *derivatives = along(as_array(0.0), *data, nothing, as_array(V))
+    # Without any active pivot, P is the noise.
+    inactive = as_indices(np.full(16, -1))
+    values, *derivatives = values_and_derivatives(
+        as_array(0.0), *arguments, inactive, as_array(V)
+    )
     assert_close(values[0], np.log(noise).sum())
     for derivative in derivatives:
         assert_close(derivative[0], n)
         assert np.all(np.isfinite(derivative))
-    made, (_, _, product) = compute(*data[::2], nothing, as_array(V))
-    close(product, V + (K @ (V / noise[:, None] ** 0.5)) / noise[:, None] ** 0.5, 1e-5)
-    assert made.trace_inside == 0
-    assert_close(made.residual_trace, made.trace)
+    P, (_, _, product) = build_and_apply(*arguments[::2], inactive, as_array(V))
+    assert_norm_close(
+        product, V + (K @ (V / noise[:, None] ** 0.5)) / noise[:, None] ** 0.5, 1e-5
+    )
+    assert P.trace_inside == 0
+    assert_close(P.residual_trace, P.trace)
 
 
 def test_repeated_pivots_and_points():
     K, _, noise, V, pivots = problem(80, 16)
-    twice = np.r_[pivots[:8], pivots[:8]]
-    data = as_array(noise), as_indices(twice), as_array(V)
-    made, (_, _, product) = compute(as_array(K), *data)
-    close(product, Truth(K, pivots[:8], noise).B @ V, 1e-3 if is_x64() else 3e-2)
-    assert made.semidefinite
-    wrong = as_array(K - 0.5 * np.eye(80))
-    assert not compute(wrong, *data)[0].semidefinite
+    repeated = np.r_[pivots[:8], pivots[:8]]
+    arguments = as_array(noise), as_indices(repeated), as_array(V)
+    P, (_, _, product) = build_and_apply(as_array(K), *arguments)
+    assert_norm_close(
+        product, Truth(K, pivots[:8], noise).B @ V, 1e-3 if is_x64() else 3e-2
+    )
+    assert P.semidefinite
+    indefinite = as_array(K - 0.5 * np.eye(80))
+    assert not build_and_apply(indefinite, *arguments)[0].semidefinite
 
 
 def test_complex():
@@ -217,9 +241,11 @@ def test_complex():
     U = rng.normal(size=(n, 20)) + 1j * rng.normal(size=(n, 20))
     K, V = U @ U.conj().T, V + 1j * V[::-1]
     dtype = as_operator(K).matrix.dtype
-    data = as_array(noise), as_indices(pivots), jnp.asarray(V, dtype)
-    made, products = compute(jnp.asarray(K, dtype), *data)
+    arguments = as_array(noise), as_indices(pivots), jnp.asarray(V, dtype)
+    P, products = build_and_apply(jnp.asarray(K, dtype), *arguments)
     truth = Truth(K, pivots, noise)
-    for product, M in zip(products, (truth.M, truth.M.conj().T, truth.B), strict=True):
-        close(product, M @ V, 1e-7 if is_x64() else 3e-2)
-    assert_close(made.logdet, truth.logdet, 1e-9 if is_x64() else 1e-4)
+    for product, matrix in zip(
+        products, (truth.M, truth.M.conj().T, truth.B), strict=True
+    ):
+        assert_norm_close(product, matrix @ V, 1e-7 if is_x64() else 3e-2)
+    assert_close(P.logdet, truth.logdet, 1e-9 if is_x64() else 1e-4)

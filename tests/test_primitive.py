@@ -1,4 +1,4 @@
-"""How calls are staged: names, compilations, batching, host callbacks."""
+"""Staging: traces, compilations, batching and host callbacks."""
 
 import equinox as eqx
 import jax
@@ -17,12 +17,12 @@ from problems import PSD, as_operator, matrix
 
 import traceax as tx
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = pytest.mark.x64
 
 
 class _Counting(tx.TraceEstimator):
-    """Wraps an estimator, and counts the runs of `compute`'s Python."""
+    """Wraps an estimator, and counts how often Python runs `compute`."""
 
     inner: tx.TraceEstimator
     name: str = eqx.field(static=True)
@@ -39,7 +39,7 @@ RUNS = []
 
 
 def _counting(estimator, name):
-    # Equal but distinct objects.
+    # We return equal but distinct objects.
     return _Counting(type(estimator)(estimator.sampler), name)
 
 
@@ -50,17 +50,17 @@ def _calls(seed):
     def value(a, key, estimator):
         return tx.trace(key, lx.MatrixLinearOperator(a, PSD), 6, estimator).value
 
-    def along(est):
+    def curvature(est):
         return jax.hessian(lambda t: value(t * a, keys[0], est))
 
-    # What is counted is traced; all but one are not run.
+    # We count traces, so we run only the first call and lower the others.
     return [
         lambda est: value(a, keys[0], est),
         lambda est: jax.jit(lambda a: value(a, keys[0], est)).lower(a),
         lambda est: eqx.filter_jit(value).lower(a, keys[0], est),
         lambda est: jax.jit(jax.grad(lambda a: value(a, keys[0], est))).lower(a),
         lambda est: jax.jit(jax.vmap(lambda key: value(a, key, est))).lower(keys),
-        lambda est: jax.jit(along(est)).lower(1.0),
+        lambda est: jax.jit(curvature(est)).lower(1.0),
         lambda est: jax.eval_shape(lambda a: value(a, keys[0], est), a),
     ]
 
@@ -120,8 +120,8 @@ def test_no_host_callback_unless_throwing(key):
 
 
 def test_many_keys_at_once_finish():
-    # In a process of its own, so that a hang is a failure. LAPACK calls batched by
-    # vmap have been seen to block each other in XLA's CPU scheduler.
+    # We start another process, so that a hang is a failure: LAPACK calls batched by
+    # vmap have blocked each other in XLA's CPU scheduler.
     code = f"""
 import sys; sys.path.insert(0, {__file__.rpartition("/")[0]!r})
 import jax, jax.random as jr, helpers, problems, traceax as tx
@@ -152,50 +152,51 @@ def test_the_same_number_each_time(key):
 N = 20
 
 
-def _given():
+def _matrices():
     return jnp.asarray(np.random.default_rng(0).standard_normal((2, N, N)) / 4)
 
 
 @pytest.mark.parametrize("chunk", [3, None])
-def test_derivatives_through_lanes(key, chunk):
-    # To tolerances of their own, of which two are missed by a number each lane has.
+def test_derivatives_under_vmap(key, chunk):
+    # Every batch element has its own tolerance, and misses or meets it with its own
+    # number of products.
     estimator = tx.HutchinsonEstimator(chunk_size=chunk) if chunk else None
-    b, _ = _given()
+    b, _ = _matrices()
     b = b @ b.T + jnp.eye(N)
     keys, rtols = jr.split(key, 3), jnp.asarray([0.5, 0.1, 1e-9])
 
-    def lane(key, rtol, scale, b):
+    def element(key, rtol, scale, b):
         operator = lx.MatrixLinearOperator(scale * b)
-        found = tx.trace(key, operator, 16, estimator, rtol=rtol, throw=False)
-        return found.value, found.stats["num_matvecs"]
+        estimate = tx.trace(key, operator, 16, estimator, rtol=rtol, throw=False)
+        return estimate.value, estimate.stats["num_matvecs"]
 
     def mean(scale, b):
-        values, products = jax.vmap(lane, (0, 0, 0, None))(keys, rtols, scale, b)
+        values, products = jax.vmap(element, (0, 0, 0, None))(keys, rtols, scale, b)
         return jnp.mean(values), products
 
     @jax.jit
     def derivatives(scale):
         root = jnp.sqrt(scale)
         slope = jax.grad(lambda root: mean(root**2, b)[0])
-        along = jax.jvp(slope, (root,), (root,))[1]
-        return jax.value_and_grad(mean, (0, 1), has_aux=True)(scale, b), along / root
+        second = jax.jvp(slope, (root,), (root,))[1]
+        return jax.value_and_grad(mean, (0, 1), has_aux=True)(scale, b), second / root
 
-    # Linear in the scale, for probes that don't depend on it.
-    ((value, products), (gradient, of_b)), along = derivatives(
+    # Values are linear in the scale, because the probes don't depend on it.
+    ((value, products), (gradient, b_gradient)), second = derivatives(
         jnp.asarray([1.0, 2.0, 3.0])
     )
     assert len(set(products.tolist())) > 1
     assert_close(gradient @ jnp.asarray([1.0, 2.0, 3.0]), value, rtol=1e-9)
-    assert_close(jnp.sum(of_b * b), value, rtol=1e-9)
-    assert_close(along, 2 * gradient, rtol=1e-9)
+    assert_close(jnp.sum(b_gradient * b), value, rtol=1e-9)
+    assert_close(second, 2 * gradient, rtol=1e-9)
 
 
-def test_lanes_that_exchange_numbers(key):
-    b, _ = _given()
+def test_batch_elements_that_exchange_numbers(key):
+    b, _ = _matrices()
     scales, keys = jnp.asarray([1.0, 2.0, 3.0]), jr.split(key, 3)
 
     def total(scales, rtol):
-        def lane(scale, key):
+        def element(scale, key):
             def product(vector):
                 return jax.lax.psum(scale, "lanes") * (b @ vector)
 
@@ -204,13 +205,13 @@ def test_lanes_that_exchange_numbers(key):
             signs = tx.HutchinsonEstimator()
             return tx.trace(key, operator, 12, signs, rtol=rtol, throw=False).value
 
-        return jnp.sum(jax.vmap(lane, axis_name="lanes")(scales, keys))
+        return jnp.sum(jax.vmap(element, axis_name="lanes")(scales, keys))
 
     @jax.jit
-    def both(scales):
+    def gradients(scales):
         return [jax.grad(total)(scales, rtol) for rtol in (1e-9, None)]
 
-    assert_close(*both(scales))
+    assert_close(*gradients(scales))
 
 
 def test_eager_derivatives_compile_once(key):
@@ -220,7 +221,7 @@ def test_eager_derivatives_compile_once(key):
         compiled.extend([event] if event.endswith("backend_compile_duration") else [])
 
     jax.monitoring.register_event_duration_secs_listener(record)
-    b, _ = _given()
+    b, _ = _matrices()
 
     def trace(scale):
         operator = lx.MatrixLinearOperator(b * scale**2)
@@ -242,10 +243,10 @@ def test_eager_derivatives_compile_once(key):
     ],
     ids=["chunks to a tolerance", "blocks"],
 )
-def test_functions_with_a_reverse_mode_alone(key, estimator, rtol):
+def test_functions_with_reverse_mode_only(key, estimator, rtol):
     sine = jax.custom_vjp(jnp.sin)
     sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
-    b, c = _given()
+    b, c = _matrices()
 
     def value(b, x, sine):
         def product(v):
@@ -255,9 +256,9 @@ def test_functions_with_a_reverse_mode_alone(key, estimator, rtol):
         return tx.trace(key, operator, 14, estimator, rtol=rtol, throw=False).value
 
     @jax.jit
-    def both(b, x):
+    def gradients(b, x):
         return [jax.grad(value)(b, x, fn) for fn in (sine, jnp.sin)]
 
-    assert_close(*both(b, c[0]), rtol=1e-12)
+    assert_close(*gradients(b, c[0]), rtol=1e-12)
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda b: value(b, c[0], sine), (b,), (c,))

@@ -1,4 +1,4 @@
-"""What `print` says of an estimate, and what a missed tolerance says."""
+"""Printed estimates, and the warning for a missed tolerance."""
 
 import inspect
 import re
@@ -25,10 +25,10 @@ LINE = r"(-?[\d.]+) \+- ([\d.]+) \(95 %: (-?[\d.]+) to (-?[\d.]+)\), 20 products
 
 def test_a_line():
     estimate = tx.trace(KEY, FLAT, 20, tx.XTraceEstimator())
-    found = re.fullmatch(LINE, str(estimate))
-    assert found
-    value, error, low, high = map(float, found.groups()[:4])
-    assert found[5] == "XTrace"
+    fields = re.fullmatch(LINE, str(estimate))
+    assert fields
+    value, error, low, high = map(float, fields.groups()[:4])
+    assert fields[5] == "XTrace"
     assert abs(value - estimate.value) < 0.1 * error
     assert abs(error - estimate.standard_error) < 0.1 * error
     for x, y in zip(estimate.confidence_interval(), (low, high), strict=True):
@@ -48,8 +48,8 @@ def test_sizes(scale, start):
     assert re.match(start, str(estimate)), str(estimate)
 
 
-def test_what_is_exact_unknown_or_failed():
-    whole = tx.trace(KEY, FLAT, 60)  # but for rounding
+def test_exact_unknown_and_failed_estimates():
+    whole = tx.trace(KEY, FLAT, 60)  # exact up to rounding
     assert str(whole).startswith(f"{float(jnp.trace(A)):.6g}"[:5])
     assert f" +- {float(whole.standard_error):.2g} (95 %" in str(whole)
     semidefinite = lx.TaggedLinearOperator(FLAT, lx.positive_semidefinite_tag)
@@ -68,35 +68,42 @@ def test_what_is_exact_unknown_or_failed():
     assert tx.RESULTS[tx.RESULTS.nonfinite] in failed
 
 
-def test_leaves_lanes_arrays_and_complex_numbers():
+def test_leaves_batches_arrays_and_complex_numbers():
     def fn(x):
         return {"a": x, "b": x**2}
 
-    a, b = str(tx.trace_function(KEY, fn, FLAT, 20)).splitlines()
+    a, b, total = str(tx.trace_function(KEY, fn, FLAT, 20)).splitlines()
     assert a.startswith("['a']: ")
-    assert re.search(r"^\['b'\]: .* 18 products, KrylovAware$", b)
-    lanes = str(jax.vmap(lambda key: tx.trace(key, FLAT, 20))(jr.split(KEY, 10)))
-    first, *rest = lanes.splitlines()
+    assert b.startswith("['b']: ")
+    assert total == "in all, 18 products, KrylovAware"
+    batch = str(jax.vmap(lambda key: tx.trace(key, FLAT, 20))(jr.split(KEY, 10)))
+    first, *rest = batch.splitlines()
     assert first == "10 estimates, shape (10,):"
     assert len(rest) == 9
     assert rest[-1] == "  ..."
     diagonal = str(tx.diagonal(KEY, FLAT, 20))
-    assert re.match(r"array of shape .60,., 20 products", diagonal)
-    complex_one = str(tx.trace(KEY, lx.MatrixLinearOperator(jax.lax.complex(A, A)), 20))
-    assert re.match(r"[89][\d.]+\+[89][\d.]+j \+- [\d.]+, 20 products", complex_one)
+    assert re.match(
+        r"array of shape .60,. \+- [\d.]+ \(root mean square\), 20 products", diagonal
+    )
+    complex_estimate = str(
+        tx.trace(KEY, lx.MatrixLinearOperator(jax.lax.complex(A, A)), 20)
+    )
+    assert re.match(
+        r"[89][\d.]+\+[89][\d.]+j \+- [\d.]+, 20 products", complex_estimate
+    )
 
 
 def test_inside_of_a_program():
-    seen = []
+    printed = []
 
     @jax.jit
     def run(matrix):
         estimate = tx.trace(KEY, lx.MatrixLinearOperator(matrix), 20)
-        seen.append(str(estimate))
+        printed.append(str(estimate))
         return estimate.value
 
     run(A)
-    assert seen[0].startswith("Estimate(")
+    assert printed[0].startswith("Estimate(")
 
 
 def test_a_missed_tolerance_keeps_the_value_and_forecasts():
@@ -108,7 +115,7 @@ def test_a_missed_tolerance_keeps_the_value_and_forecasts():
     assert abs(estimate.value - truth) < 5 * estimate.standard_error
     used, needed = (int(estimate.stats[x]) for x in ("num_matvecs", "products_needed"))
     assert used >= 38
-    # Samples of Hutchinson's: errors fall with the root.
+    # Hutchinson's errors fall with the root of the number of products.
     half = (estimate.confidence_interval()[1] - estimate.value) / (1e-3 * truth)
     assert needed > used
     assert needed == len(A) < used * float(half) ** 2
@@ -118,10 +125,10 @@ def test_a_missed_tolerance_keeps_the_value_and_forecasts():
 def test_forecasts_are_rounded_up():
     estimate = tx.trace(KEY, FLAT, 20, tx.XTraceEstimator())
     unmet = tx.RESULTS.tolerance_not_met
-    for needed, said in ((144.0, 144), (143.2, 144), (1001.0, 1001)):
+    for needed, printed in ((144.0, 144), (143.2, 144), (1001.0, 1001)):
         stats = {**estimate.stats, "products_needed": jnp.asarray(needed)}
         parts = estimate.value, estimate.standard_error, unmet, stats, None
-        assert str(tx.Estimate(*parts)).endswith(f"would take about {said} products")
+        assert str(tx.Estimate(*parts)).endswith(f"would take about {printed} products")
 
 
 def test_a_loop_that_ended_with_the_exact_answer():
@@ -134,11 +141,11 @@ def test_a_loop_that_ended_with_the_exact_answer():
 
 
 @pytest.mark.parametrize("throw", [True, False])
-def test_warnings_point_at_the_line_of_the_user(throw):
+def test_warnings_point_at_the_users_line(throw):
     matrix = lx.MatrixLinearOperator(A, lx.positive_semidefinite_tag)
     y, options = jnp.ones(60), {"rtol": 1e-12, "throw": throw}
     state = tx.HutchinsonEstimator().init(KEY, FLAT)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lines = [inspect.currentframe().f_lineno + 1]  # pyright: ignore
         tx.HutchinsonEstimator().estimate(state, 9, **options)
@@ -146,7 +153,7 @@ def test_warnings_point_at_the_line_of_the_user(throw):
         tx.gaussian_log_likelihood(KEY, matrix, y, 9, shift=0.1, **options)
         tx.schatten_norm(KEY, matrix, 9, p=3.0, rtol=1e-12, throw=throw)
     lines = [lines[0] + i for i in range(4)] if throw else []
-    assert [(x.filename, x.lineno) for x in found] == [(__file__, x) for x in lines]
+    assert [(x.filename, x.lineno) for x in caught] == [(__file__, x) for x in lines]
 
 
 def test_a_missed_tolerance_of_few_products():
@@ -157,13 +164,13 @@ def test_a_missed_tolerance_of_few_products():
     assert estimate.stats["products_needed"] == jnp.inf
 
 
-def test_failures_of_lanes():
+def test_failures_in_a_batch():
     scales = jnp.asarray([1.0, jnp.nan])
-    lanes = jax.vmap(lambda s: tx.trace(KEY, FLAT * s, 20, throw=False))(scales)
-    assert tx.RESULTS[tx.RESULTS.nonfinite] in str(lanes)
+    batch = jax.vmap(lambda s: tx.trace(KEY, FLAT * s, 20, throw=False))(scales)
+    assert tx.RESULTS[tx.RESULTS.nonfinite] in str(batch)
 
 
-def test_a_budget_left_out():
+def test_estimates_without_a_budget():
     n = 300
     d = jnp.arange(1, n + 1.0) ** -2
     V = jnp.asarray(np.linalg.qr(RNG.normal(size=(n, n)))[0])

@@ -1,4 +1,4 @@
-"""The catalogue of problems: its answers are those of its matrices."""
+"""The problem catalogue's answers match its matrices."""
 
 import numpy as np
 import pytest
@@ -38,15 +38,17 @@ def test_operators_have_their_spectrum(name):
 def test_tags_of_spectra_are_true():
     for name, (eigenvalues, tags) in SPECTRA.items():
         values = eigenvalues(24)
-        least = values.min()
-        sign = DEFINITE if least > 0 else INDEFINITE if least < 0 else SEMIDEFINITE
+        smallest = values.min()
+        sign = (
+            DEFINITE if smallest > 0 else INDEFINITE if smallest < 0 else SEMIDEFINITE
+        )
         assert tags & {DEFINITE, SEMIDEFINITE, INDEFINITE} == {sign}, name
         assert (BREAKING in tags) == (len(np.unique(values)) < 8), name
     assert "flat" in tagged(DEFINITE)
 
 
 @pytest.mark.x64
-def test_the_likelihood_of_a_process_is_that_of_scipy():
+def test_process_likelihoods_match_scipy():
     x, y = observations(20, (2,))
     p = process()
     normal = scipy.stats.multivariate_normal(cov=np.asarray(p.dense(x)))

@@ -1,4 +1,4 @@
-"""Progress meters: what is shown goes up and ends at the end, whatever is around."""
+"""Progress meters show increasing numbers up to the end, under every transform."""
 
 import re
 import sys
@@ -20,7 +20,7 @@ def ratio(part, whole):
 
 
 def count(meter, x: Any, num_steps: Any = 100, stop=None) -> Any:
-    """`x + 1 + ... + 1` of `stop` terms, by a loop of at most `num_steps`."""
+    """`x + 1 + ... + 1` with `stop` terms, by a loop with at most `num_steps` steps."""
     stop = num_steps if stop is None else stop
 
     def body(carry):
@@ -35,7 +35,7 @@ def count(meter, x: Any, num_steps: Any = 100, stop=None) -> Any:
 
 @pytest.fixture
 def printed(capfd):
-    """A function that returns the percentages of each run since its last call."""
+    """A function that returns every run's percentages since its last call."""
 
     def runs():
         jax.effects_barrier()
@@ -57,7 +57,7 @@ def printed(capfd):
         (1, 5, 5, [100]),
         (0.25, 100, 60, [25, 50, 60]),
         (0.25, 100, 0, [0]),
-        (0.5, 1_000_000, 999_999, [50, 99.99]),  # only what is done is complete
+        (0.5, 1_000_000, 999_999, [50, 99.99]),  # we show 100 only for a finished run
     ],
 )
 def test_every_run_is_printed(printed, increase, num_steps, stop, shown):
@@ -80,23 +80,23 @@ def test_any_real_number(printed, dtype):
     assert printed() == [[25, 50, 100]]
 
 
-def test_the_slowest_lane_is_shown(printed):
+def test_the_slowest_batch_element_is_shown(printed):
     def run(speed, stop):
         return count(TextProgressMeter(0.1), 0.0, ratio(stop, speed), stop)
 
     stops = jnp.asarray([3, 40, 100, 7])
-    over = jax.vmap(run, (None, 0))
-    for lanes in (over, jax.jit(over), jax.vmap(jax.jit(run), (None, 0))):
-        assert jnp.all(lanes(1.0, stops) == ratio(stops, 1))
+    over_stops = jax.vmap(run, (None, 0))
+    for mapped in (over_stops, jax.jit(over_stops), jax.vmap(jax.jit(run), (None, 0))):
+        assert jnp.all(mapped(1.0, stops) == ratio(stops, 1))
         assert printed() == [TENTHS]
-    jax.vmap(over, (None, 0))(1.0, stops.reshape(2, 2))
+    jax.vmap(over_stops, (None, 0))(1.0, stops.reshape(2, 2))
     assert printed() == [TENTHS]
-    # The slowest lane isn't the one of most steps.
+    # The slowest batch element isn't the one with most steps.
     jax.vmap(run)(jnp.asarray([0.5, 1.0]), jnp.asarray([100, 10]))
     assert printed() == [[10, 20, 30, 40, 50, 50]]
 
 
-def test_derivatives_of_what_surrounds_the_loop(printed):
+def test_derivatives_around_the_loop(printed):
     meter = TextProgressMeter(0.1)
 
     def stopped(x):
@@ -133,17 +133,17 @@ def test_no_meter_puts_no_callback_into_the_program():
 def test_bars(printed):
     pytest.importorskip("tqdm")
     run = jax.jit(lambda stop: count(TqdmProgressMeter(0.3), 0.0, 100, stop))
-    lanes = jax.vmap(lambda n: count(TqdmProgressMeter(0.5), 0.0, n, n))
+    mapped = jax.vmap(lambda n: count(TqdmProgressMeter(0.5), 0.0, n, n))
     for call, stop, shown in (
         (run, 100, [30, 60, 90, 100]),
         (run, 45, [30, 45]),
-        (lanes, jnp.asarray([3, 100, 60]), [50, 100]),  # the lane that takes longest
+        (mapped, jnp.asarray([3, 100, 60]), [50, 100]),  # the slowest element counts
     ):
         call(stop)
         (drawn,) = printed()
         assert drawn == sorted(drawn)
         assert sorted(set(drawn)) == shown
-    # A run that was cut off leaves its bar to the next one.
+    # An interrupted run leaves its bar to the next run.
     for percent, last in ((60.0, False), (30.0, True)):
         TqdmProgressMeter().show(percent, last)
     assert [set(bar) for bar in printed()] == [{60}, {30}]

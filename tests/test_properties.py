@@ -1,6 +1,6 @@
 """Random operators: no NaN, no wrong answer, no internal traceback.
 
-`TRACEAX_PROPERTY_CASES=5000` runs that many cases; 140 are run by default.
+`TRACEAX_PROPERTY_CASES=5000` runs 5,000 cases; the default is 140.
 The static part of a case (structure, dtype, sizes, estimator, budget) comes from a
 fixed pool, so that the cases share compiled programs; values are drawn freely.
 """
@@ -47,7 +47,7 @@ POOL = list(_pool(9))
 @functools.cache
 def _compiled(name, structure, n, k, psd):
     def run(a, key):
-        # What is differentiated and estimated: `a` scaled, in the given structure.
+        # We estimate and differentiate `a` in the given structure.
         estimator = ESTIMATORS.get(name)
         operator = _operator(a, structure, psd)
         return tx.trace(key, operator, k, estimator, throw=False)
@@ -157,30 +157,31 @@ def _check(static, shape, rank, exponent, seed):
     value, error = complex(estimate.value), float(estimate.standard_error)
     assert np.isfinite(value)
     assert error >= 0 or (np.isnan(error) and k < min(n, 2))
-    off, eps = abs(value - trace), float(np.finfo(dtype).eps)
-    # Of n-term sums; XNysTrace adds and subtracts a shift of n eps |A|_F.
+    deviation, eps = abs(value - trace), float(np.finfo(dtype).eps)
+    # We bound rounding in sums with n terms. XNysTrace also adds and subtracts a shift
+    # of n eps |A|_F.
     rounding = 200 * n * eps * nuclear + 1e-300
     if k >= n:
         assert error <= rounding
-        assert off <= rounding
+        assert deviation <= rounding
     if error == 0:
-        assert off <= rounding
+        assert deviation <= rounding
     low, high = estimate.confidence_interval()
     if k >= 2 or k >= n:
         assert np.all(np.isfinite([low, high]))
         assert complex(low).real <= value.real <= complex(high).real
-    # No estimator tests the operator on vectors longer than sqrt(n) in the mean; a
-    # normal probe is at most a few times as long.
-    assert off <= 60 * n * nuclear + rounding
+    # On average, no estimator multiplies vectors longer than sqrt(n). A normal probe is
+    # at most a few times as long.
+    assert deviation <= 60 * n * nuclear + rounding
     if k >= 8:
-        assert off <= 40 * error + rounding
+        assert deviation <= 40 * error + rounding
     effective = min(rank, n) if shape in ("flat", "decaying", "signed") else n
     if shape == "ones":
         effective = 1
     if name == "xnystrace" and effective < k - 1:
-        assert off <= 1e3 * rounding
+        assert deviation <= 1e3 * rounding
     if name == "xtrace" and effective < k // 2 - 1 and shape != "nilpotent":
-        assert off <= 1e3 * rounding
+        assert deviation <= 1e3 * rounding
 
     if static % 3 == 0:
         derivative = np.asarray(gradient(jnp.asarray(a), key))
@@ -192,7 +193,7 @@ def _check(static, shape, rank, exponent, seed):
 
 @settings(max_examples=CASES, derandomize=True, deadline=None, database=None)
 @given(case=cases)
-# Sizes, ranks and scales where something has gone wrong before.
+# We keep sizes, ranks and scales that failed before.
 @example(case={"static": 3, "shape": "flat", "rank": 0, "exponent": 0, "seed": 1})
 @example(case={"static": 2, "shape": "ones", "rank": 1, "exponent": -28, "seed": 0})
 def test_random_operators(case):

@@ -1,4 +1,4 @@
-"""Classes of one's own that register columns and a diagonal, by that of an example."""
+"""Custom classes that register columns and a diagonal, with an example's class."""
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +13,25 @@ import traceax as tx
 from traceax.testing import check_entries
 
 GRID, N = (12, 10), 100
-TAKEN = []
+PRODUCTS = []
 
 
 EXAMPLE = load_example("kronecker_with_holes")
 
 
 class Counting(EXAMPLE.MaskedKronecker):
-    """The example's, whose products say so. Registrations are inherited."""
+    """The example's class, which counts products. Subclasses inherit registrations."""
 
     def mv(self, vector):
-        jax.debug.callback(lambda _: TAKEN.append(1), vector[0])
+        jax.debug.callback(lambda _: PRODUCTS.append(1), vector[0])
         return super().mv(vector)
 
 
-def number_taken(result):
+def count_products(result):
     jax.block_until_ready(result)
     jax.effects_barrier()
-    number = len(TAKEN)
-    TAKEN.clear()
+    number = len(PRODUCTS)
+    PRODUCTS.clear()
     return number
 
 
@@ -44,7 +44,7 @@ def problem():
 
 
 def dense(log, cells):
-    """The matrix, of the whole grid and then without the missing cells."""
+    """The whole grid's matrix, without rows and columns of missing cells."""
     K = EXAMPLE.covariance(log, GRID, cells)
     return jnp.kron(K.left, K.right)[cells][:, cells]
 
@@ -55,7 +55,7 @@ def exact(log, cells, y, noise):
     return jax.scipy.stats.multivariate_normal.logpdf(y, jnp.zeros_like(y), matrix)
 
 
-def test_entries_and_products_are_those_of_the_matrix():
+def test_entries_and_products_match_the_matrix():
     log, cells, y, _ = problem()
     K, truth = EXAMPLE.covariance(log, GRID, cells), dense(log, cells)
     indices = jnp.array([3, 0, 99, 3])
@@ -71,16 +71,16 @@ def test_columns_and_diagonals_take_no_products():
     counted = Counting(K.left, K.right, cells)
     key = jr.key(0)
     pivots = tx.choose_pivots(key, 0.5 * counted, 30, shift=noise)
-    assert number_taken(pivots) == 0
+    assert count_products(pivots) == 0
     estimate = tx.gaussian_log_likelihood(
         key, counted, y, 24, shift=noise, preconditioner=pivots
     )
-    assert number_taken(estimate.value) == estimate.stats["num_matvecs"] <= 24
+    assert count_products(estimate.value) == estimate.stats["num_matvecs"] <= 24
     error = abs(estimate.value - exact(log, cells, y, noise))
     assert error < 0.2  # the root mean square error is 0.1
-    # A trace that is read.
+    # We read the trace, too.
     estimate = tx.trace_function(key, jnp.sqrt, counted, 24)
-    assert number_taken(estimate.value) == estimate.stats["num_matvecs"] <= 24
+    assert count_products(estimate.value) == estimate.stats["num_matvecs"] <= 24
     assert "known_trace" in estimate.stats
 
 
@@ -111,7 +111,7 @@ def test_without_a_registration_nothing_is_read():
 
 
 class Wrong(lx.MatrixLinearOperator):
-    """Whose entries are registered in a wrong way."""
+    """A matrix with wrongly registered entries."""
 
 
 @pytest.mark.parametrize(
@@ -130,5 +130,5 @@ def test_wrong_entries_are_refused(key, scale, shape):
         with pytest.raises(AssertionError, match="checks:\n- diagonal_entries"):
             check_entries(operator)
     else:
-        with pytest.raises(ValueError, match=r"diagonal_entries: that of Wrong"):
+        with pytest.raises(ValueError, match=r"diagonal_entries: the result for Wrong"):
             tx.choose_pivots(key, operator, 3, shift=0.1)

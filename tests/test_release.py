@@ -1,4 +1,4 @@
-"""What a release says of itself agrees with itself."""
+"""A release's files agree about versions."""
 
 import pathlib
 import re
@@ -11,7 +11,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 
 
-def test_hooks_take_the_versions_of_the_project():
+def test_hooks_use_the_project_versions():
     hooks = (ROOT / ".pre-commit-config.yaml").read_text()
     used = re.findall(r'"([a-z-]+[=>]=[0-9.]+)"', hooks)
     known = {*PROJECT["dependencies"], *PYPROJECT["dependency-groups"]["dev"]}
@@ -19,20 +19,20 @@ def test_hooks_take_the_versions_of_the_project():
     assert set(used) <= known
 
 
-def test_contributing_installs_the_versions_of_the_project():
+def test_contributing_installs_the_project_versions():
     tools = PYPROJECT["dependency-groups"]["dev"]
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    found = re.findall(r"\b(?:ruff|pyright)==[0-9.]+", text)
-    assert len(found) == 2
-    assert set(found) <= set(tools)
+    installed = re.findall(r"\b(?:ruff|pyright)==[0-9.]+", text)
+    assert len(installed) == 2
+    assert set(installed) <= set(tools)
 
 
-def test_classifiers_are_what_is_tested():
+def test_classifiers_match_the_tested_versions():
     workflow = ROOT / ".github" / "workflows" / "ci.yml"
     if not workflow.exists():
         pytest.skip("runs from a checkout")
     tested = re.findall(
         r"[\d.]+", re.search(r"python: \[(.*)\]", workflow.read_text())[1]
     )
-    told = [text.rpartition(" ")[2] for text in PROJECT["classifiers"]]
-    assert tested == [version for version in told if version.startswith("3.")]
+    declared = [text.rpartition(" ")[2] for text in PROJECT["classifiers"]]
+    assert tested == [version for version in declared if version.startswith("3.")]

@@ -1,4 +1,4 @@
-"""Estimates that go on from the products of earlier ones, to budgets and tolerances."""
+"""Estimates that resume from earlier products, to budgets and tolerances."""
 
 import io
 
@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from helpers import (
     assert_close,
-    counting,
+    counting_operator,
     is_rounding,
 )
 from problems import PSD, as_operator, matrix
 
 import traceax as tx
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = pytest.mark.x64
 
 N, MOST = 100, 56
@@ -40,37 +40,37 @@ def saved_and_loaded(state):
     return eqx.tree_deserialise_leaves(file, empty)
 
 
-def assert_one_run(on, whole):
-    assert_close(on.value, whole.value, rtol=RTOL)
-    # Rounding of its squares, of an error bar that can be small.
-    assert_close(on.standard_error, whole.standard_error, rtol=1e5 * RTOL)
-    assert on.stats["num_matvecs"] == whole.stats["num_matvecs"]
+def assert_one_run(resumed, whole):
+    assert_close(resumed.value, whole.value, rtol=RTOL)
+    # An error bar comes from squares, so a small one has fewer digits.
+    assert_close(resumed.standard_error, whole.standard_error, rtol=1e5 * RTOL)
+    assert resumed.stats["num_matvecs"] == whole.stats["num_matvecs"]
 
 
 @pytest.mark.parametrize("name", ["hutchinson-chunks", "xnystrace-plain"])
-def test_going_on_is_one_run(key, name):
+def test_resuming_equals_one_run(key, name):
     estimator = ESTIMATORS[name]
     state = estimator.init(key, as_operator(matrix("poly", N), psd=True))
     whole = estimator.estimate(state, 40)
-    begun = estimator.estimate(state, 12)
-    on = estimator.estimate(begun.state, 28)
-    assert_one_run(on, whole)
+    initial = estimator.estimate(state, 12)
+    resumed = estimator.estimate(initial.state, 28)
+    assert_one_run(resumed, whole)
     freedom = whole.stats["degrees_of_freedom"]
-    assert_close(on.stats["degrees_of_freedom"], freedom, rtol=1e5 * RTOL)
-    loaded = estimator.estimate(saved_and_loaded(begun.state), 28)
-    assert_close(loaded.value, on.value, rtol=RTOL)
+    assert_close(resumed.stats["degrees_of_freedom"], freedom, rtol=1e5 * RTOL)
+    loaded = estimator.estimate(saved_and_loaded(initial.state), 28)
+    assert_close(loaded.value, resumed.value, rtol=RTOL)
 
 
 def test_only_new_products_are_taken():
-    operator, taken = counting(matrix("exp", N))
+    operator, count_products = counting_operator(matrix("exp", N))
     estimator = ESTIMATORS["xtrace"]
     state = estimator.init(jr.key(0), operator)
     spent = 0
     for k in (3, 9, 1):
         estimate = estimator.estimate(state, k, throw=False)
-        number = taken(estimate)
+        number = count_products(estimate)
         spent += number
-        # What an odd budget left over may be taken later.
+        # A later call may use the product that an odd budget left over.
         assert spent <= 3 + 9 + 1
         assert number <= k + 1
         state = estimate.state
@@ -78,7 +78,7 @@ def test_only_new_products_are_taken():
 
 
 @pytest.mark.parametrize("rtol", [None, 1e-9])
-def test_derivatives_are_those_of_one_run(key, rtol):
+def test_derivatives_equal_one_run(key, rtol):
     estimator = ESTIMATORS["xtrace"]
     a = jnp.asarray(matrix("poly", N))
 
@@ -86,32 +86,32 @@ def test_derivatives_are_those_of_one_run(key, rtol):
         operator = lx.MatrixLinearOperator(jnp.diag(scale) @ a @ jnp.diag(scale), PSD)
         state = estimator.init(key, operator)
         for i, k in enumerate(budgets):
-            to = rtol if i else None
-            estimate = estimator.estimate(state, k, rtol=to, throw=False)
+            tolerance = rtol if i else None
+            estimate = estimator.estimate(state, k, rtol=tolerance, throw=False)
             state = estimate.state
         return estimate.value, estimate.stats["num_matvecs"]
 
     scale = jnp.linspace(0.5, 1.5, N)
     gradient = jax.jit(jax.grad(value, has_aux=True), static_argnums=(1, 2))
-    on, spent = gradient(scale, 6, 20)
+    resumed, spent = gradient(scale, 6, 20)
     assert 6 < spent <= 26
-    assert_close(on, gradient(scale, int(spent))[0], rtol=1e-8)
+    assert_close(resumed, gradient(scale, int(spent))[0], rtol=1e-8)
 
 
 def test_all_products_make_an_answer_exact(key):
     a = matrix("flat", 12)
     estimator = tx.XTraceEstimator()
-    begun = estimator.estimate(estimator.init(key, as_operator(a)), 6)
-    exact = estimator.estimate(begun.state, 12)
+    initial = estimator.estimate(estimator.init(key, as_operator(a)), 6)
+    exact = estimator.estimate(initial.state, 12)
     assert_close(exact.value, np.trace(a), rtol=1e-5)
     assert is_rounding(exact)
-    # Less than n more do not: what is left is estimated.
-    further = estimator.estimate(begun.state, 8)
+    # With fewer than n further products, the answer stays an estimate.
+    further = estimator.estimate(initial.state, 8)
     assert further.stats["num_matvecs"] <= 14
     assert_close(further.value, np.trace(a), rtol=0.2)
 
 
-def test_states_of_own_estimators_begin_anew(key):
+def test_custom_estimators_start_over(key):
     class Plain(tx.TraceEstimator):
         def init(self, key, operator):
             return tx.init_state(key, operator)
@@ -127,19 +127,19 @@ def test_states_of_own_estimators_begin_anew(key):
     assert_close(again.value, Plain().estimate(state, 4).value)
 
 
-def test_states_are_of_one_configuration(key):
+def test_states_belong_to_one_configuration(key):
     operator = as_operator(matrix("exp", N))
     for one, other in (
         (tx.XTraceEstimator(), ESTIMATORS["xtrace-plain"]),
         (ESTIMATORS["hutchinson-chunks"], tx.HutchinsonEstimator(chunk_size=5)),
     ):
         state = one.estimate(one.init(key, operator), 4).state
-        with pytest.raises(TypeError, match=r"of which .* can't make use; start over"):
+        with pytest.raises(TypeError, match=r"which .* can't use; start over"):
             other.estimate(state, 4)
 
 
 #
-# From and to estimates to a tolerance
+# Resuming before and after a tolerance
 #
 
 
@@ -152,14 +152,14 @@ def _operator(name, complex=False):
     return as_operator(a, psd=name.startswith("xnystrace"))
 
 
-def _begun(name, operator, key):
-    """An estimate to a loose tolerance: its estimator and state, and how many it took."""
+def _start(name, operator, key):
+    """Start with a loose tolerance; return estimator, state, estimate and products."""
     estimator, rtol = ESTIMATORS[name], _loose_and_tight(name)[0]
     state = estimator.init(key, operator)
-    begun = estimator.estimate(state, MOST, rtol=rtol)
-    taken = int(begun.stats["num_matvecs"])
+    initial = estimator.estimate(state, MOST, rtol=rtol)
+    taken = int(initial.stats["num_matvecs"])
     assert taken < MOST / 2
-    return estimator, state, begun, taken
+    return estimator, state, initial, taken
 
 
 def _half_width(estimate):
@@ -168,20 +168,20 @@ def _half_width(estimate):
 
 
 @pytest.mark.parametrize("name", ["hutchinson-chunks", "xtrace"])
-def test_going_on_after_a_tolerance(key, name):
-    estimator, state, begun, taken = _begun(name, _operator(name), key)
-    on = estimator.estimate(begun.state, 12)
-    assert_one_run(on, estimator.estimate(state, taken + 12))
-    loaded = saved_and_loaded(begun.state)
-    assert_close(estimator.estimate(loaded, 12).value, on.value, rtol=RTOL)
-    # A smaller tolerance is met by more, and one that is met takes nothing.
+def test_resuming_after_a_tolerance(key, name):
+    estimator, state, initial, taken = _start(name, _operator(name), key)
+    resumed = estimator.estimate(initial.state, 12)
+    assert_one_run(resumed, estimator.estimate(state, taken + 12))
+    loaded = saved_and_loaded(initial.state)
+    assert_close(estimator.estimate(loaded, 12).value, resumed.value, rtol=RTOL)
+    # A smaller tolerance takes more products, and a met tolerance takes none.
     rtol = _loose_and_tight(name)[1]
-    tight = estimator.estimate(begun.state, MOST - taken, rtol=rtol)
+    tight = estimator.estimate(initial.state, MOST - taken, rtol=rtol)
     spent = int(tight.stats["num_matvecs"])
     assert taken < spent <= MOST
     assert _half_width(tight) <= rtol * tight.value
     assert_close(tight.value, estimator.estimate(state, spent).value, rtol=RTOL)
-    assert_one_run(estimator.estimate(begun.state, MOST - taken, rtol=0.8), begun)
+    assert_one_run(estimator.estimate(initial.state, MOST - taken, rtol=0.8), initial)
 
 
 @pytest.mark.parametrize(
@@ -191,20 +191,20 @@ def test_going_on_after_a_tolerance(key, name):
 def test_a_tolerance_after_a_number_of_products(key, name, first, complex):
     estimator, rtol = ESTIMATORS[name], _loose_and_tight(name)[1]
     state = estimator.init(key, _operator(name, complex))
-    begun = estimator.estimate(state, first)
-    on = estimator.estimate(begun.state, MOST - first, rtol=rtol, throw=False)
-    spent = int(on.stats["num_matvecs"])
+    initial = estimator.estimate(state, first)
+    resumed = estimator.estimate(initial.state, MOST - first, rtol=rtol, throw=False)
+    spent = int(resumed.stats["num_matvecs"])
     assert first - 1 <= spent <= MOST
     whole = estimator.estimate(state, spent)
-    assert_close(on.value, whole.value, rtol=RTOL)
-    assert on.standard_error > whole.standard_error  # widened
-    met = _half_width(on) <= rtol * abs(on.value)
-    assert (on.result == tx.RESULTS.successful) == met
+    assert_close(resumed.value, whole.value, rtol=RTOL)
+    assert resumed.standard_error > whole.standard_error  # widened
+    met = _half_width(resumed) <= rtol * abs(resumed.value)
+    assert (resumed.result == tx.RESULTS.successful) == met
     assert met or spent >= MOST - 6
 
 
 def test_no_product_is_taken_twice():
-    operator, taken = counting(matrix("poly", N))
+    operator, count_products = counting_operator(matrix("poly", N))
     estimator = ESTIMATORS["xtrace"]
     state, spent = estimator.init(jr.key(0), operator), 0
     for arguments in (
@@ -214,7 +214,7 @@ def test_no_product_is_taken_twice():
         {"k": 10, "rtol": 1e-9},
     ):
         estimate = estimator.estimate(state, **arguments, throw=False)
-        number = taken(estimate)
+        number = count_products(estimate)
         assert number <= arguments["k"]
         spent += number
         assert estimate.stats["num_matvecs"] == spent
@@ -229,37 +229,37 @@ def test_low_rank_stays_exact(key, name, rank):
     estimator = ESTIMATORS[name]
     state = estimator.init(key, as_operator((a + a.T) / 2, psd=True))
     truth = rank * (rank + 1) / 2
-    begun = estimator.estimate(state, 40, rtol=1e-3)
-    assert_close(begun.value, truth, rtol=1e-10, atol=1e-10)
+    initial = estimator.estimate(state, 40, rtol=1e-3)
+    assert_close(initial.value, truth, rtol=1e-10, atol=1e-10)
     for arguments in ({}, {"rtol": 0.0}):
-        on = estimator.estimate(begun.state, 24, **arguments, throw=False)
-        assert_close(on.value, truth, rtol=1e-10, atol=1e-10)
-        assert on.standard_error < 1e-9
+        resumed = estimator.estimate(initial.state, 24, **arguments, throw=False)
+        assert_close(resumed.value, truth, rtol=1e-10, atol=1e-10)
+        assert resumed.standard_error < 1e-9
 
 
-def test_programs_go_on_from_a_number_that_only_they_know(key):
+def test_programs_resume_from_a_traced_number_of_products(key):
     name = "xtrace"
     operator = _operator(name)
-    estimator, state, _, taken = _begun(name, operator, key)
+    estimator, state, _, taken = _start(name, operator, key)
     loose, tight = _loose_and_tight(name)
 
-    def further(key, rtol=loose, to=None):
-        begun = estimator.init(key, operator)
-        begun = estimator.estimate(begun, MOST, rtol=rtol, throw=False)
-        on = estimator.estimate(begun.state, 8, rtol=to, throw=False)
-        return begun.stats["num_matvecs"], on
+    def further(key, rtol=loose, tolerance=None):
+        initial = estimator.init(key, operator)
+        initial = estimator.estimate(initial, MOST, rtol=rtol, throw=False)
+        resumed = estimator.estimate(initial.state, 8, rtol=tolerance, throw=False)
+        return initial.stats["num_matvecs"], resumed
 
     whole = estimator.estimate(state, taken + 8)
     assert_one_run(jax.jit(further)(key)[1], whole)
-    # To a tolerance: the same as outside of the program.
-    _, missed = jax.jit(lambda key: further(key, to=1e-9))(key)
+    # With a tolerance, jit gives the same as a single call.
+    _, missed = jax.jit(lambda key: further(key, tolerance=1e-9))(key)
     assert_close(missed.value, whole.value, rtol=RTOL)
     assert missed.stats["num_matvecs"] == taken + 8
-    # Lanes have numbers of their own.
+    # Every batch element has its own number of products.
     keys, rtols = jr.split(jr.key(8), 3), jnp.asarray([1.0, loose, tight])
-    numbers, on = jax.jit(jax.vmap(further))(keys, rtols)
+    numbers, resumed = jax.jit(jax.vmap(further))(keys, rtols)
     assert len(set(numbers.tolist())) > 1
-    assert np.array_equal(on.stats["num_matvecs"], numbers + 8)
+    assert np.array_equal(resumed.stats["num_matvecs"], numbers + 8)
     alone = estimator.init(keys[2], operator)
     alone = estimator.estimate(alone, int(numbers[2]) + 8)
-    assert_close(on.value[2], alone.value, rtol=RTOL)
+    assert_close(resumed.value[2], alone.value, rtol=RTOL)

@@ -1,4 +1,4 @@
-"""Answers that are right, or say that they aren't: dtypes, rounding, and odd inputs."""
+"""Answers are right, or fail: dtypes, rounding and odd inputs."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ N = 16
 
 
 def _complex_multiples():
-    """Operators of real structure, and their complex matrices."""
+    """Operators with real structure, and their complex matrices."""
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.normal(size=(N, N)), float_dtype()) for _ in range(2))
     d = jnp.asarray(rng.uniform(0.5, 1.5, N), float_dtype())
@@ -58,7 +58,7 @@ def _complex_multiples():
 
 @pytest.fixture
 def _standard_promotion():
-    # A real array by a complex number, which strict promotion refuses.
+    # Strict promotion refuses to multiply a real array by a complex number.
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -80,7 +80,7 @@ def test_complex_vectors_keep_their_imaginary_part():
 
 
 def _tagged_expressions():
-    """Diagonal expressions of functions, and the exact diagonal of each."""
+    """Diagonal expressions in function operators, and the exact diagonal of each."""
     d = jnp.asarray(np.random.default_rng(0).uniform(1, 2, 60), float_dtype())
     space = jax.eval_shape(lambda: d)
     D = lx.FunctionLinearOperator(lambda v: d * v, space)
@@ -98,7 +98,7 @@ def _tagged_expressions():
 
 
 @pytest.mark.parametrize("name", list(_tagged_expressions()))
-def test_a_tag_on_an_expression_is_believed(name, key):
+def test_tags_on_expressions_are_used(name, key):
     expression, d = _tagged_expressions()[name]
     tags = lx.diagonal_tag, PSD
     operator = lx.TaggedLinearOperator(expression, tags)
@@ -107,8 +107,8 @@ def test_a_tag_on_an_expression_is_believed(name, key):
     assert estimate.stats["num_matvecs"] <= 1
     if name != "multiple":
         return
-    beside = operator + lx.TaggedLinearOperator(2.0 * expression, tags)
-    assert_close(tx.trace(key, beside, 4).value, 3 * jnp.sum(d), rtol=1e-5)
+    total = operator + lx.TaggedLinearOperator(2.0 * expression, tags)
+    assert_close(tx.trace(key, total, 4).value, 3 * jnp.sum(d), rtol=1e-5)
     estimate = tx.logdet(key, 3.0 * operator, 4, shift=0.5)
     assert_close(estimate.value, jnp.sum(jnp.log(3 * d + 0.5)), rtol=1e-5)
 
@@ -166,8 +166,8 @@ def test_complex_multiples_of_real_operators(key):
     assert abs(estimate.value - np.trace(dense)) <= 6 * estimate.standard_error
     norm = tx.frobenius_norm_squared(key, operator, 10)
     assert jnp.isrealobj(norm.value)
-    off = abs(norm.value - np.sum(np.abs(dense) ** 2))
-    assert off <= 6 * norm.standard_error + 1e-4 * norm.value
+    deviation = abs(norm.value - np.sum(np.abs(dense) ** 2))
+    assert deviation <= 6 * norm.standard_error + 1e-4 * norm.value
     for k in (N, 12):
         logdet = tx.logdet(key, operator, k, throw=False)
         assert logdet.result == tx.RESULTS.not_hermitian
@@ -182,8 +182,8 @@ def test_complex_multiples_are_unbiased_and_differentiable():
         estimate = tx.trace(key, lx.MatrixLinearOperator(a * scale) * 1j, 9)
         return jnp.imag(estimate.value)
 
-    both = jax.value_and_grad(value, 1)
-    run = jax.jit(lambda keys: jax.lax.map(lambda key: both(key, 1.0), keys))
+    value_and_slope = jax.value_and_grad(value, 1)
+    run = jax.jit(lambda keys: jax.lax.map(lambda key: value_and_slope(key, 1.0), keys))
     for samples in run(jr.split(jr.key(1), 2000)):
         assert z_score(samples, np.trace(a)) < 5
         assert z_score(1.02 * samples, np.trace(a)) > 5
@@ -222,13 +222,13 @@ def test_error_bars_below_32_bits(dtype, estimator):
     a = jnp.asarray(matrix("poly", 100), dtype)
     operator = lx.MatrixLinearOperator(a, PSD)
 
-    def one(key):
+    def run_once(key):
         estimate = tx.trace(key, operator, 50, estimator, throw=False)
         return estimate.value, estimate.standard_error, estimate.confidence_interval()
 
     keys = jr.split(jr.key(0), 100)
-    found = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
-    values, errors, (low, high) = jax.tree.map(np.asarray, found)
+    results = jax.jit(lambda keys: jax.lax.map(run_once, keys))(keys)
+    values, errors, (low, high) = jax.tree.map(np.asarray, results)
     truth = np.trace(np.asarray(a, np.float64))
     assert np.mean((low <= truth) & (truth <= high)) > 0.85
     rms = np.sqrt(np.mean((values - truth) ** 2))
@@ -251,26 +251,26 @@ def test_exact_answers_below_32_bits_have_the_rounding_of_products(key, dtype):
 
 
 #
-# What is exact but for rounding, and functions near the end of their domain
+# Exact up to rounding, and functions near the end of their domain
 #
 
 
-@pytest.mark.skipif(is_x64(), reason="of 32 bits")
+@pytest.mark.skipif(is_x64(), reason="tests 32-bit mode")
 def test_exact_answers_have_the_error_bar_of_rounding(key):
     for seed in range(6):
         a = np.random.default_rng(seed).normal(size=(120, 120)).astype(np.float32)
-        wide = a.astype(np.float64)
+        double = a.astype(np.float64)
         gram = as_operator(a @ a.T)
         logdet = tx.logdet(key, gram, 120, throw=False)
-        truth = np.linalg.slogdet(wide @ wide.T)[1]
-        hidden = logdet.result == tx.RESULTS.outside_domain
-        assert hidden or abs(logdet.value - truth) < 2 * logdet.standard_error
+        truth = np.linalg.slogdet(double @ double.T)[1]
+        is_refused = logdet.result == tx.RESULTS.outside_domain
+        assert is_refused or abs(logdet.value - truth) < 2 * logdet.standard_error
         thin = a[:, :3]
         root = tx.trace_function(key, jnp.sqrt, as_operator(thin @ thin.T), 120)
-        truth = np.linalg.norm(wide[:, :3], "nuc")
+        truth = np.linalg.norm(double[:, :3], "nuc")
         assert 0 < abs(root.value - truth) < 2 * root.standard_error < 0.1 * truth
         trace = tx.trace(key, as_operator(a), 120)
-        assert abs(trace.value - np.trace(wide)) <= trace.standard_error < 1e-3
+        assert abs(trace.value - np.trace(double)) <= trace.standard_error < 1e-3
 
 
 @pytest.mark.parametrize("n", [9, 150])
@@ -294,7 +294,7 @@ def test_logarithms_and_inverses_of_singular_matrices_fail(key, n):
         laplacian = as_operator(np.diag(w.sum(1)) - w)
         results, root = estimates(laplacian)
         assert all(result == tx.RESULTS.outside_domain for result in results)
-        # Finite there, and right.
+        # The root is finite there, and right.
         assert root.result == tx.RESULTS.successful
         values = np.linalg.eigvalsh(np.asarray(laplacian.matrix, np.float64))
         truth = np.sum(np.sqrt(np.maximum(values, 0)))
@@ -316,8 +316,8 @@ def test_a_domain_that_ends_elsewhere(key):
     assert abs(bounded.value - truth) < 2 * bounded.standard_error + 1e-7
 
 
-@pytest.mark.skipif(is_x64(), reason="of 32 bits")
-def test_a_shift_that_rounding_hides_is_named(key):
+@pytest.mark.skipif(is_x64(), reason="tests 32-bit mode")
+def test_shifts_below_rounding_are_reported(key):
     kernel = as_operator(gaussian(points(150), 0.1**0.5), psd=True)
     for k in (60, 150):
         estimate = tx.logdet(key, kernel, k, shift=3e-7, throw=False)
@@ -325,9 +325,11 @@ def test_a_shift_that_rounding_hides_is_named(key):
         message = tx.RESULTS[estimate.result]
         assert "1e-6" in message
         assert "jax_enable_x64" in message
-    seen = tx.logdet(key, kernel, 150, shift=1e-3)
-    wide = np.asarray(kernel.matrix, np.float64) + 1e-3 * np.eye(150)
-    assert abs(seen.value - np.linalg.slogdet(wide)[1]) < 2 * seen.standard_error
+    visible = tx.logdet(key, kernel, 150, shift=1e-3)
+    double = np.asarray(kernel.matrix, np.float64) + 1e-3 * np.eye(150)
+    assert (
+        abs(visible.value - np.linalg.slogdet(double)[1]) < 2 * visible.standard_error
+    )
 
 
 def test_asymmetry_is_refused_or_in_the_error_bar(key):
@@ -349,7 +351,7 @@ def test_asymmetry_is_refused_or_in_the_error_bar(key):
     assert tx.logdet(key, as_operator(even), 40).result == tx.RESULTS.successful
 
 
-@pytest.mark.skipif(is_x64(), reason="of the range of 32 bits")
+@pytest.mark.skipif(is_x64(), reason="tests the range of 32-bit numbers")
 def test_scales_come_from_products(key):
     scores = jnp.asarray(np.random.default_rng(1).normal(size=(5, 7)), float_dtype())
     mask = jnp.asarray([0.0, -1e30, 0, 0, 0], float_dtype())
@@ -367,15 +369,15 @@ def test_scales_come_from_products(key):
     assert abs(norm.value - exact.value) < 6 * norm.standard_error
 
 
-@pytest.mark.skipif(is_x64(), reason="of the range of 32 bits")
+@pytest.mark.skipif(is_x64(), reason="tests the range of 32-bit numbers")
 def test_norms_at_the_ends_of_the_range(key):
     a = np.random.default_rng(0).normal(size=(30, 30))
     symmetric = a + a.T
     values = np.abs(np.linalg.eigvalsh(symmetric))
     for k in (20, 30):
         small = tx.frobenius_norm_squared(key, as_operator(a * 1e-20), k)
-        off = abs(float(small.value) - np.sum(a**2) * 1e-40)
-        assert off <= 6 * small.standard_error + 2e-3 * np.sum(a**2) * 1e-40
+        deviation = abs(float(small.value) - np.sum(a**2) * 1e-40)
+        assert deviation <= 6 * small.standard_error + 2e-3 * np.sum(a**2) * 1e-40
         for norm, scale, options in (
             (tx.frobenius_norm_squared, 1e25, {}),
             (tx.schatten_norm, 1.5e37, {"p": 0.5}),
@@ -387,7 +389,7 @@ def test_norms_at_the_ends_of_the_range(key):
         large = tx.schatten_norm(key, as_operator(symmetric * 1e30), k, p=3.0)
         truth = 1e30 * np.sum(values**3) ** (1 / 3)
         assert abs(large.value - truth) < 8 * large.standard_error + 1e-4 * truth
-        # A bound on rounding that overflowed made zeros of all negative eigenvalues.
+        # An overflowing bound on rounding once set all negative eigenvalues to zero.
         near = as_operator(symmetric * 5e36)
         roots = tx.trace_function(key, lambda x: jnp.sqrt(jnp.abs(x)), near, k)
         truth = np.sum(np.sqrt(values * 5e36))
@@ -437,7 +439,8 @@ def test_a_leaf_of_size_0(key):
 @pytest.mark.x64
 def test_estimates_and_states_are_pickled_and_copied(key):
     operator = as_operator(matrix("flat", N), psd=True)
-    # Programs of these are small. What is pickled is of the same types.
+    # We add diagonal operators for their small programs. Pickling handles the same
+    # types.
     diagonal = lx.DiagonalLinearOperator(jnp.linspace(1.0, 2.0, N))
     for estimate in (
         tx.logdet(key, operator, 8, shift=0.1),
@@ -510,7 +513,7 @@ def test_functions_without_forward_mode_say_what_to_do(key):
     assert_close(tx.trace(key, transposed, 4).value, jnp.trace(jax.jacfwd(field)(x)))
 
 
-@pytest.mark.skipif(is_x64(), reason="of 32 bits")
+@pytest.mark.skipif(is_x64(), reason="tests 32-bit mode")
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 def test_64_bits_within_a_program(key):
     a = jnp.asarray(matrix("flat", N), jnp.float32)
@@ -527,7 +530,7 @@ def test_64_bits_within_a_program(key):
 
 
 @pytest.mark.x64
-def test_what_people_try_with_an_estimate(key):
+def test_estimates_convert_to_float_and_refuse_arithmetic(key):
     estimate = tx.trace(key, as_operator(matrix("flat", N)), N)
     value = float(estimate.value)
     assert float(estimate) == value

@@ -1,4 +1,4 @@
-"""Probe distributions: moments, lengths, and that probe j depends on key and j alone."""
+"""Probe distributions: moments and lengths; probe j depends on the key and j only."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_isotropic(sampler, complex, n):
     if sampler.independent:
         probes = np.asarray(draw(sampler, jr.key(1), n, 4000, dtype))
     else:
-        # The last of a few, which depends on all of them.
+        # We take the last probe, which depends on all others.
         k = min(n, 3)
         last = jax.jit(jax.vmap(lambda key: sampler.sample(key, n, k, dtype)[:, -1]))
         probes = np.asarray(last(jr.split(jr.key(1), 4000))).T
@@ -42,7 +42,7 @@ def test_isotropic(sampler, complex, n):
     assert z_score(outer, np.eye(n), 1e-6) < 5
     assert z_score(probes.T, np.zeros(n), 1e-6) < 5
     if complex:
-        # Circular: no correlation with the conjugate.
+        # Complex probes are circular: they don't correlate with their conjugates.
         assert z_score((probes**2).T, np.zeros(n), 1e-6) < 5
 
 
@@ -61,16 +61,17 @@ def test_lengths(complex):
 
 @pytest.mark.parametrize("complex", [False, True])
 def test_entries_of_signs_are_independent(complex):
-    # Of one probe, and of neighbouring ones: all bits of a word are used.
+    # We use all bits in a random word, so we compare entries within a probe and across
+    # neighbours.
     dtype = complex_dtype() if complex else float_dtype()
     drawn = np.asarray(draw(tx.RademacherSampler(), jr.key(0), 2**12, 40, dtype)).T
     parts = np.concatenate([drawn.real, drawn.imag]) if complex else drawn
-    of_probes = parts / np.abs(parts)
-    for rows in (of_probes, of_probes.reshape(-1, 32).T):
+    signs = parts / np.abs(parts)
+    for rows in (signs, signs.reshape(-1, 32).T):
         gram = rows @ rows.T / np.sqrt(rows.shape[1])
-        off = gram[np.triu_indices(len(rows), 1)]
-        assert np.max(np.abs(off)) < 5
-        assert abs(np.mean(off**2) - 1) < 5 * np.sqrt(2 / off.size)
+        off_diagonal = gram[np.triu_indices(len(rows), 1)]
+        assert np.max(np.abs(off_diagonal)) < 5
+        assert abs(np.mean(off_diagonal**2) - 1) < 5 * np.sqrt(2 / off_diagonal.size)
 
 
 @named(SAMPLERS)
@@ -85,15 +86,15 @@ def test_more_probes_extend_the_sequence(sampler):
 @named(INDEXED)
 def test_any_range_can_be_drawn(sampler):
     n, dtype = 300, float_dtype()
-    all_of_them = draw(sampler, jr.key(2), n, 12, dtype)
+    all_probes = draw(sampler, jr.key(2), n, 12, dtype)
     part = jax.jit(lambda i: sampler.probes(jr.key(2), i, n, 3, dtype))
     for start in (0, 4, 9):
-        drawn = all_of_them[:, start : start + 3]
+        drawn = all_probes[:, start : start + 3]
         assert_close(part(start), drawn, rtol=1e-5, atol=1e-6)
-    # A lane of many keys draws what its key draws alone.
-    lanes = jax.vmap(lambda key: sampler.sample(key, n, 12, dtype))
-    drawn = lanes(jnp.stack([jr.key(2), jr.key(3)]))[0]
-    assert_close(drawn, all_of_them, rtol=1e-5, atol=1e-6)
+    # Under vmap, every key draws the same probes as alone.
+    over_keys = jax.vmap(lambda key: sampler.sample(key, n, 12, dtype))
+    drawn = over_keys(jnp.stack([jr.key(2), jr.key(3)]))[0]
+    assert_close(drawn, all_probes, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.x64
@@ -113,7 +114,7 @@ def test_orthogonal_probes_have_less_variance():
 
 @pytest.mark.x64
 def test_orthogonal_probes_are_at_most_n():
-    with pytest.raises(ValueError, match="at most n = 3 probes are orthogonal"):
+    with pytest.raises(ValueError, match="k must be at most n = 3"):
         tx.OrthogonalSampler().sample(jr.key(0), 3, 4, float_dtype())
 
 

@@ -1,4 +1,4 @@
-"""Many devices: the same numbers, and nothing gathered."""
+"""Several devices give the same numbers, and gather nothing."""
 
 import os
 import pathlib
@@ -20,7 +20,7 @@ def test_four_devices_agree_with_one(part):
         + " --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(HERE / "sharded.py"), str(part), "2"],
         env=environment,
         capture_output=True,
@@ -28,5 +28,5 @@ def test_four_devices_agree_with_one(part):
         timeout=500,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) >= 5
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert len(process.stdout.splitlines()) >= 5

@@ -1,8 +1,7 @@
-"""The site: nothing is loaded from elsewhere, and in a browser every page works.
+"""The site loads nothing from elsewhere, and every page works in a browser.
 
-Builds the site, or takes the one in the directory `SITE`. The browser is Chromium, or
-the program that `CHROMIUM` names. A page of the test server shows the others in frames, and
-posts what it sees.
+We build the site, or use the directory `SITE`. The browser is Chromium, or the program
+that `CHROMIUM` names. A test page loads the other pages in a frame, and posts a report.
 """
 
 import functools
@@ -31,7 +30,7 @@ WIDTHS = (390, 1400)
 FORMULAS = {"derivatives/", "error-bars-derived/", "spectral-functions/", "tolerances/"}
 FIGURES = {"", "calibration/", "gallery/"}
 
-# Comes first in every page, so that no error is missed.
+# We insert this first in every page, so that it misses no error.
 LISTEN = b"""<script>
 window.seen = [];
 addEventListener("error", e => seen.push(String(e.message || e.target.src || e.target.href)), true);
@@ -80,8 +79,8 @@ all().catch(error => ({failed: String(error)}))
 </script>"""
 
 
-class _Elsewhere(html.parser.HTMLParser):
-    """What a page loads from elsewhere, and formulas that were left as they are."""
+class _ForeignAddresses(html.parser.HTMLParser):
+    """Finds foreign addresses in a page, and formulas that aren't typeset."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +92,7 @@ class _Elsewhere(html.parser.HTMLParser):
         if address.startswith(("http:", "https:", "//")):
             self.found.append(address)
         if "arithmatex" in (attrs.get("class") or ""):
-            self.found.append("a formula that is not set")
+            self.found.append("a formula that is not typeset")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ def site(tmp_path_factory):
         str(path),
     ]
     source = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         check=False,
         cwd=ROOT,
@@ -121,19 +120,19 @@ def site(tmp_path_factory):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     return path
 
 
 @pytest.fixture(scope="module")
 def pages(site):
-    found = sorted(path.parent.relative_to(site) for path in site.rglob("index.html"))
-    return ["" if page == pathlib.Path() else f"{page}/" for page in found]
+    folders = sorted(path.parent.relative_to(site) for path in site.rglob("index.html"))
+    return ["" if page == pathlib.Path() else f"{page}/" for page in folders]
 
 
 def test_nothing_is_loaded_from_elsewhere(site, pages):
     for page in pages:
-        parser = _Elsewhere()
+        parser = _ForeignAddresses()
         parser.feed((site / page / "index.html").read_text())
         assert not parser.found, page
 
@@ -144,7 +143,7 @@ def test_pages_are_found_and_searched(site, pages):
     assert any("logdet" in entry["text"] for entry in index["docs"])
 
 
-def _handler(site, page, seen):
+def _handler(site, page, reports):
     class Handler(http.server.SimpleHTTPRequestHandler):
         def do_GET(self):
             path = site / self.path.partition("?")[0].lstrip("/") / "index.html"
@@ -156,7 +155,9 @@ def _handler(site, page, seen):
                 super().do_GET()
 
         def do_POST(self):
-            seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            reports.put(
+                json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            )
             self._send(b"")
 
         def _send(self, content):
@@ -173,8 +174,8 @@ def _handler(site, page, seen):
 
 
 @pytest.fixture(scope="module")
-def seen(site, pages, tmp_path_factory):
-    """What a browser sees of all pages."""
+def report(site, pages, tmp_path_factory):
+    """A browser's report on all pages."""
     if not BROWSER:
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed")
     look = LOOK.replace("PAGES", json.dumps(pages)).replace(
@@ -205,9 +206,9 @@ def seen(site, pages, tmp_path_factory):
     return answer
 
 
-def test_pages_load_without_errors_and_fit(seen, pages):
-    assert len(seen["found"]) == len(pages) * len(WIDTHS)
-    for view in seen["found"]:
+def test_pages_load_without_errors_and_fit(report, pages):
+    assert len(report["found"]) == len(pages) * len(WIDTHS)
+    for view in report["found"]:
         where = (view["page"], view["width"])
         assert not view["errors"], (where, view["errors"])
         assert view["wide"] <= 0, (where, view["wide"])
@@ -219,5 +220,5 @@ def test_pages_load_without_errors_and_fit(seen, pages):
         assert all(width > 0 for width in view["images"]), where
 
 
-def test_search_finds(seen):
-    assert any("logdet" in link for link in seen["results"]), seen["results"]
+def test_search_finds(report):
+    assert any("logdet" in link for link in report["results"]), report["results"]

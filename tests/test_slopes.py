@@ -25,7 +25,7 @@ ESTIMATORS = {
 
 
 def family(decay, commutes, complex=False):
-    """`A` and `dA`, and the trace of dA."""
+    """`A`, `dA` and the trace of dA."""
     rng = np.random.default_rng(0)
     q = rng.standard_normal((N, N)) + 1j * complex * rng.standard_normal((N, N))
     q = np.linalg.qr(q)[0]
@@ -40,12 +40,12 @@ def family(decay, commutes, complex=False):
     return jnp.asarray(a, dtype), jnp.asarray(b, dtype), np.trace(b).real
 
 
-def check_bars(values, errors, low, high, truth, least=0.93, unbiased=True):
-    off = np.asarray(values) - truth
-    rms = np.sqrt(np.mean(off**2))
+def check_bars(values, errors, low, high, truth, lowest_coverage=0.93, unbiased=True):
+    deviation = np.asarray(values) - truth
+    rms = np.sqrt(np.mean(deviation**2))
     if unbiased:
-        assert abs(np.mean(off)) < 4 * rms / len(off) ** 0.5
-    assert least <= np.mean((low <= truth) & (truth <= high)) <= 0.995
+        assert abs(np.mean(deviation)) < 4 * rms / len(deviation) ** 0.5
+    assert lowest_coverage <= np.mean((low <= truth) & (truth <= high)) <= 0.995
     assert 0.8 <= np.mean(errors) / rms <= 1.3
 
 
@@ -55,7 +55,7 @@ def test_slopes_of_traces_have_bars(name):
 
     @jax.jit
     def run(a, b):
-        def one(key):
+        def run_once(key):
             def fn(t):
                 operator = lx.MatrixLinearOperator(a + t * b, PSD)
                 return tx.trace(key, operator, 16, estimator, throw=False)
@@ -66,7 +66,7 @@ def test_slopes_of_traces_have_bars(name):
             parts = slope.value, slope.standard_error, *slope.confidence_interval()
             return parts, plain, same
 
-        return jax.lax.map(one, jr.split(jr.key(1), KEYS), batch_size=100)
+        return jax.lax.map(run_once, jr.split(jr.key(1), KEYS), batch_size=100)
 
     for decay, commutes in ((0.9, True), (0.99, False)):
         a, b, truth = family(decay, commutes)
@@ -82,12 +82,13 @@ def test_slopes_of_complex_and_factored_operators():
 
     @jax.jit
     def run(keys):
-        def one(key):
+        def run_once(key):
             def fn(t, scale):
                 with jax.numpy_dtype_promotion("standard"):
                     matrix = lx.MatrixLinearOperator(a + t * b)
                     operator = scale * lx.TaggedLinearOperator(matrix, PSD)
-                # The factor is taken out, and its derivative is that of the value.
+                # We take the factor out of the operator, and its derivative comes from
+                # the value.
                 return tx.trace(key, operator, 16, throw=False)
 
             slopes = [
@@ -98,9 +99,10 @@ def test_slopes_of_complex_and_factored_operators():
                 (x.value, x.standard_error, *x.confidence_interval()) for x in slopes
             ]
 
-        return jax.lax.map(one, keys, batch_size=100)
+        return jax.lax.map(run_once, keys, batch_size=100)
 
-    # A traced factor may have any sign: the values are complex.
+    # A traced factor may have any sign, so the operator loses its tag and values are
+    # complex.
     first, second = jax.tree.map(jnp.real, run(jr.split(jr.key(2), KEYS)))
     check_bars(*first, 3 * truth)
     check_bars(*second, np.trace(a).real)
@@ -118,8 +120,12 @@ def test_slopes_are_the_same_in_chunks(name, key, monkeypatch):
             operator = lx.MatrixLinearOperator(a + t * b)
             return tx.trace(key, operator, 40, ESTIMATORS[name])
 
-        found = tx.jvp(fn, (0.0,), (1.0,))[1]
-        return found.value, found.standard_error, found.stats["degrees_of_freedom"]
+        estimate = tx.jvp(fn, (0.0,), (1.0,))[1]
+        return (
+            estimate.value,
+            estimate.standard_error,
+            estimate.stats["degrees_of_freedom"],
+        )
 
     whole = slope()
     monkeypatch.setattr("traceax._operators.space._CACHED", 5 * N)
@@ -127,14 +133,14 @@ def test_slopes_are_the_same_in_chunks(name, key, monkeypatch):
 
 
 def _kernel(x):
-    def at(length):
+    def make(length):
         def kernel(p, q):
             r = jnp.sqrt(5 * jnp.sum((p - q) ** 2) / length**2 + 1e-12)
             return (1 + r + r**2 / 3) * jnp.exp(-r)
 
         return tx.KernelLinearOperator(kernel, x)
 
-    return at
+    return make
 
 
 @pytest.mark.x64
@@ -142,14 +148,14 @@ def _kernel(x):
 def test_slopes_of_likelihoods_have_bars(columns):
     n, keys = 250, 300
     x = jr.uniform(jr.key(3), (n, 2))
-    y, at = jnp.sin(5 * x[:, 0]), _kernel(x)
+    y, make = jnp.sin(5 * x[:, 0]), _kernel(x)
     point = jnp.array([0.5, 0.05])
     pivots = None
     if columns:
-        pivots = tx.choose_pivots(jr.key(0), at(0.5), columns, shift=0.05)
+        pivots = tx.choose_pivots(jr.key(0), make(0.5), columns, shift=0.05)
 
     def exact(p):
-        matrix = at(p[0]).as_matrix() + p[1] * jnp.eye(n)
+        matrix = make(p[0]).as_matrix() + p[1] * jnp.eye(n)
         solved = jnp.linalg.solve(matrix, y)
         return -(y @ solved + jnp.linalg.slogdet(matrix)[1]) / 2
 
@@ -157,21 +163,27 @@ def test_slopes_of_likelihoods_have_bars(columns):
 
     @jax.jit
     def run(keys):
-        def one(key):
+        def run_once(key):
             def fn(p):
                 return tx.gaussian_log_likelihood(
-                    key, at(p[0]), y, 60, shift=p[1], preconditioner=pivots, throw=False
+                    key,
+                    make(p[0]),
+                    y,
+                    60,
+                    shift=p[1],
+                    preconditioner=pivots,
+                    throw=False,
                 )
 
-            def along(tangent):
+            def slope_along(tangent):
                 slope = tx.jvp(fn, (point,), (tangent,))[1]
                 interval = slope.confidence_interval()
                 return slope.value, slope.standard_error, *interval
 
             plain = jax.grad(lambda p: fn(p).value)(point)
-            return jax.vmap(along)(jnp.eye(2)), plain
+            return jax.vmap(slope_along)(jnp.eye(2)), plain
 
-        return jax.lax.map(one, keys)
+        return jax.lax.map(run_once, keys)
 
     parts, plain = run(jr.split(jr.key(1), keys))
     assert_close(parts[0], plain, rtol=1e-9, atol=1e-9)
@@ -180,8 +192,8 @@ def test_slopes_of_likelihoods_have_bars(columns):
 
 
 @pytest.mark.x64
-def test_slopes_along_data_have_bars_of_their_own():
-    # What the last step changed of `u^* db` may be 0 by accident.
+def test_slopes_along_data_have_their_own_bars():
+    # The last step's change in `u^* db` may be 0 by accident.
     n = 100
     x = jnp.linspace(0.0, 1.0, n)
     matrix = jnp.exp(-jnp.abs(x[:, None] - x[None]) / 0.1)
@@ -190,7 +202,7 @@ def test_slopes_along_data_have_bars_of_their_own():
 
     @jax.jit
     def run(keys):
-        def one(key):
+        def run_once(key):
             y = factor @ jr.normal(jr.fold_in(key, 7), (n,))
 
             def fn(m):
@@ -205,19 +217,24 @@ def test_slopes_along_data_have_bars_of_their_own():
                 )
 
             slope = tx.jvp(fn, (0.0,), (1.0,))[1]
-            off = slope.value - shape @ jnp.linalg.solve(whole, y)
+            deviation = slope.value - shape @ jnp.linalg.solve(whole, y)
             low, high = slope.confidence_interval()
-            return off, slope.standard_error, low - slope.value, high - slope.value
+            return (
+                deviation,
+                slope.standard_error,
+                low - slope.value,
+                high - slope.value,
+            )
 
-        return jax.lax.map(one, keys)
+        return jax.lax.map(run_once, keys)
 
-    off, error, low, high = run(jr.split(jr.key(0), 200))
-    assert np.mean((low <= off) & (off <= high)) >= 0.93
-    assert 0.8 <= np.mean(error) / np.sqrt(np.mean(off**2)) <= 1.5
+    deviation, error, low, high = run(jr.split(jr.key(0), 200))
+    assert np.mean((low <= deviation) & (deviation <= high)) >= 0.93
+    assert 0.8 <= np.mean(error) / np.sqrt(np.mean(deviation**2)) <= 1.5
 
 
-@pytest.mark.skipif(is_x64(), reason="rounding of 32 bits")
-def test_rounding_of_exact_slopes_is_in_their_bars():
+@pytest.mark.skipif(is_x64(), reason="tests rounding in 32-bit mode")
+def test_bars_of_exact_slopes_include_rounding():
     n = 30
     rng = np.random.default_rng(0)
     a = rng.standard_normal((n, n))
@@ -228,21 +245,21 @@ def test_rounding_of_exact_slopes_is_in_their_bars():
 
     @jax.jit
     def run(b):
-        def one(b):
-            def at(t):
+        def run_once(b):
+            def make(t):
                 return lx.MatrixLinearOperator(jnp.asarray(a) + t * b, PSD)
 
             functions = (
-                lambda t: tx.logdet(jr.key(0), at(t), n),
-                lambda t: tx.trace_inverse(jr.key(0), at(t), n),
+                lambda t: tx.logdet(jr.key(0), make(t), n),
+                lambda t: tx.trace_inverse(jr.key(0), make(t), n),
                 lambda t: (
-                    tx.inv_quad_logdet(jr.key(0), at(t), y, n, shift=0.5).inv_quad
+                    tx.inv_quad_logdet(jr.key(0), make(t), y, n, shift=0.5).inv_quad
                 ),
             )
             slopes = [tx.jvp(fn, (0.0,), (1.0,))[1] for fn in functions]
             return [(x.value, *x.confidence_interval()) for x in slopes]
 
-        return jax.lax.map(one, b)
+        return jax.lax.map(run_once, b)
 
     exact, shifted = (np.linalg.inv(a + s * np.eye(n)) for s in (np.float64(0), 0.5))
     truths = (
@@ -255,16 +272,16 @@ def test_rounding_of_exact_slopes_is_in_their_bars():
         assert np.all(high - low < 0.05 * np.max(np.abs(value)))
 
 
-def test_the_root_of_a_norm_is_in_the_bar_of_its_slope(key):
+def test_bars_for_slopes_of_norms_include_the_root(key):
     values = jnp.repeat(jnp.array([0.3, 1.0, 3.0]), 30)
 
     def fn(t):
-        # The trace of |A|^3 changes by a number that needs no estimate.
+        # The slope of tr |A|^3 is the same for every probe.
         operator = lx.DiagonalLinearOperator(values + t / values**2)
-        hidden = lx.FunctionLinearOperator(
+        function = lx.FunctionLinearOperator(
             operator.mv, operator.in_structure(), lx.symmetric_tag
         )
-        return tx.schatten_norm(key, hidden, 12, p=3.0)
+        return tx.schatten_norm(key, function, 12, p=3.0)
 
     _, slope = tx.jvp(fn, (0.0,), (1.0,))
     truth = len(values) * jnp.sum(values**3) ** (-2 / 3)
@@ -273,40 +290,40 @@ def test_the_root_of_a_norm_is_in_the_bar_of_its_slope(key):
 
 
 @pytest.mark.x64
-def test_slopes_where_a_krylov_space_has_found_nearly_all_have_bars():
+def test_slopes_of_nearly_converged_spaces_have_bars():
     x = jr.uniform(jr.key(3), (200, 1))
     point = jnp.array([0.05, 0.01])
 
-    def at(length):
+    def make(length):
         def kernel(p, q):
             return jnp.exp(-jnp.sum((p - q) ** 2) / (2 * length**2))
 
         return lx.TaggedLinearOperator(tx.KernelLinearOperator(kernel, x), PSD)
 
     def exact(p):
-        return jnp.linalg.slogdet(at(p[0]).as_matrix() + p[1] * jnp.eye(len(x)))[1]
+        return jnp.linalg.slogdet(make(p[0]).as_matrix() + p[1] * jnp.eye(len(x)))[1]
 
     truth = jax.grad(exact)(point)
 
     @jax.jit
     def run(keys):
-        def one(key):
+        def run_once(key):
             def fn(p):
                 krylov = tx.KrylovAwareEstimator()
-                return tx.logdet(key, at(p[0]), None, krylov, shift=p[1], throw=False)
+                return tx.logdet(key, make(p[0]), None, krylov, shift=p[1], throw=False)
 
-            def along(tangent):
+            def slope_along(tangent):
                 slope = tx.jvp(fn, (point,), (tangent,))[1]
                 interval = slope.confidence_interval()
                 return slope.value, slope.standard_error, *interval
 
-            return jax.vmap(along)(jnp.eye(2))
+            return jax.vmap(slope_along)(jnp.eye(2))
 
-        return jax.lax.map(one, keys)
+        return jax.lax.map(run_once, keys)
 
     parts = run(jr.split(jr.key(1), 300))
     for i in range(2):
-        # What a space leaves of the derivative has a sign.
+        # The derivative's truncation error has a sign, so we don't test for a bias.
         check_bars(*(x[:, i] for x in parts), truth[i], unbiased=False)
 
 
@@ -337,7 +354,7 @@ def test_slopes_of_functions_to_tolerances_and_of_exact_answers(key):
         assert (slope.standard_error["log"] < 1e-9) == (arguments["k"] == N)
 
 
-def test_what_does_not_depend_and_what_is_exact(key):
+def test_constant_and_exact_slopes(key):
     operator = lx.DiagonalLinearOperator(jnp.arange(1.0, 5.0))
     _, slope = tx.jvp(lambda t: tx.trace(key, t * operator, 2), (2.0,), (1.0,))
     assert slope.value == 10
@@ -353,7 +370,7 @@ def test_what_does_not_depend_and_what_is_exact(key):
     assert 0 < slope.standard_error < 1e-4
 
 
-def test_slopes_are_differentiable_and_jitted_functions_are_traced_anew(key):
+def test_slopes_are_differentiable_and_jitted_functions_are_traced_again(key):
     matrix = jnp.asarray(np.random.default_rng(0).standard_normal((20, 20)))
 
     @jax.jit
@@ -370,8 +387,8 @@ def test_slopes_are_differentiable_and_jitted_functions_are_traced_anew(key):
     assert_close(fn(2.0).value, value.value, rtol=1e-6)
 
 
-@pytest.mark.x64  # where calls aren't checked against their annotations
-def test_what_is_refused(key):
+@pytest.mark.x64  # here jaxtyping checks no annotations
+def test_wrong_arguments_and_missing_bars(key):
     operator = lx.MatrixLinearOperator(jnp.eye(5))
 
     def fn(t):

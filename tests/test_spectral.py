@@ -1,4 +1,4 @@
-"""Traces of functions: entry points against eigenvalue sums, edges, errors, transforms."""
+"""Traces of functions: eigenvalue sums, edge cases, errors and transforms."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
-from helpers import assert_close, hidden
+from helpers import assert_close, products_only
 from problems import (
     NSD,
     PSD,
@@ -25,10 +25,10 @@ from problems import (
 )
 from spectral_helpers import (
     SPECTRAL,
-    combined,
     eps,
+    first_failure,
     relaxed,  # noqa: F401
-    wide,
+    to_double,
 )
 
 import traceax as tx
@@ -37,11 +37,11 @@ from traceax._spectral.function import rounding_errors, spectral_function
 N, K = 30, 12
 BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
 KRYLOV = tx.KrylovAwareEstimator()
-# Of small programs, for what no estimator has to do with.
+# We take this one, for its small programs, if the estimator doesn't matter.
 QUADRATURE = tx.LanczosQuadratureEstimator()
 
 
-# Programs of these are compiled once for all matrices of a shape.
+# We share these functions, so that JAX compiles them once per matrix shape.
 
 
 def _positive(x):
@@ -75,8 +75,8 @@ def _call(entry, key, operator, k, estimator, options):
 
 def _values(fn, operator, k, estimator, num_keys=5):
     keys = jr.split(jr.key(0), num_keys)
-    found = [_estimate(key, fn, operator, k, estimator)[:2] for key in keys]
-    return jax.tree.map(lambda *x: np.stack(x), *found)
+    results = [_estimate(key, fn, operator, k, estimator)[:2] for key in keys]
+    return jax.tree.map(lambda *x: np.stack(x), *results)
 
 
 #
@@ -116,7 +116,7 @@ PROMOTING = {
 @pytest.mark.x64
 @pytest.mark.parametrize("case", list(PROMOTING))
 def test_strict_promotion(key, case):
-    # What is refused is refused while it is traced.
+    # Strict promotion refuses while JAX traces, so we only trace.
     operator = Problem("flat", N, True).operator(psd=True)
     with jax.numpy_dtype_promotion("strict"):
         jax.jit(PROMOTING[case]).trace(key, operator)
@@ -155,7 +155,7 @@ def test_enough_products_are_exact(estimator, complex, n, k):
         k,
         estimator,
     )
-    assert combined(result) == tx.RESULTS.successful
+    assert first_failure(result) == tx.RESULTS.successful
     assert int(stats["num_matvecs"]) == n
     for name, f in FUNCTIONS.items():
         exact = problem.total(f)
@@ -174,29 +174,29 @@ def test_multiples_of_the_identity_are_exact(estimator, complex):
         problem = Problem("identity", N, complex, scale=factor)
         values, errors = _values(_entire, problem.operator(), K, estimator)
         exact = jax.tree.map(lambda x: N * float(x), _entire(factor))
-        for name, each in exact.items():
+        for name, truth in exact.items():
             atol = 100 * eps() * N * (1 + 4 * abs(factor) + np.exp(factor))
-            assert_close(values[name], each * np.ones(5), rtol=0, atol=atol)
+            assert_close(values[name], truth * np.ones(5), rtol=0, atol=atol)
             if estimator == "krylov-aware":
-                # Exact up to rounding, and known to be.
+                # The answer is exact up to rounding, and we know it.
                 assert np.all(errors[name] < 2 * atol)
                 assert np.all(errors[name] > 0) or factor == 0
 
 
 @pytest.mark.parametrize("kind", ["rank 5", "small projector", "zero"])
-def test_low_rank_is_exact_once_the_range_is_found(kind):
-    # Five probes, four others of which, and their products, span range and the probes.
+def test_low_rank_is_exact(kind):
+    # If we leave out one probe, the other four and their products span the range.
     problem = Problem(kind, 60, True, scale=0.1)
     largest = np.max(problem.eigenvalues)
     five = tx.KrylovAwareEstimator(5)
     values, errors = _values(_semidefinite, problem.operator(psd=True), 24, five, 20)
-    for name, got in values.items():
+    for name, actual in values.items():
         truth = problem.total(lambda x, name=name: _semidefinite(x)[name])
-        # An eigenvalue that is 0 is known to rounding, so is its root to the root
-        # of rounding.
+        # A zero eigenvalue is accurate up to rounding, and its root up to the root of
+        # rounding.
         unit = (10 * eps()) ** 0.5 if name == "sqrt" else 500 * eps()
         tolerance = 60 * unit * largest**0.5
-        assert np.max(np.abs(got - truth)) <= tolerance
+        assert np.max(np.abs(actual - truth)) <= tolerance
         if kind == "rank 5":
             assert np.max(errors[name]) < tolerance
 
@@ -216,11 +216,11 @@ def test_every_budget(estimator, k):
         jr.key(1), _positive, problem.operator(), k, estimator
     )
     assert k - 2 <= int(stats["num_matvecs"]) <= k
-    assert combined(result) == tx.RESULTS.successful
+    assert first_failure(result) == tx.RESULTS.successful
     weights, nodes = stats["ritz_weights"], stats["ritz_values"]
     for name in ("log", "sqrt"):
         truth = problem.total(getattr(np, name))
-        # Nothing is known of the error from a single probe or step.
+        # A single probe or step leaves the error unknown.
         assert np.isnan(error[name]) == (k < 3)
         assert abs(value[name] - truth) < 0.25 * truth
         total = np.sum(weights * getattr(np, name)(nodes))
@@ -233,17 +233,17 @@ def test_every_budget(estimator, k):
 
 
 @pytest.mark.x64
-def test_a_shift_is_the_shift_of_the_function(key):
+def test_shifts_equal_shifted_operators(key):
     problem, shift = Problem("poly", N), 0.1
     options = {"shift": as_array(shift)}
     one, error, *_ = _call(
         tx.logdet, key, problem.operator(), K, "krylov-aware", options
     )
     total = as_operator(problem.dense + shift * np.eye(N))
-    two, of_sum, *_ = _estimate(key, _positive, total, K, "krylov-aware")
-    # The condition is 11.
+    two, total_error, *_ = _estimate(key, _positive, total, K, "krylov-aware")
+    # The condition number is 11.
     assert_close(one, two["log"], rtol=0, atol=100 * eps() * N * np.log(10))
-    assert_close(error, of_sum["log"], rtol=1e-6)
+    assert_close(error, total_error["log"], rtol=1e-6)
 
 
 @BOTH
@@ -251,14 +251,14 @@ def test_scale_equivariance(estimator):
     rtol = 1e-9 if is_x64() else 5e-4
     for name in ("poly", "flat"):
 
-        def found(scale, name=name):
+        def scaled_back(scale, name=name):
             operator = Problem(name, N, scale=scale).operator()
             value, error, *_ = _estimate(jr.key(1), jnp.sqrt, operator, K, estimator)
             return [x / scale**0.5 for x in (value, error)]
 
-        value, error = found(1.0)
+        value, error = scaled_back(1.0)
         for scale in (1e-12, 1e12, 1e-20, 1e18):
-            scaled, scaled_error = found(scale)
+            scaled, scaled_error = scaled_back(scale)
             assert_close(scaled, value, rtol=rtol)
             assert_close(scaled_error, error, rtol=100 * rtol)
 
@@ -276,14 +276,14 @@ def test_operators_over_pytrees(key):
         out = a @ jnp.concatenate([v["u"], v["w"].reshape(-1)])
         return {"u": out[:3], "w": out[3:].reshape(3, 3)}
 
-    # Of the whole space, though of one probe: 12 steps from it are exact.
+    # One probe's 12 steps span the whole space, so the answer is exact.
     tree = lx.FunctionLinearOperator(product, structure)
     assert_close(tx.logdet(key, tree, 12, KRYLOV).value, problem.logdet(), rtol=1e-9)
 
 
 @pytest.mark.x64
 def test_several_functions_at_once(key):
-    operator = hidden(Problem("flat", N, True).operator())
+    operator = products_only(Problem("flat", N, True).operator())
 
     def functions(x):
         log = jnp.log(x)
@@ -295,14 +295,14 @@ def test_several_functions_at_once(key):
     expected = np.sum(stats["ritz_weights"] * np.log(stats["ritz_values"]))
     assert_close(log, expected, rtol=1e3 * eps())
     assert_close(value["rest"][0], 2 * log, rtol=100 * eps())
-    both = value["rest"][1]
-    assert both.dtype == as_array(1j).dtype
-    assert_close(both, log * (-1 + 3j), rtol=100 * eps())
+    complex_value = value["rest"][1]
+    assert complex_value.dtype == as_array(1j).dtype
+    assert_close(complex_value, log * (-1 + 3j), rtol=100 * eps())
     assert_close(error["rest"][0], 2 * log_error, rtol=1e4 * eps())
     assert jax.tree.structure(stats["degrees_of_freedom"]) == jax.tree.structure(value)
     low, high = e.confidence_interval()
     assert low["log"] < value["log"] < high["log"]
-    assert low["rest"][1].imag < both.imag < high["rest"][1].imag
+    assert low["rest"][1].imag < complex_value.imag < high["rest"][1].imag
 
 
 @pytest.mark.x64
@@ -340,18 +340,18 @@ def test_single_precision_in_64_bit_mode(key, dtype):
 def test_wrappers_are_exact_for_enough_products(key):
     problem = Problem("signed", 14, True)
 
-    def of(entry, **options):
+    def call(entry, **options):
         operator, options = problem.operator(), jax.tree.map(as_array, options)
         return _call(entry, key, operator, 14, "krylov-aware", options)
 
     for p in (1, 2, 3, 0.5):
-        value, error, *_ = of(tx.schatten_norm, p=p)
+        value, error, *_ = call(tx.schatten_norm, p=p)
         truth = problem.total(lambda x, p=p: np.abs(x) ** p) ** (1 / p)
         assert_close(value, truth, rtol=300 * eps())
         assert error <= 300 * eps() * value
-    inverse, *_ = of(tx.trace_inverse, shift=1.5)
+    inverse, *_ = call(tx.trace_inverse, shift=1.5)
     assert_close(inverse, problem.trace_inverse(1.5), rtol=100 * eps())
-    logdet, *_ = of(tx.logdet, shift=1.5)
+    logdet, *_ = call(tx.logdet, shift=1.5)
     assert_close(logdet, problem.logdet(1.5), rtol=100 * eps())
 
 
@@ -370,7 +370,7 @@ def test_schatten_norms(key):
     assert_close(value, total ** (1 / 3), rtol=1e3 * eps())
     assert_close(error, total ** (1 / 3 - 1) / 3 * total_error, rtol=1e5 * eps())
     value, error, result, _ = norm(Problem("zero", N))
-    assert combined(result) == tx.RESULTS.successful
+    assert first_failure(result) == tx.RESULTS.successful
     assert value == 0
     assert error == 0 or error < 1e-30
 
@@ -401,16 +401,16 @@ def test_spectral_density(key):
     assert density.count(as_array(-10.0)) == 0
     value, *_ = _estimate(key, _entire, operator, K, "quadrature")
     assert_close(density.integrate(jnp.cos), value["cos"], rtol=1e3 * eps())
-    # Its integral is n: the trapezoidal rule is exact for normal densities.
+    # The density integrates to n: the trapezoidal rule is exact for normal densities.
     at = np.linspace(-4, 5, 400)
-    total = np.sum(wide(density.density(as_array(at), 0.2))) * (at[1] - at[0])
+    total = np.sum(to_double(density.density(as_array(at), 0.2))) * (at[1] - at[0])
     assert_close(total, N, rtol=1e-5)
 
     def integral(a):
         density = tx.spectral_density(key, lx.MatrixLinearOperator(a), K, QUADRATURE)
         return density.integrate(lambda x: x**2)
 
-    # It is no function to differentiate.
+    # We don't differentiate densities.
     assert not np.any(jax.grad(integral)(operator.matrix))
 
 
@@ -441,13 +441,13 @@ def test_failures_are_results(key, estimator, k):
         (_with(np.inf), R.nonfinite),
     ]
     if estimator == "krylov-aware":
-        # Four steps from a probe don't reach the eigenvalue 0 of six.
+        # Quadrature's four steps from a probe don't reach the eigenvalue 0 among six.
         cases.append((matrix("rank 5", N), R.outside_domain))
     for a, expected in cases:
         value, error, result, _ = _estimate(
             key, _positive, as_operator(a), k, estimator
         )
-        assert combined(result) == expected
+        assert first_failure(result) == expected
         if expected == R.nonfinite:
             assert not np.isfinite(value["log"])
             assert np.isnan(error["log"])
@@ -466,7 +466,7 @@ def test_tags(key, estimator, k):
     ):
         operator = lx.MatrixLinearOperator(as_array(a), tag)
         _, _, result, _ = _estimate(key, _entire, operator, k, estimator)
-        assert combined(result) == expected
+        assert first_failure(result) == expected
 
 
 @pytest.mark.x64
@@ -476,15 +476,15 @@ def test_operators_that_are_not_hermitian(key):
         (matrix("nonsymmetric", N, True), K, R.not_hermitian),
         (matrix("flat", N) * (1 + 1j), K, R.not_hermitian),  # symmetric
         (matrix("nonsymmetric", N), N, R.not_hermitian),
-        (hermitian("flat", N, True) * 1e3, K, R.nonfinite),  # overflow of exp
+        (hermitian("flat", N, True) * 1e3, K, R.nonfinite),  # exp overflows
     ):
         _, _, result, _ = _estimate(key, _entire, as_operator(a), k, "krylov-aware")
-        assert combined(result) == expected
+        assert first_failure(result) == expected
 
 
-def _raises(match, estimate):
+def _raises(match, call):
     with pytest.raises(Exception, match=match):
-        jax.block_until_ready(estimate().value)
+        jax.block_until_ready(call().value)
 
 
 @pytest.mark.x64
@@ -492,13 +492,13 @@ def test_failures_raise(key):
     a, b = as_operator(matrix("signed", N)), as_operator(matrix("flat", N))
     outside = r"(?s)not finite at an eigenvalue.*Shift the operator"
     _raises(outside, lambda: tx.logdet(key, a, K, QUADRATURE))
-    # Which is the mend.
+    # This is the remedy.
     options = {"shift": as_array(1.5)}
     _, _, result, _ = _call(tx.logdet, key, a, K, "krylov-aware", options)
-    assert combined(result) == tx.RESULTS.successful
+    assert first_failure(result) == tx.RESULTS.successful
     nan = lx.MatrixLinearOperator(b.matrix.at[2, 5].set(jnp.nan))
     _raises("parameters hold NaN", lambda: tx.logdet(key, nan, K, QUADRATURE))
-    # Results that others test.
+    # Other tests check these results, so we check the messages only.
     R = tx.RESULTS
     assert "not symmetric" in R[R.not_hermitian]
     assert "Remove the tag" in R[R.not_semidefinite]
@@ -511,10 +511,10 @@ def test_failures_raise(key):
 
 
 @pytest.mark.x64
-def test_lanes_fail_alone(key):
-    lanes = np.stack([matrix("flat", N)] * 4)
-    lanes[1, 0, 0] = np.nan
-    lanes[2] = matrix("signed", N)
+def test_batch_elements_fail_independently(key):
+    batch = np.stack([matrix("flat", N)] * 4)
+    batch[1, 0, 0] = np.nan
+    batch[2] = matrix("signed", N)
 
     @jax.jit
     @jax.vmap
@@ -522,7 +522,7 @@ def test_lanes_fail_alone(key):
         operator = lx.MatrixLinearOperator(a)
         return tx.logdet(key, operator, 6, QUADRATURE, throw=False)
 
-    estimates = run(as_array(lanes))
+    estimates = run(as_array(batch))
     R = tx.RESULTS
     expected = [R.successful, R.nonfinite, R.outside_domain, R.successful]
     for i, result in enumerate(expected):
@@ -622,21 +622,21 @@ def test_wrong_numbers(key):
 
 
 @pytest.mark.x64
-def test_a_traced_power_that_is_wrong(key):
+def test_traced_powers_that_are_wrong(key):
     for k in (4, N):
-        of_traced = jax.jit(
+        norm = jax.jit(
             lambda p, k=k: tx.schatten_norm(
                 key, _operator(), k, QUADRATURE, p=p, throw=False
             )
         )
-        estimate = of_traced(-1.0)
+        estimate = norm(-1.0)
         assert estimate.result == tx.RESULTS.outside_domain
         assert np.isnan(estimate.value)
-        assert of_traced(2.0).result == tx.RESULTS.successful
+        assert norm(2.0).result == tx.RESULTS.successful
 
 
 @pytest.mark.x64
-def test_nothing(key):
+def test_empty_operators(key):
     dtype, estimator = float_dtype(), KRYLOV
     structure = jax.ShapeDtypeStruct((0,), dtype)
     for empty in (
@@ -692,12 +692,14 @@ def test_transforms_agree_with_single_calls():
     keys = jr.split(jr.key(1), 3)
     run = jax.jacrev(logdet, has_aux=True)
     single = jax.jit(run)
-    lanes = [np.stack(x) for x in zip(*map(single, thetas, keys), strict=True)]
-    for got, expected in zip(jax.jit(jax.vmap(run))(thetas, keys), lanes, strict=True):
-        assert_close(got, expected, rtol=1e4 * eps())
-    slopes, values = lanes
+    stacked = [np.stack(x) for x in zip(*map(single, thetas, keys), strict=True)]
+    for actual, expected in zip(
+        jax.jit(jax.vmap(run))(thetas, keys), stacked, strict=True
+    ):
+        assert_close(actual, expected, rtol=1e4 * eps())
+    slopes, values = stacked
     assert len(np.unique(values)) == 3
-    # Error bars are not differentiated.
+    # We don't differentiate error bars.
     assert np.all(slopes[:, 0] != 0)
     assert not np.any(slopes[:, 1])
 
@@ -716,12 +718,12 @@ def test_the_whole_estimate_passes_through_jit():
 
 
 #
-# What functions read
+# Values that functions read
 #
 
 
 class _Counter:
-    """A function with a state, equal to all others of its class."""
+    """A function with state, equal to every other instance."""
 
     def __init__(self, factor):
         self.factor = factor
@@ -742,23 +744,23 @@ class _Counter:
 _FACTORS = {"factor": 1.0}
 
 
-def _of_global(x):
+def _times_global(x):
     return _FACTORS["factor"] * x
 
 
 @pytest.mark.x64
-def test_what_a_function_reads_may_change(key):
+def test_functions_read_current_values(key):
     problem, counter = Problem("flat", 4), _Counter(1.0)
-    # Of the working precision: JAX itself keeps what it converts.
+    # We use the working precision, because JAX keeps arrays that it converts.
     array = np.ones(2, float_dtype())
 
     def value(fn):
         return tx.trace_function(key, fn, problem.operator(psd=True), 4).value
 
-    def of_array(x):
+    def times_array(x):
         return jnp.dot(array, array) * x / 2
 
-    for fn in (counter, counter.times, of_array, _of_global):
+    for fn in (counter, counter.times, times_array, _times_global):
         for c in (1.0, 3.0):
             counter.factor = _FACTORS["factor"] = c
             array.fill(c**0.5)
@@ -776,13 +778,13 @@ def test_jitted_functions_that_close_over_tracers(key):
         return tx.trace_function(key, fn, problem.operator(), k, throw=False).value
 
     @jax.jit
-    def both(s):
-        lanes = jax.vmap(lambda s: value(s, N))(jnp.stack([s, 2 * s]))
-        return jax.grad(value)(s, N), lanes
+    def slope_and_batch(s):
+        batch = jax.vmap(lambda s: value(s, N))(jnp.stack([s, 2 * s]))
+        return jax.grad(value)(s, N), batch
 
-    slope, lanes = both(0.5)
+    slope, batch = slope_and_batch(0.5)
     assert_close(slope, problem.trace_inverse(0.5))
-    assert_close(lanes, [problem.logdet(0.5), problem.logdet(1.0)])
+    assert_close(batch, [problem.logdet(0.5), problem.logdet(1.0)])
 
 
 @pytest.mark.x64
@@ -818,9 +820,9 @@ def test_arguments_of_partial_functions_are_data(key):
         power = functools.partial(lambda q, x: x**q, p)
         return tx.trace_function(key, power, problem.operator(), N).value
 
-    found = jax.jit(jax.value_and_grad(value))(1.5)
+    actual = jax.jit(jax.value_and_grad(value))(1.5)
     slope = problem.total(lambda x: x**1.5 * np.log(x))
-    assert_close(found, (problem.total(lambda x: x**1.5), slope))
+    assert_close(actual, (problem.total(lambda x: x**1.5), slope))
 
 
 #
@@ -842,9 +844,9 @@ def test_diagonals_are_summed(key):
     assert_close(jax.grad(value)(diagonal), 1 / diagonal)
     tagged = lx.MatrixLinearOperator(jnp.diag(diagonal), lx.diagonal_tag)
     assert_close(tx.logdet(key, tagged, 3).value, value(diagonal))
-    # An estimator that is given is used.
-    given = tx.logdet(key, tagged, 4, QUADRATURE)
-    assert given.stats["num_matvecs"] > 2
+    # We use an explicit estimator even here.
+    explicit = tx.logdet(key, tagged, 4, QUADRATURE)
+    assert explicit.stats["num_matvecs"] > 2
     R = tx.RESULTS
     for bad, result in (
         (np.linspace(-1, 1, N), R.outside_domain),
@@ -857,7 +859,7 @@ def test_diagonals_are_summed(key):
 
 
 @pytest.mark.x64
-def test_a_result_outside_of_its_domain_leaves_the_others_alone(key):
+def test_a_function_outside_its_domain_leaves_others_alone(key):
     a = hermitian("signed", N)
     eigenvalues = np.linalg.eigvalsh(a)
     largest = np.max(eigenvalues)
@@ -894,41 +896,42 @@ def test_stats_do_not_depend_on_the_path(key):
     diagonal = lx.TaggedLinearOperator(lx.DiagonalLinearOperator(eigenvalues), PSD)
     matrix = lx.MatrixLinearOperator(diagonal.as_matrix(), PSD)
 
-    def keys_of(door, operator, *arguments, **options):
-        found = eqx.filter_eval_shape(
-            lambda: door(key, operator, *arguments, throw=False, **options)
+    def stats_keys(entry, operator, *arguments, **options):
+        actual = eqx.filter_eval_shape(
+            lambda: entry(key, operator, *arguments, throw=False, **options)
         )
-        return set(found.stats)
+        return set(actual.stats)
 
-    for door in (tx.logdet, tx.schatten_norm):
-        expected = keys_of(door, matrix, 10)
+    for entry in (tx.logdet, tx.schatten_norm):
+        expected = stats_keys(entry, matrix, 10)
         assert {"bracket", "bracket_is_proven", "bottom", "known_trace"} <= expected
         for operator, k in ((matrix, 40), (matrix, None), (diagonal, 10)):
-            assert keys_of(door, operator, k) == expected, (door, k)
-    for door in (tx.logdet, tx.trace):
-        looped = keys_of(door, matrix, 20, rtol=0.1)
+            assert stats_keys(entry, operator, k) == expected, (entry, k)
+    for entry in (tx.logdet, tx.trace):
+        looped = stats_keys(entry, matrix, 20, rtol=0.1)
         assert "products_needed" in looped
         for operator, k in ((matrix, 40), (matrix, 60), (matrix, None), (diagonal, 20)):
-            assert keys_of(door, operator, k, rtol=0.1) == looped, (door, k)
+            assert stats_keys(entry, operator, k, rtol=0.1) == looped, (entry, k)
     quadrature = SPECTRAL["quadrature"]
-    of_quadrature = [keys_of(tx.logdet, matrix, k, quadrature) for k in (10, 40)]
-    assert of_quadrature[0] == of_quadrature[1]
+    quadrature_keys = [stats_keys(tx.logdet, matrix, k, quadrature) for k in (10, 40)]
+    assert quadrature_keys[0] == quadrature_keys[1]
     y = eigenvalues
-    expected = keys_of(tx.gaussian_log_likelihood, matrix, y, 10, shift=0.1)
+    expected = stats_keys(tx.gaussian_log_likelihood, matrix, y, 10, shift=0.1)
     for k in (40, None):
-        found = keys_of(tx.gaussian_log_likelihood, matrix, y, k, shift=0.1)
-        assert found == expected, k
+        actual = stats_keys(tx.gaussian_log_likelihood, matrix, y, k, shift=0.1)
+        assert actual == expected, k
 
 
 def test_rounding_hides_eigenvalues_on_both_sides(key):
-    # An eigenvalue found to be 0 may be above it, by rounding errors of the largest.
+    # An eigenvalue computed as 0 may be positive, by rounding relative to the largest.
     dtype = float_dtype()
     eps = float(jnp.finfo(dtype).eps)
     values, ones = jnp.zeros(11, dtype).at[-1].set(1), jnp.ones(11, dtype)
     root = spectral_function(jnp.sqrt, dtype, "", monotone=True)
     (error,), _ = rounding_errors(root, values, ones, jnp.asarray(eps, dtype), None)
     assert error > 10 * eps**0.5
-    # What the tag lets pass as 0 passes as 0 beside a bound of 0 as well.
+    # Under the tag, a slightly negative eigenvalue passes as 0. With the bound 0 it
+    # must pass as well.
     n = 40
     Q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(n, n)))
     spectrum = np.append(np.linspace(0.1, 1, n - 1), -300 * eps)

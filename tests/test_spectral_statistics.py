@@ -1,4 +1,4 @@
-"""Unbiased values and derivatives, and intervals, over fixed numbers of keys."""
+"""Unbiased values and derivatives, and intervals, over a fixed number of keys."""
 
 import functools
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import (
     assert_close,
-    hidden,
+    products_only,
     rounding,
     z_score,
 )
@@ -24,7 +24,7 @@ from spectral_helpers import (
 import traceax as tx
 
 N, K = 30, 15
-# In the 32-bit mode the kernels and the entry points are tested.
+# In 32-bit mode, we test the kernels and the entry points only.
 pytestmark = pytest.mark.x64
 
 BOTH = pytest.mark.parametrize("estimator", list(SPECTRAL))
@@ -35,30 +35,30 @@ PAIRS = pytest.mark.parametrize(
 
 
 def _functions(x):
-    # Five steps integrate log on [1, 3] to 1e-5, a linear function to rounding.
+    # Five steps integrate log on [1, 3] to 1e-5, and a linear function to rounding.
     return {"log": jnp.log(x), "linear": 2 * x - 1, "root": jnp.sqrt(x)}
 
 
 @functools.partial(jax.jit, static_argnames=("estimator", "k", "fn", "of"))
 def _run(keys, a, estimator, k=K, fn=_functions, of=lx.MatrixLinearOperator):
-    def one(key):
+    def run_once(key):
         operator = of(a)
         est = SPECTRAL[estimator]
         e = tx.trace_function(key, fn, operator, k, est, throw=False)
         return e.value, e.standard_error, e.confidence_interval()
 
-    return jax.vmap(one)(keys)
+    return jax.vmap(run_once)(keys)
 
 
-def _of_unknown_trace(a):
-    return hidden(lx.MatrixLinearOperator(a))
+def _without_trace(a):
+    return products_only(lx.MatrixLinearOperator(a))
 
 
 @PAIRS
 def test_values_are_unbiased(estimator, complex):
     a = hermitian("flat", N, complex)
-    # Of a known trace linear functions would be exact.
-    keys, of = jr.split(jr.key(0), 3000), _of_unknown_trace
+    # With a known trace, linear functions would be exact.
+    keys, of = jr.split(jr.key(0), 3000), _without_trace
     values, errors, _ = _run(keys, as_array(a), estimator, of=of)
     theta = np.linalg.eigvalsh(a)
     truths = jax.tree.map(np.sum, _functions(jnp.asarray(theta)))
@@ -67,12 +67,12 @@ def test_values_are_unbiased(estimator, complex):
         if estimator == "quadrature" or name == "linear":
             assert z_score(samples, truth, rounding()) < 4, name
         else:
-            # f(T) stands for f(A) in all of the space, of which the last block knows
-            # least: the bias is a part of what the error bar holds.
+            # f(T) replaces f(A) in the whole space, and is least accurate in its last
+            # block. The error bar includes this bias.
             assert abs(samples.mean() - truth) < 0.15 * samples.std(), name
         assert z_score(samples * 1.02, truth, rounding()) > 5, name
         ratio = np.sqrt(np.mean(np.asarray(errors[name]) ** 2)) / samples.std()
-        # Three probes that agree don't show their spread: quadrature is told so.
+        # Three probes that agree hide their spread, so quadrature widens its bars.
         assert 0.7 < ratio < (1.6 if estimator == "krylov-aware" else 3.2), name
 
 
@@ -84,16 +84,16 @@ def test_values_are_unbiased(estimator, complex):
 @BOTH
 @pytest.mark.parametrize("name", ["flat", "poly", "signed", "exp"])
 def test_intervals_cover(estimator, name):
-    # On these spectra five or more steps are converged for this function.
+    # On these spectra, five steps or more have converged for this function.
     fn, a = jnp.expm1, matrix(name, 60)
-    # 1600 keys: 0.5 % of standard error at 95 %.
+    # 1600 keys give a coverage of 95 % a standard error of 0.5 %.
     _, _, (low, high) = _run(
         jr.split(jr.key(1), 1600), as_array(a), estimator, k=30, fn=fn
     )
     truth = float(jnp.sum(fn(jnp.asarray(np.linalg.eigvalsh(a)))))
     covered = np.mean((np.asarray(low) <= truth) & (truth <= np.asarray(high)))
     assert 0.90 <= covered <= 1.0
-    # An interval of half the length covers less.
+    # Intervals with half the length cover less.
     middle, half = (low + high) / 2, (high - low) / 4
     assert np.mean(np.abs(np.asarray(middle) - truth) <= np.asarray(half)) < covered
 
@@ -104,13 +104,13 @@ def test_intervals_cover(estimator, name):
 
 
 def _matrices(complex):
-    # A spectrum about [4, 6]: five steps know its logarithm to 1e-8 on probes.
+    # The spectrum is about [4, 6], so five steps integrate its logarithm to 1e-8.
     a = hermitian("flat", N, complex) + 3 * np.eye(N)
     b, c = (hermitian("signed", N, complex, seed) for seed in (4, 5))
     return as_array(a), as_array(b), as_array(c)
 
 
-def _of(theta, complex):
+def _matrix_at(theta, complex):
     a, b, c = _matrices(complex)
     x, y = theta.astype(a.dtype)
     return a + 0.2 * x * b + 0.2 * y**2 * c + 0.1 * x * y * (b @ c + c @ b)
@@ -120,13 +120,13 @@ THETA = [0.3, 0.5]
 
 
 def _value(theta, key, estimator, complex, fn=jnp.log, k=K):
-    operator = lx.MatrixLinearOperator(_of(theta, complex))
+    operator = lx.MatrixLinearOperator(_matrix_at(theta, complex))
     est = SPECTRAL[estimator]
     return tx.trace_function(key, fn, operator, k, est, throw=False).value
 
 
 def _exact(theta, complex, fn=jnp.log):
-    return jnp.sum(fn(jnp.linalg.eigvalsh(_of(theta, complex))))
+    return jnp.sum(fn(jnp.linalg.eigvalsh(_matrix_at(theta, complex))))
 
 
 @PAIRS
@@ -153,8 +153,8 @@ def test_modes_of_differentiation_agree(key):
     def run(t):
         return jax.grad(value)(theta), jax.jacfwd(line)(t)
 
-    gradient, along = run(0.0)
-    assert_close(along, gradient @ direction, rtol=1e5 * eps())
+    gradient, directional = run(0.0)
+    assert_close(directional, gradient @ direction, rtol=1e5 * eps())
 
 
 @PAIRS
@@ -189,7 +189,7 @@ def test_second_derivatives_are_refused(key, estimator):
 @pytest.mark.parametrize(
     ("estimator", "k"), [("krylov-aware", 9), ("krylov-aware", N), ("quadrature", 9)]
 )
-def test_derivatives_of_what_the_function_closes_over(key, estimator, k):
+def test_derivatives_with_respect_to_closed_over_values(key, estimator, k):
     a = hermitian("flat", N)
     values = np.linalg.eigvalsh(a)
     operator = as_operator(a)
@@ -200,11 +200,11 @@ def test_derivatives_of_what_the_function_closes_over(key, estimator, k):
         return e.value, e.stats
 
     @jax.jit
-    def both(p):
+    def slopes(p):
         reverse, stats = jax.grad(value, has_aux=True)(p)
         return reverse, jax.jacfwd(lambda p: value(p)[0])(p), stats
 
-    reverse, forward, stats = both(1.7)
+    reverse, forward, stats = slopes(1.7)
     ritz, weights = stats["ritz_values"], stats["ritz_weights"]
     expected = np.sum(weights * ritz**1.7 * np.log(ritz))
     assert_close(reverse, expected, rtol=1e4 * eps())
@@ -216,7 +216,8 @@ def test_derivatives_of_what_the_function_closes_over(key, estimator, k):
 
 @ONE
 def test_derivatives_with_respect_to_the_shift(key, estimator):
-    # A shift moves every Ritz value: d/ds sum w log(theta + s), draw by draw.
+    # A shift moves every Ritz value, so we expect d/ds sum w log(theta + s), draw by
+    # draw.
     operator = as_operator(hermitian("flat", N, True))
     est = SPECTRAL[estimator]
 
@@ -231,26 +232,26 @@ def test_derivatives_with_respect_to_the_shift(key, estimator):
 
 @ONE
 def test_derivatives_of_schatten_norms(key, estimator):
-    # Homogeneous of degree one, draw by draw; at zero the slope is finite.
+    # The norm is homogeneous in s, draw by draw, with a finite slope at zero.
     a = as_array(matrix("signed", N))
     est = SPECTRAL[estimator]
 
     def value(s, p):
-        operator = _of_unknown_trace(a * s)
+        operator = _without_trace(a * s)
         return tx.schatten_norm(key, operator, 9, est, p=p, throw=False).value
 
-    both = jax.jit(jax.value_and_grad(value))
+    norm_and_slope = jax.jit(jax.value_and_grad(value))
     for p in (2.0, 3.0):
-        norm, slope = both(as_array(1.5), as_array(p))
+        norm, slope = norm_and_slope(as_array(1.5), as_array(p))
         assert_close(slope, norm / 1.5, rtol=1e5 * eps())
-    # Of zero a subgradient.
-    norm, slope = both(as_array(0.0), as_array(2.0))
+    # At zero we expect a subgradient.
+    norm, slope = norm_and_slope(as_array(0.0), as_array(2.0))
     assert norm == 0
     assert abs(slope) <= 2 * np.linalg.norm(a)
 
 
 @BOTH
-def test_the_gradient_at_a_multiple_of_the_identity_is_that_of_a_trace(estimator):
+def test_gradients_at_multiples_of_the_identity(estimator):
     b = as_array(hermitian("signed", N))
     identity = jnp.eye(N, dtype=float_dtype())
 

@@ -1,4 +1,4 @@
-"""Spectral functions to a tolerance."""
+"""Spectral functions estimated to a tolerance."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_close
 from problems import PSD, Problem, as_array, as_operator, matrix
-from spectral_helpers import combined
+from spectral_helpers import first_failure
 
 import traceax as tx
 
@@ -46,7 +46,7 @@ def _sum(scale, shift, a, rtol, key, k=K):
     return e.value["log"] + 2 * e.value["root"], (e.value, e.standard_error, e.stats)
 
 
-def _agree(x, y, rtol):
+def _assert_trees_close(x, y, rtol):
     for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
         assert_close(a, b, rtol=rtol)
 
@@ -58,53 +58,53 @@ def _met(interval, values, rtol):
 
 
 @pytest.mark.x64
-def test_a_stopped_estimate_is_that_of_a_fixed_budget(key):
+def test_stopped_estimates_equal_fixed_budgets(key):
     a = jnp.asarray(matrix("exp", N))
     rtols = jnp.asarray([0.3, 0.03, 1e-12])
     run = jax.value_and_grad(_sum, (0, 1), has_aux=True)
-    of_lanes = jax.jit(jax.vmap(run, (None, None, None, 0, None)))
-    lanes = of_lanes(1.3, 0.1, a, rtols, key)
-    products = [int(x) for x in lanes[0][1][2]["num_matvecs"]]
+    run_batch = jax.jit(jax.vmap(run, (None, None, None, 0, None)))
+    batch = run_batch(1.3, 0.1, a, rtols, key)
+    products = [int(x) for x in batch[0][1][2]["num_matvecs"]]
     assert products[0] < products[1] < products[2] == K
     for i in range(2):
-        (total, (value, error, stats)), slopes = jax.tree.map(lambda x: x[i], lanes)  # noqa: B023
+        (total, (value, error, stats)), slopes = jax.tree.map(lambda x: x[i], batch)  # noqa: B023
         assert stats["num_matvecs"] == products[i]
         alone = jax.jit(run)(1.3, 0.1, a, rtols[i], key)
         assert_close(alone[0][0], total, rtol=1e-9)
-        _agree(alone[1], slopes, 1e-8)
+        _assert_trees_close(alone[1], slopes, 1e-8)
         if i == 0:
             continue
         fixed = jax.jit(run, static_argnums=(3, 5))(1.3, 0.1, a, None, key, products[i])
-        _agree(value, fixed[0][1][0], 1e-9)
-        _agree(slopes, fixed[1], 1e-8)
-        # Widened, and rounded otherwise.
-        for name, of_fixed in fixed[0][1][1].items():
-            assert_close(error[name], (1 + 2 / M) * of_fixed, rtol=1e-6)
+        _assert_trees_close(value, fixed[0][1][0], 1e-9)
+        _assert_trees_close(slopes, fixed[1], 1e-8)
+        # The loop widens its bar, and rounds differently.
+        for name, fixed_error in fixed[0][1][1].items():
+            assert_close(error[name], (1 + 2 / M) * fixed_error, rtol=1e-6)
         weights, nodes = stats["ritz_weights"], stats["ritz_values"]
         assert_close(weights.sum(), N, rtol=1e-9)
         assert_close(weights @ (1 / (nodes + 0.1)), slopes[1], rtol=1e-9)
 
 
 @pytest.mark.x64
-def test_intervals_hold_the_truth_though_looked_at_repeatedly():
+def test_intervals_contain_the_truth_despite_repeated_looks():
     n = 100
     values = 100 * 0.8 ** np.arange(n) + 1.0
     a = as_operator(np.diag(values), psd=True)
     keys = jr.split(jr.key(5), 400)
 
-    def one(key):
+    def run_once(key):
         e = tx.logdet(key, a, 60, rtol=0.03, throw=False)
         met = e.result == tx.RESULTS.successful
         return e.value, e.confidence_interval(), e.stats["num_matvecs"], met
 
-    results = jax.jit(lambda keys: jax.lax.map(one, keys))(keys)
+    results = jax.jit(lambda keys: jax.lax.map(run_once, keys))(keys)
     value, (low, high), products, met = jax.tree.map(np.asarray, results)
     truth = np.log(values).sum()
-    least = 0.94 - 3 * np.sqrt(0.94 * 0.06 / len(keys))
-    assert np.mean((low <= truth) & (truth <= high)) > least
+    lowest = 0.94 - 3 * np.sqrt(0.94 * 0.06 / len(keys))
+    assert np.mean((low <= truth) & (truth <= high)) > lowest
     assert np.all(((high - low) / 2 <= 0.03 * abs(value) * (1 + 1e-9)) == met)
     assert met.mean() > 0.9
-    assert np.mean(abs(value - truth)[met] <= 0.03 * truth) > least
+    assert np.mean(abs(value - truth)[met] <= 0.03 * truth) > lowest
     assert len(np.unique(products)) > 1
 
 
@@ -115,8 +115,8 @@ def test_one_program_serves_all_tolerances(key):
     assert len(TRACED) == 1
     products = [int(stats["num_matvecs"]) for _, _, stats, _ in results.values()]
     assert products[0] < products[1] < products[2] == K
-    for rtol, (value, interval, _, found) in results.items():
-        result = combined(found)
+    for rtol, (value, interval, _, outcome) in results.items():
+        result = first_failure(outcome)
         assert (result == tx.RESULTS.successful) == _met(interval, value, rtol)
     assert result == tx.RESULTS.tolerance_not_met
 
@@ -127,7 +127,7 @@ def test_krylov_spaces_that_stop_growing(key):
     rtol = 1e-3
     for a in (np.zeros((N, N)), 2 * np.eye(N), low_rank):
         value, _, stats, result = _run(a, 0.1, rtol, key)
-        assert combined(result) == tx.RESULTS.successful
+        assert first_failure(result) == tx.RESULTS.successful
         assert stats["num_matvecs"] <= 3 * M
         values = np.linalg.eigvalsh(a)
         assert_close(value["log"], np.log(values + 0.1).sum(), rtol=1e-3)
@@ -144,7 +144,7 @@ def test_failures_stop_early(key):
     assert stats["num_matvecs"] == K
     a[0, 0] = np.nan
     _, _, stats, result = _run(a, 0.1, 1e-9, key)
-    assert combined(result) == tx.RESULTS.nonfinite
+    assert first_failure(result) == tx.RESULTS.nonfinite
     assert stats["num_matvecs"] < K
 
 
@@ -152,13 +152,13 @@ def test_failures_stop_early(key):
 def test_small_problems(key):
     for n, k in ((1, 40), (8, 40), (30, 1), (30, 9)):
         problem = Problem("flat", n)
-        found = tx.logdet(key, problem.operator(), k, rtol=1e-12, throw=False)
-        assert found.stats["num_matvecs"] <= min(n, k)
+        estimate = tx.logdet(key, problem.operator(), k, rtol=1e-12, throw=False)
+        assert estimate.stats["num_matvecs"] <= min(n, k)
         if k >= n:
-            assert_close(found.value, problem.logdet(), rtol=1e-9)
-            assert found.result == tx.RESULTS.successful
+            assert_close(estimate.value, problem.logdet(), rtol=1e-9)
+            assert estimate.result == tx.RESULTS.successful
         else:
-            assert found.result == tx.RESULTS.tolerance_not_met
+            assert estimate.result == tx.RESULTS.tolerance_not_met
     diagonal = lx.DiagonalLinearOperator(as_array(np.arange(1.0, 31.0)))
     exact = tx.logdet(key, diagonal, 30, rtol=0.0)
     assert exact.standard_error == 0

@@ -1,4 +1,4 @@
-"""Unbiasedness, accuracy and error bars, over fixed numbers of keys."""
+"""Unbiasedness, accuracy and error bars, over a fixed number of keys."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def _cases():
     for estimator in ESTIMATORS if is_x64() else FAMILIES:
         psd = estimator.startswith("xnys")
         yield estimator, "flat" if psd else "nonsymmetric", False
-        # Other samplers take no other path for complex operators.
+        # Other samplers follow the same path for complex operators.
         if estimator in FAMILIES and is_x64():
             yield estimator, "poly" if psd else "nonsymmetric", True
 
@@ -42,7 +42,7 @@ def _cases():
 def test_unbiased(estimator, name, complex):
     a = matrix(name, N, complex)
     operator = as_operator(a, psd=estimator.startswith("xnys"))
-    # Enough keys for the test to have teeth where the variance is large.
+    # We take more keys for large variances, so that the test rejects a bias.
     num_keys = 3 * KEYS if estimator.startswith("hutch") else KEYS
     values, _ = many(ESTIMATORS[estimator], operator, BUDGET, num_keys)
     truth = np.trace(np.asarray(operator.matrix, a.dtype))
@@ -65,7 +65,8 @@ REFERENCE = {
 
 
 def _diagonal_operator(name, n):
-    # Rotation-invariant probes see a diagonal matrix as any other of its spectrum.
+    # Rotation-invariant probes don't distinguish matrices with one spectrum, so we take
+    # a diagonal one.
     diagonal = jnp.asarray(spectrum(name, n), float_dtype())
     return lx.TaggedLinearOperator(lx.DiagonalLinearOperator(diagonal), PSD)
 
@@ -107,14 +108,14 @@ def test_the_standard_error_is_the_root_mean_square_error(estimator, name, k):
     rmse = np.sqrt(np.mean(errors**2))
     if rmse / truth < (1e-13 if float_dtype() == jnp.float64 else 1e-5):
         pytest.skip("converged to rounding")
-    # Of the root of an unbiased variance, which is skewed itself.
+    # The root of an unbiased variance is biased, so the mean has more room.
     assert np.sqrt(np.mean(standard_errors**2)) / rmse > 0.9
     assert 0.8 < np.mean(standard_errors) / rmse < 1.2
 
 
 @pytest.mark.x64
 def test_signs_that_agree_by_chance_do_not_look_exact():
-    # w^* A w = 2 w_1 w_2: two probes agree in half of the draws.
+    # Here w^* A w = 2 w_1 w_2, so two probes agree in half of the draws.
     a = np.zeros((6, 6))
     a[0, 1] = a[1, 0] = 1.0
     values, errors = many(tx.HutchinsonEstimator(), as_operator(a), 2, 200)
@@ -166,7 +167,8 @@ def test_gradients_and_hessians_are_unbiased(estimator, complex):
     base, direction = jnp.asarray(base, dtype), jnp.asarray(direction, dtype)
 
     def curve(t):
-        # Hermitian and definite for t near 0; second derivative 2 D^2.
+        # The curve is Hermitian and definite for t near 0, with second derivative 2
+        # D^2.
         return base + t * direction + (t * t) * (direction @ direction)
 
     def value(t, key):
@@ -192,22 +194,22 @@ def test_gradients_and_hessians_are_unbiased(estimator, complex):
     [(None, 4), (None, 6), ("xnystrace", 3), ("xnystrace", 6), ("xnystrace", 10)],
 )
 def test_few_probes_may_miss_a_large_eigenvalue(estimator, k):
-    # One eigenvalue that most samples come from, and few probes see.
+    # One large eigenvalue dominates most samples, and few probes detect it.
     n = 60
     basis = haar(n)
     spectra = np.array([[large] + (n - 1) * [0.5] for large in (10.0, 30.0, 100.0)])
     matrices = as_array(np.einsum("ij,sj,kj->sik", basis, spectra, basis))
     tag = lx.symmetric_tag if estimator is None else PSD
 
-    def one(key):
-        def of_matrix(a):
+    def run_once(key):
+        def interval_for(a):
             operator = lx.MatrixLinearOperator(a, tag)
             e = tx.trace(key, operator, k, ESTIMATORS.get(estimator), throw=False)
             return e.confidence_interval()
 
-        return jax.lax.map(of_matrix, matrices)
+        return jax.lax.map(interval_for, matrices)
 
-    run = jax.jit(lambda keys: jax.lax.map(one, keys))
+    run = jax.jit(lambda keys: jax.lax.map(run_once, keys))
     low, high = map(np.asarray, run(jr.split(jr.key(0), 1500)))
     truth = spectra.sum(axis=1)
     assert np.all(np.mean((low <= truth) & (truth <= high), axis=0) >= 0.93)

@@ -1,4 +1,4 @@
-"""The conformance suite: ours pass it, and it has teeth."""
+"""Our estimators pass the conformance suite, and it finds faults."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,8 @@ from traceax.testing import check_trace_estimator
 from traceax.testing._checks import CHECKS, Subject, failures
 
 
-# It takes long: all the checks of the plainest, and of others those that are hard.
+# The suite is slow, so we run all checks on the plainest estimator, and hard ones on
+# others.
 @pytest.mark.x64
 def test_estimators_conform():
     check_trace_estimator(ESTIMATORS["hutchinson"])
@@ -64,7 +65,7 @@ class Faulty(tx.TraceEstimator):
             case "vague":
                 stats = {**stats, "degrees_of_freedom": jnp.ones(())}
             case "wasteful":
-                state.operator.mv(blocks[0][:, 0])  # used by nothing
+                state.operator.mv(blocks[0][:, 0])  # we use this nowhere
             case "lazy":
                 value, error, stats, blocks = self.honest.compute(state, max(1, k - 3))
             case "gradient":
@@ -76,7 +77,7 @@ class Faulty(tx.TraceEstimator):
         return value, error, stats, blocks
 
 
-# One check by name, to the first fault that it finds: the suite takes long.
+# The suite is slow, so we run one check for each fault, up to its first finding.
 @pytest.mark.x64
 @pytest.mark.parametrize(
     ("fault", "check"),
@@ -102,12 +103,12 @@ class Faulty(tx.TraceEstimator):
 def test_checks_find_their_faults(fault, check):
     fault, _, semidefinite = fault.partition(" of ")
     kind = tx.XNysTraceEstimator if semidefinite else tx.HutchinsonEstimator
-    found = CHECKS[check](Subject(Faulty(fault, kind()), 0))
-    assert any(wrong for wrong, _ in found)
+    findings = CHECKS[check](Subject(Faulty(fault, kind()), 0))
+    assert any(wrong for wrong, _ in findings)
 
 
 @pytest.mark.x64
-def test_what_raises_is_listed_with_the_rest():
+def test_exceptions_are_listed_with_other_failures():
     class Broken(tx.TraceEstimator):
         def init(self, key, operator):
             return tx.init_state(key, operator)
@@ -154,5 +155,5 @@ class Minimal(tx.TraceEstimator):
 
 @pytest.mark.x64
 @pytest.mark.parametrize("check", ["bar", "derivative"])
-def test_a_right_estimator_without_extras_passes(check):
+def test_a_correct_estimator_without_extras_passes(check):
     assert not failures(Subject(Minimal(), 0), check)

@@ -1,4 +1,4 @@
-"""Estimates to a tolerance."""
+"""Traces estimated to a tolerance."""
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -11,7 +11,7 @@ import pytest
 from helpers import (
     OPERATORS,
     assert_close,
-    counting,
+    counting_operator,
     exact_trace,
     parameters,
     z_score,
@@ -20,7 +20,7 @@ from problems import PSD, as_operator, float_dtype, matrix
 
 import traceax as tx
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = pytest.mark.x64
 
 N = 100
@@ -38,29 +38,29 @@ def half_width(estimate, level=0.95):
 
 @eqx.filter_jit
 def _run(keys, operator, estimator, rtol):
-    def one(key):
+    def run_once(key):
         estimate = tx.trace(key, operator, 64, estimator, rtol=rtol, throw=False)
         met = estimate.result == tx.RESULTS.successful
         products = estimate.stats["num_matvecs"]
         return estimate.value, estimate.confidence_interval(), products, met
 
-    return jax.vmap(one)(keys)
+    return jax.vmap(run_once)(keys)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_intervals_hold_the_truth_though_looked_at_repeatedly(name):
+def test_intervals_contain_the_truth_despite_repeated_looks(name):
     a = matrix("exp", N)
     keys = jr.split(jr.key(5), 400)
     results = _run(keys, as_operator(a, psd=True), ESTIMATORS[name], 0.05)
     values, (low, high), products, met = jax.tree.map(np.asarray, results)
     truth = np.trace(a)
-    # Three standard errors below 94 %.
-    least = 0.94 - 3 * np.sqrt(0.94 * 0.06 / 400)
-    assert np.mean((low <= truth) & (truth <= high)) > least
+    # We allow three standard errors below 94 %.
+    lowest = 0.94 - 3 * np.sqrt(0.94 * 0.06 / 400)
+    assert np.mean((low <= truth) & (truth <= high)) > lowest
     if met.any():
         within = np.abs(values - truth) <= 0.05 * np.abs(values)
-        assert np.mean(within[met]) > least
-    # Interval and tolerance agree about what was met.
+        assert np.mean(within[met]) > lowest
+    # The interval meets the tolerance exactly if the result says so.
     half = (high - low) / 2
     assert np.all((half <= 0.05 * np.abs(values) * (1 + 1e-9)) == met)
     assert np.all(products[~met] == 64)
@@ -76,8 +76,8 @@ def test_one_program_serves_all_tolerances_and_their_derivatives(key):
 
     def estimate(scale, rtol):
         operator = lx.MatrixLinearOperator(scale**2 * a, PSD)
-        found = tx.trace(key, operator, 32, estimator, rtol=rtol, throw=False)
-        return found.value, found
+        estimated = tx.trace(key, operator, 32, estimator, rtol=rtol, throw=False)
+        return estimated.value, estimated
 
     def first_and_second(scale, rtol):
         calls.append(rtol)
@@ -88,26 +88,27 @@ def test_one_program_serves_all_tolerances_and_their_derivatives(key):
     run = jax.jit(first_and_second)
     alone = [run(1.3, rtol) for rtol in rtols]
     assert len(calls) == 1
-    estimates = [found for (_, found), _, _ in alone]
+    estimates = [estimated for (_, estimated), _, _ in alone]
     products = [int(x.stats["num_matvecs"]) for x in estimates]
     assert products[0] <= products[1] <= products[2] == 32 > products[0]
     assert estimates[0].result == tx.RESULTS.successful
     assert estimates[2].result == tx.RESULTS.tolerance_not_met
     assert half_width(estimates[0]) <= 0.3 * estimates[0].value
-    # That of all products is the estimate of a budget, but for its wider bar.
+    # With all products, the estimate equals one with a fixed budget, except for its
+    # wider bar.
     fixed = tx.trace(key, lx.MatrixLinearOperator(1.3**2 * a, PSD), 32, estimator)
     assert_close(estimates[2].value, fixed.value)
     ratio = estimates[2].standard_error / fixed.standard_error
     assert 1 < ratio < 1.2
-    # Lanes that stop at different times.
-    lanes = jax.jit(jax.vmap(jax.value_and_grad(estimate, has_aux=True), (None, 0)))
-    (values, of_lanes), gradients = lanes(1.3, jnp.asarray(rtols))
-    assert of_lanes.stats["num_matvecs"].tolist() == products
+    # Batch elements stop at different times.
+    run_batch = jax.jit(jax.vmap(jax.value_and_grad(estimate, has_aux=True), (None, 0)))
+    (values, batch), gradients = run_batch(1.3, jnp.asarray(rtols))
+    assert batch.stats["num_matvecs"].tolist() == products
     for i, ((value, one), first, second) in enumerate(alone):
         assert_close(values[i], value, rtol=1e-8)
-        assert_close(of_lanes.standard_error[i], one.standard_error, rtol=1e-2)
+        assert_close(batch.standard_error[i], one.standard_error, rtol=1e-2)
         assert_close(gradients[i], first, rtol=1e-8)
-        # Unlike the value, an unbiased estimate for any change of the operator.
+        # Unlike the value, the derivative is unbiased for any change in the operator.
         assert abs(first / (2 * 1.3 * np.trace(a)) - 1) < 0.5
         assert_close(second, first / 1.3, rtol=1e-8)
 
@@ -131,19 +132,19 @@ def test_gradients_are_unbiased(name, n, most):
 
 
 def test_operators_over_pytrees(key):
-    def value(given, rtol):
-        operator = OPERATORS["jacobian over a PyTree"](given)
+    def value(p, rtol):
+        operator = OPERATORS["jacobian over a PyTree"](p)
         estimate = tx.trace(key, operator, 20, rtol=rtol, throw=False)
         return estimate.value, estimate.stats["num_matvecs"]
 
-    given = parameters(24)
+    p = parameters(24)
     run = jax.jit(jax.value_and_grad(value, has_aux=True))
-    ((loose, few), gradient), ((tight, many), _) = run(given, 0.5), run(given, 1e-3)
+    ((loose, few), gradient), ((tight, many), _) = run(p, 0.5), run(p, 1e-3)
     assert few < many
     exact = jax.value_and_grad(
-        lambda given: exact_trace(OPERATORS["jacobian over a PyTree"](given))
+        lambda p: exact_trace(OPERATORS["jacobian over a PyTree"](p))
     )
-    truth, slope = exact(given)
+    truth, slope = exact(p)
     assert_close(loose, truth, rtol=0.5)
     assert_close(tight, truth, rtol=0.1)
     for x, y in zip(*map(jax.tree.leaves, (gradient, slope)), strict=True):
@@ -157,14 +158,14 @@ def test_complex_operators(key):
     assert estimate.stats["num_matvecs"] < 60
 
 
-def test_the_tolerance_is_of_the_whole_value(key):
+def test_tolerances_apply_to_the_whole_value(key):
     a = as_operator(matrix("poly", N), psd=True)
     ones = lx.DiagonalLinearOperator(jnp.full(N, 100.0, float_dtype()))
     alone = tx.trace(key, a, 80, rtol=1e-3, throw=False)
-    # The exact part makes it easy.
-    beside = tx.trace(key, -2.0 * a + ones, 80, rtol=1e-3)
-    assert beside.stats["num_matvecs"] == 8 < alone.stats["num_matvecs"]
-    assert half_width(beside) <= 1e-3 * abs(beside.value) * 1.001
+    # The exact part makes the tolerance easy to meet.
+    total = tx.trace(key, -2.0 * a + ones, 80, rtol=1e-3)
+    assert total.stats["num_matvecs"] == 8 < alone.stats["num_matvecs"]
+    assert half_width(total) <= 1e-3 * abs(total.value) * 1.001
     absolute = tx.trace(key, a, 80, atol=0.5)
     assert half_width(absolute) <= 0.5
     wide = tx.trace(key, a, 80, atol=0.5, level=0.5)
@@ -191,24 +192,24 @@ def test_small_problems(key):
 
 
 @pytest.mark.parametrize("k", [44, 60, None])
-def test_a_loop_that_fails_leaves_n_products_for_the_exact_answer(key, k):
+def test_failed_loops_leave_n_products_for_an_exact_answer(key, k):
     n = 40
     a = matrix("flat", n)
-    operator, taken = counting(jnp.asarray(a, float_dtype()))
+    operator, count_products = counting_operator(jnp.asarray(a, float_dtype()))
     operator = lx.TaggedLinearOperator(operator, PSD)
     estimate = tx.trace(key, operator, k, rtol=1e-5, throw=False)
     assert estimate.result == tx.RESULTS.successful
     assert_close(estimate.value, np.trace(a), rtol=1e-5)
     assert half_width(estimate) <= 1e-5 * estimate.value
-    number = taken(estimate)
+    number = count_products(estimate)
     assert number == estimate.stats["num_matvecs"] <= (k or 2 * n)
     assert tx.CHOICES[estimate.stats["choice"]] == tx.CHOICES[tx.CHOICES.budget]
     loose = tx.trace(key, operator, k, rtol=0.5, throw=False)
-    few = k is None or k > 50
-    assert (loose.stats["num_matvecs"] < n) == few
+    saves_products = k is None or k > 50
+    assert (loose.stats["num_matvecs"] < n) == saves_products
 
 
-def test_derivatives_where_lanes_end_with_the_exact_answer(key):
+def test_derivatives_of_batches_with_an_exact_answer(key):
     a = jnp.asarray(matrix("flat", 40), float_dtype())
 
     def value(scale, rtol):
@@ -239,11 +240,11 @@ def test_inside_of_a_loop(key):
 
     def step(carry, theta):
         i, x, total = carry
-        operator = lx.FunctionLinearOperator(  # over what the loop carries
+        operator = lx.FunctionLinearOperator(  # closes over the loop's carry
             lambda v: (x**2 + theta) * (a @ v), jax.eval_shape(lambda: a[0]), PSD
         )
-        of_step, xtrace = jr.fold_in(key, i), ESTIMATORS["xtrace"]
-        estimate = tx.trace(of_step, operator, 16, xtrace, atol=5.0, throw=False)
+        step_key, xtrace = jr.fold_in(key, i), ESTIMATORS["xtrace"]
+        estimate = tx.trace(step_key, operator, 16, xtrace, atol=5.0, throw=False)
         return i + 1, jnp.sin(x + estimate.value), total + estimate.value
 
     def looped(theta):
@@ -260,10 +261,10 @@ def test_inside_of_a_loop(key):
         return step(step(carry, theta), theta)[2]
 
     @jax.jit
-    def both(theta):
+    def values_and_slopes(theta):
         return [jax.value_and_grad(fn)(theta) for fn in (looped, unrolled)]
 
-    assert_close(*both(1.3), rtol=1e-8)
+    assert_close(*values_and_slopes(1.3), rtol=1e-8)
 
 
 @pytest.mark.wrong_types

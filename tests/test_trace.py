@@ -1,4 +1,4 @@
-"""The front door: what is summed, what is estimated, and by whom."""
+"""`traceax.trace`: the parts that it sums exactly, and the estimators that it chooses."""
 
 import math
 
@@ -59,7 +59,7 @@ def test_known_structure_is_summed(key, name):
     operator, used = _structural()[name]
     estimate = tx.trace(key, operator, 3)
     assert_close(estimate.value, exact_trace(operator), rtol=1e-5)
-    # Products are rounded, and what is read is not.
+    # Products are rounded, and entries that we read are not.
     assert (estimate.standard_error == 0) == (used == 0)
     assert _choice(estimate) == "Exact"
     assert int(estimate.stats["num_matvecs"]) == used
@@ -96,15 +96,18 @@ def test_the_rest_of_a_sum_is_estimated(key):
 def test_gradients_of_split_sums(key):
     def value(p, split):
         psd = lx.MatrixLinearOperator(p["a"] @ p["a"].T, PSD)
-        # The sign of a traced factor is not known; the semidefinite part is.
+        # A traced factor has an unknown sign, so we take it out of the semidefinite
+        # part.
         if split:
             return tx.trace(key, psd, 8).value * p["d"][0] + jnp.sum(p["d"])
         operator = psd * p["d"][0] + lx.DiagonalLinearOperator(p["d"])
         return tx.trace(key, operator, 8).value
 
-    got, expected = (jax.grad(value)(parameters(N), split) for split in (False, True))
-    for name in got:
-        assert_close(got[name], expected[name], rtol=1e-4, atol=1e-4)
+    actual, expected = (
+        jax.grad(value)(parameters(N), split) for split in (False, True)
+    )
+    for name in actual:
+        assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.x64
@@ -117,7 +120,7 @@ def test_choices_by_budget(key):
     assert _choice(tx.trace(key, psd, 2)) == "Hutchinson"
     assert _choice(tx.trace(key, psd, 3)) == "XNysTrace"
     assert _choice(tx.trace(key, -psd, 8)) == "XNysTrace"
-    # A whole that nothing is split from keeps its tag.
+    # An operator with nothing to split off keeps its tag.
     tagged = lx.TaggedLinearOperator(plain @ plain.T, PSD)
     assert _choice(tx.trace(key, tagged, 8)) == "XNysTrace"
     for operator in (plain, psd):
@@ -125,7 +128,7 @@ def test_choices_by_budget(key):
         assert _choice(estimate) == "Exact"
         assert_close(estimate.value, exact_trace(operator), rtol=1e-5)
     estimate = tx.trace(key, plain, 7, tx.HutchinsonEstimator())
-    assert _choice(estimate) == "The estimator that the caller gave."
+    assert _choice(estimate) == "The estimator that the caller passed."
 
 
 @pytest.mark.x64
@@ -154,7 +157,7 @@ def test_complex_sums(key):
 
 
 @pytest.mark.x64
-def test_states_of_parts_are_of_the_whole(key):
+def test_states_of_split_sums_refer_to_the_whole(key):
     a = matrix("poly", N)
     d = lx.DiagonalLinearOperator(100 * jnp.ones(N))
     for operator, truth in (
@@ -163,7 +166,7 @@ def test_states_of_parts_are_of_the_whole(key):
     ):
         estimate = tx.trace(key, operator, N // 2)
         for estimator in (tx.XTraceEstimator(), tx.HutchinsonEstimator()):
-            # All of the budget, so that the answer is exact.
+            # We resume with n products, so that the answer is exact.
             refined = estimator.estimate(estimate.state, N)
             assert_close(refined.value, truth, rtol=1e-4)
 
@@ -183,14 +186,14 @@ def test_an_estimator_may_wrap_another(key):
     a = as_operator(matrix("nonsymmetric", N)).matrix
 
     @jax.jit
-    def of(a):
+    def values_and_gradients(a):
         def value(a, estimator):
             return tx.trace(key, lx.MatrixLinearOperator(a), 7, estimator).value
 
         inner = tx.HutchinsonEstimator()
         return [jax.value_and_grad(value)(a, e) for e in (inner, Doubled(inner))]
 
-    (value, gradient), (doubled, twice) = of(a)
+    (value, gradient), (doubled, twice) = values_and_gradients(a)
     assert_close(doubled, 2 * value)
     assert_close(twice, 2 * gradient)
 
@@ -203,13 +206,13 @@ def test_student_t_quantiles():
     freedom = np.asarray([1, 2, 3, 4, 5, 7, 10, 19, 50, 300, np.inf])
     rtol = np.where(freedom < 10, 1e-3, 3e-4)
     for level in (0.5, 0.8, 0.95, 0.99, 0.999):
-        got = np.asarray(student_t_quantile(level, jnp.asarray(freedom)))
+        actual = np.asarray(student_t_quantile(level, jnp.asarray(freedom)))
         expected = stats.t.isf((1 - level) / 2, freedom)
-        assert np.all(np.abs(got / expected - 1) < rtol)
+        assert np.all(np.abs(actual / expected - 1) < rtol)
     for nu in (1.0, 1.7, 2.0, 9.0, 40.0):
         for level in (1e-9, 1 - 1e-9, math.nextafter(1, 0)):
-            got = student_t_quantile(level, jnp.asarray(nu))
-            assert_close(got, stats.t.isf((1 - level) / 2, nu), rtol=1e-2)
+            actual = student_t_quantile(level, jnp.asarray(nu))
+            assert_close(actual, stats.t.isf((1 - level) / 2, nu), rtol=1e-2)
 
 
 @pytest.mark.x64
@@ -224,18 +227,18 @@ def test_confidence_intervals_grow_with_the_level(key):
     assert widths[0] > 0
 
 
-class OwnState(eqx.Module):
+class CustomState(eqx.Module):
     key: jax.Array
     operator: lx.AbstractLinearOperator
     scale: jax.Array
 
 
 class Scaled(tx.TraceEstimator):
-    """Hutchinson's estimator with normal probes of another length, which its state holds."""
+    """Hutchinson's estimator with rescaled normal probes. Its state holds the scale."""
 
     def init(self, key, operator):
         state = tx.init_state(key, operator)
-        return OwnState(state.key, state.operator, jnp.sqrt(jnp.asarray(2.0)))
+        return CustomState(state.key, state.operator, jnp.sqrt(jnp.asarray(2.0)))
 
     def compute(self, state, k):
         n = state.operator.in_size()
@@ -247,7 +250,7 @@ class Scaled(tx.TraceEstimator):
         return jnp.mean(samples), error, {"num_matvecs": k}, blocks
 
 
-def test_estimators_with_states_of_their_own(key):
+def test_estimators_with_custom_states(key):
     a = jnp.asarray(matrix("flat", 20))
 
     def value(t):
@@ -256,6 +259,6 @@ def test_estimators_with_states_of_their_own(key):
 
     estimator, operator = Scaled(), lx.MatrixLinearOperator(a)
     estimate = estimator.estimate(estimator.init(key, operator), 10)
-    assert isinstance(estimate.state, OwnState)
+    assert isinstance(estimate.state, CustomState)
     assert_close(value(1.0), estimate.value, rtol=1e-5)
     assert_close(jax.grad(value)(1.0), estimate.value, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Every transform, for every estimator and kind of operator, with right values."""
+"""Every transform gives right values, for every estimator and kind of operator."""
 
 import equinox as eqx
 import jax
@@ -18,13 +18,13 @@ from problems import PSD
 import traceax as tx
 from traceax._operators.space import apply_block
 
-# The same in both modes.
+# These tests don't depend on the mode, so we run them in 64 bits only.
 pytestmark = pytest.mark.x64
 
 K = 6
 PYTREE = "jacobian over a PyTree"
-# A transform sees the primitive as a whole: every estimator with one kind of operator, and
-# kinds of operators with one estimator. It sees no dtype.
+# Transforms act on the primitive as a whole, whatever its dtype. So we combine every
+# estimator with one kind of operator, and the kinds with one estimator.
 CROSS_SECTION = pytest.mark.parametrize(
     ("estimator", "operator"),
     [
@@ -82,37 +82,38 @@ def test_vmap_agrees_with_single_calls(key, estimator, operator):
     def batched(batch, keys):
         over_keys = jax.vmap(value, (None, 0))
         nested = jax.vmap(over_keys, (0, None))(batch, keys)
-        both = jax.vmap(value)(batch, keys[:2])
+        pairs = jax.vmap(value)(batch, keys[:2])
         total = jax.grad(lambda p: jnp.sum(over_keys(p, keys)))(first)
         gradients = jax.vmap(jax.grad(value), (None, 0))(first, keys)
-        return nested, both, gradients, total
+        return nested, pairs, gradients, total
 
-    nested, both, gradients, total = batched(batch, keys)
+    nested, pairs, gradients, total = batched(batch, keys)
     assert_close(nested, values)
-    assert_close(both, np.diagonal(values))
+    assert_close(pairs, np.diagonal(values))
     _assert_trees_close(gradients, stacked)
     _assert_trees_close(total, jax.tree.map(lambda x: x.sum(0), stacked))
 
 
 @CROSS_SECTION
 def test_the_derivative_pairs_the_frozen_blocks(key, estimator, operator):
-    # d value = <Z, dA V>: the derivative of <Z, A V> with the blocks of this draw.
+    # The rule is d value = <Z, dA V>, the derivative of <Z, A V> with this draw's
+    # blocks.
     value, p = _value(estimator, operator), parameters()
     est = ESTIMATORS[estimator]
     direction = _direction(p)
 
     @jax.jit
-    def both(p, t):
+    def derivatives(p, t):
         _, _, _, (V, Z) = est.compute(est.init(key, OPERATORS[operator](p)), K)
 
-        def along(f):
+        def on_line(f):
             return lambda t: f(jax.tree.map(lambda x, d: x + t * d, p, direction))
 
         def frozen(p):
             return jnp.sum(Z * apply_block(OPERATORS[operator](p), V))
 
-        expected = jax.grad(frozen)(p), jax.grad(jax.grad(along(frozen)))(t)
-        line = along(lambda p: value(p, key))
+        expected = jax.grad(frozen)(p), jax.grad(jax.grad(on_line(frozen)))(t)
+        line = on_line(lambda p: value(p, key))
         gradient = jax.grad(value)(p, key)
         primal, tangent = jax.jvp(lambda p: value(p, key), (p,), (direction,))
         seconds = [jax.hessian(line)(t)]
@@ -120,13 +121,13 @@ def test_the_derivative_pairs_the_frozen_blocks(key, estimator, operator):
             seconds += [d(d(line))(t) for d in (jax.jacfwd, jax.jacrev)]
         return expected, gradient, primal, tangent, seconds
 
-    (expected, second), gradient, primal, tangent, seconds = both(p, 0.0)
+    (expected, second), gradient, primal, tangent, seconds = derivatives(p, 0.0)
     _assert_trees_close(gradient, expected)
     rtol = 1e-7
     assert_close(tangent, _dot(expected, direction), rtol=rtol)
-    for got in seconds:
-        assert_close(got, second, rtol=rtol)
-    # Eager calls go through the same rules.
+    for actual in seconds:
+        assert_close(actual, second, rtol=rtol)
+    # Eager calls go through the same rules, so we compare them.
     if operator == PYTREE:
         assert_close(primal, value(p, key))
         _assert_trees_close(jax.grad(value)(p, key), expected)
@@ -151,13 +152,13 @@ def test_control_flow_and_checkpoint(key):
         )[1]
 
     @jax.jit
-    def both(p):
+    def run(p):
         expected = jax.value_and_grad(value)(p, key)
         return jax.value_and_grad(scanned)(p), looped(p), expected
 
-    found, of_loop, expected = both(p)
-    _assert_trees_close(found, expected)
-    assert_close(of_loop, expected[0])
+    actual, loop_value, expected = run(p)
+    _assert_trees_close(actual, expected)
+    assert_close(loop_value, expected[0])
 
 
 def test_equinox_transforms(key):
@@ -168,8 +169,10 @@ def test_equinox_transforms(key):
 
     @eqx.filter_jit
     def transformed(operator, keys):
-        both = eqx.filter_value_and_grad(value)(operator, keys[0])
-        return both, eqx.filter_vmap(value, in_axes=(None, 0))(operator, keys)
+        value_and_gradient = eqx.filter_value_and_grad(value)(operator, keys[0])
+        return value_and_gradient, eqx.filter_vmap(value, in_axes=(None, 0))(
+            operator, keys
+        )
 
     (jitted, gradient), batched = transformed(operator, keys)
     plain = [value(operator, key) for key in keys]

@@ -1,4 +1,4 @@
-"""Colourings of graphs and lattices, and probes on one colour at a time."""
+"""Colourings for graphs and lattices, and probes on one colour at a time."""
 
 import math
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from ._operators.convert import is_a
 from ._operators.space import Dense, apply_block, columns_at_once, parts_of
 from ._samplers import RademacherSampler, Sampler
 
-# Nodes whose neighbours are Python lists at once.
+# We convert the neighbours of this many nodes to Python lists at once.
 _AT_ONCE = 2**12
-# Passes of first fit. A second one took a 3-D grid of 1e6 nodes from 13 colours to 12 at
-# distance 2, and its shuffled nodes from 16 to 14; a third one nothing.
+# We run first fit twice. At distance 2, a 3-D grid with 1e6 nodes went from 13 colours
+# to 12, and with shuffled nodes from 16 to 14. A third pass saved nothing.
 _PASSES = 2
 _APART = "it is how far apart colours repeat"
 
 
 class Colours(NamedTuple):
-    """Colours of n unknowns, as [`traceax.ColouredSampler`][] takes them.
+    """Colours for n unknowns, as [`traceax.ColouredSampler`][] takes them.
 
     **Attributes:**
 
-    - `labels`: an integer array of shape `(n,)`, the colour of each, from 0 on.
-    - `number`: p, how many colours there are.
-    - `exact`: whether a round of p products is known to give an exact trace, at distance 1.
+    - `labels`: an integer array with shape `(n,)`: each unknown's colour, from 0 on.
+    - `number`: p, the number of colours.
+    - `exact`: whether p products are known to give the exact trace (at distance 1).
     """
 
     labels: Int[np.ndarray, " n"]
@@ -41,7 +41,7 @@ class Colours(NamedTuple):
 
 
 def colour(pattern: object, distance: int = 1, *, size: int | None = None) -> Colours:
-    r"""Colours for a sparsity pattern: nodes within a distance have different ones.
+    r"""Colours a sparsity pattern: nodes within a distance get different colours.
 
     ```python
     colours = traceax.colour(matrix)
@@ -49,32 +49,32 @@ def colour(pattern: object, distance: int = 1, *, size: int | None = None) -> Co
     traceax.trace(key, operator, colours.number, estimator)  # exact
     ```
 
-    Nodes are the n unknowns, edges the entries off the diagonal, in either direction. At
-    distance 1 the trace and the diagonal of an operator of that pattern are exact in p
-    products, at distance d those of polynomials of degree d. The error of other functions,
-    and of the inverse, falls with d as their entries do: there `exact` is `False`.
+    Nodes are the n unknowns; edges are off-diagonal entries, in either direction. At
+    distance 1, p products give the exact trace and diagonal of operators with that
+    pattern. At distance d, they do so for polynomials of degree d. The error for other
+    functions and inverses falls with d as their entries do: there `exact` is `False`.
 
-    First fit in the order of the nodes, and once more with the classes in reverse order,
-    which never takes more colours. Number the nodes so that neighbours are near.
+    We use first fit in node order, and once more with the colour classes in reverse
+    order, which never takes more colours. Number the nodes so that neighbours are near.
 
-    Not under `jax.jit`. O(n b) time and memory for b nodes within `distance / 2`: 1e6 nodes
-    of a grid in three dimensions take 4 s at distance 1, and 5 s at distance 2.
+    Call it outside `jax.jit`. With b nodes within `distance / 2`, it takes O(n b) time
+    and memory: 4 s at distance 1, and 5 s at distance 2, for a 3-D grid with 1e6 nodes.
 
     **Arguments:**
 
-    - `pattern`: a square `BCOO` or `BCSR` array of JAX, a sparse matrix or array of SciPy,
-        or an integer array of shape `(m, 2)`, a pair of coupled indices a row. Stored
-        entries count, whatever their value. Of a dense mask: `numpy.argwhere(mask)`.
+    - `pattern`: a square JAX `BCOO` or `BCSR` array, a SciPy sparse matrix or array, or
+        an integer array with shape `(m, 2)`, with a pair of coupled indices in each
+        row, such as `numpy.argwhere(mask)`. Stored entries count, whatever their value.
     - `distance`: a positive int, the number of edges up to which colours differ.
-    - `size`: n, for pairs of indices; by default one more than the largest index.
+    - `size`: n, if you pass index pairs; by default, the largest index plus one.
 
     **Returns:** [`traceax.Colours`][].
 
-    **Reference:** Curtis, Powell and Reid, "On the Estimation of Sparse Jacobian Matrices",
-    IMA J. Appl. Math. 13 (1974), doi:10.1093/imamat/13.1.117; Gebremedhin, Manne and Pothen,
-    "What Color Is Your Jacobian?", SIAM Rev. 47 (2005), doi:10.1137/S0036144504444711;
-    Culberson, "Iterated Greedy Graph Coloring and the Difficulty Landscape", University of
-    Alberta TR 92-07 (1992), for the second pass.
+    **Reference:** Curtis, Powell and Reid, "On the Estimation of Sparse Jacobian
+    Matrices", IMA J. Appl. Math. 13 (1974), doi:10.1093/imamat/13.1.117; Gebremedhin,
+    Manne and Pothen, "What Color Is Your Jacobian?", SIAM Rev. 47 (2005),
+    doi:10.1137/S0036144504444711; Culberson, "Iterated Greedy Graph Coloring and the
+    Difficulty Landscape", University of Alberta TR 92-07 (1992), for the second pass.
     """
     where = "traceax.colour"
     distance = _positive(distance, "distance", where, _APART)
@@ -82,7 +82,7 @@ def colour(pattern: object, distance: int = 1, *, size: int | None = None) -> Co
     rows, columns = pairs.T
     diagonal = np.arange(n, dtype=np.int64) * (n + 1)
     one = _graph(np.concatenate([rows * n + columns, columns * n + rows, diagonal]), n)
-    # Nodes are within a distance if balls of half of it about them meet.
+    # We use that nodes are within a distance if balls with half that radius meet.
     far = _ball(one, (distance + 1) // 2)
     near = far if distance % 2 == 0 else _ball(one, distance // 2)
     order, index = np.arange(n), np.zeros(n, np.int32)
@@ -95,24 +95,23 @@ def colour(pattern: object, distance: int = 1, *, size: int | None = None) -> Co
 def lattice_colours(
     shape: int | Sequence[int], distance: int, periodic: bool = True
 ) -> Colours:
-    r"""Colours for a lattice, in blocks that repeat.
+    r"""Colours a lattice, in blocks that repeat.
 
-    A block has `distance + 1` points along each axis, `(distance + 1)^d` colours in d
-    dimensions. Blocks lie as bricks do, a row half of a block further than the one before.
-    On a periodic lattice whose sizes are not multiples some blocks are longer, and there
-    are more colours.
+    A block has `distance + 1` points along each axis, so `(distance + 1)^d` colours in
+    d dimensions. Blocks lie like bricks: each row is shifted by half a block. Periodic
+    lattices whose sizes aren't multiples have longer blocks, and take more colours.
 
-    *Use for* functions of stencils, `log A` and `A^-1`, whose entries are small beyond some
-    distance. For the trace of a stencil itself [`traceax.colour`][] takes fewer colours.
+    *Use for* functions of stencils, such as `log A` and `A^-1`, whose entries are small
+    beyond some distance. For the stencil, [`traceax.colour`][] takes fewer colours.
 
     **Arguments:**
 
-    - `shape`: of the lattice; an operator on arrays of that shape, flattened.
-    - `distance`: a positive int; points at most so far apart along every axis differ.
+    - `shape`: the lattice shape; the operator acts on flattened arrays of this shape.
+    - `distance`: a positive int; points this close along every axis differ in colour.
     - `periodic`: whether the lattice is a torus.
 
-    **Returns:** [`traceax.Colours`][], not known to be exact: pass `exact=True` to
-    [`traceax.ColouredSampler`][] for a stencil of at most that reach.
+    **Returns:** [`traceax.Colours`][] with `exact=False`. If the stencil reaches no
+    further than `distance`, pass `exact=True` to [`traceax.ColouredSampler`][].
 
     **Reference:** Stathopoulos, Laeuchli and Orginos, SIAM J. Sci. Comput. 35 (2013),
     doi:10.1137/120881452; and see [`traceax.ColouredSampler`][].
@@ -126,28 +125,28 @@ def lattice_colours(
         along = np.arange(size).reshape([-1] + [1] * (len(sizes) - 1 - axis))
         if periodic:  # no block is shorter
             ends = np.arange(max(size // block, 1) + 1) * size // max(size // block, 1)
-            which = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-            place = np.arange(size) - ends[which]
+            number = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+            place = np.arange(size) - ends[number]
         else:
-            which, place = np.divmod(np.arange(size + block // 2), block)
-        # Of (Laplacian + 1) in two and three dimensions bricks have 0.6 to 0.8 times the
-        # error of blocks in line.
+            number, place = np.divmod(np.arange(size + block // 2), block)
+        # We lay bricks: for (Laplacian + 1) in two and three dimensions, their error is
+        # 0.6 to 0.8 times the error with aligned blocks.
         points = (along + block // 2 * (blocks % 2)) % len(place)
         labels = labels * (int(place.max()) + 1) + place[points]
-        blocks = blocks + which[points]
-    # A lattice smaller than a block hasn't all colours.
+        blocks = blocks + number[points]
+    # We renumber, because a lattice smaller than a block lacks some colours.
     labels = np.unique(labels.reshape(-1), return_inverse=True)[1].astype(np.int32)
     return Colours(labels, int(labels.max()) + 1, False)
 
 
 def _positive(x: Any, name: str, where: str, hint: str) -> int:
-    right = isinstance(x, int | np.integer) and x is not True and x >= 1
-    require(right, where, f"{name} must be a positive int", x, hint)
+    is_valid = isinstance(x, int | np.integer) and x is not True and x >= 1
+    require(is_valid, where, f"{name} must be a positive int", x, hint)
     return int(x)
 
 
 def _entries(pattern: Any, size: int | None, where: str):
-    """Pairs of rows and columns of entries, and the order n."""
+    """The entries' (row, column) pairs, and the order n."""
     if is_a(pattern, "jax.experimental.sparse", "BCSR"):
         pattern = pattern.to_bcoo()
     shape = None
@@ -158,35 +157,35 @@ def _entries(pattern: Any, size: int | None, where: str):
         pairs, shape = np.stack([pattern.row, pattern.col], axis=1), pattern.shape
     else:
         pairs = np.asarray(pattern)
-    right = pairs.ndim == 2 and pairs.shape[1] == 2 and pairs.dtype.kind in "iu"
+    valid = pairs.ndim == 2 and pairs.shape[1] == 2 and pairs.dtype.kind in "iu"
     what = "pattern must be a sparse matrix, or an integer array of shape (m, 2)"
-    hint = "pass numpy.argwhere(mask) of a dense mask"
-    require(right, where, what, kind_of(pattern), hint, TypeError)
+    hint = "pass numpy.argwhere(mask) for a dense mask"
+    require(valid, where, what, kind_of(pattern), hint, TypeError)
     if shape is not None:
-        square, got = len(shape) == 2 and shape[0] == shape[1], f"one of shape {shape}"
-        hint = "a trace is of square ones"
-        require(square, where, "pattern must be square", got, hint)
+        valid, received = len(shape) == 2 and shape[0] == shape[1], f"shape {shape}"
+        hint = "only square matrices have a trace"
+        require(valid, where, "pattern must be square", received, hint)
         n = shape[0]
-        # What pads BCOO arrays lies outside.
+        # We drop BCOO padding, which lies outside.
         pairs = pairs[(pairs < n).all(axis=1)]
     else:
         least, largest = int(pairs.min(initial=0)), int(pairs.max(initial=-1))
         n = largest + 1 if size is None else _positive(size, "size", where, "it is n")
-        got = f"{least if least < 0 else largest}"
+        received = f"{least if least < 0 else largest}"
         inside, what = (
             least >= 0 and largest < n,
-            f"indices must lie between 0 and {n - 1}",
+            f"pattern must have indices between 0 and {n - 1}",
         )
-        require(inside, where, what, got, "pass size=n")
+        require(inside, where, what, received, "pass size=n")
     return pairs.astype(np.int64), n
 
 
-# For each of n nodes those next to it, and itself: `nodes[starts[i] : starts[i + 1]]`.
+# We store node i's neighbours and i itself in `nodes[starts[i] : starts[i + 1]]`.
 _Graph = tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]
 
 
 def _graph(keys: Int[np.ndarray, " m"], n: int) -> _Graph:
-    """Nodes joined by `row * n + column`, which may occur more than once."""
+    """The graph with edges `row * n + column`, which may repeat."""
     keys = np.sort(keys)
     keys = keys[np.diff(keys, prepend=-1) > 0]
     starts = np.searchsorted(keys, np.arange(n + 1, dtype=np.int64) * n)
@@ -194,7 +193,7 @@ def _graph(keys: Int[np.ndarray, " m"], n: int) -> _Graph:
 
 
 def _rows(graph: _Graph, nodes: Int[np.ndarray, " m"]) -> _Graph:
-    """The neighbours of some nodes, as a graph of so many rows."""
+    """The neighbours of some nodes, as a graph with one row per node."""
     starts, columns = graph
     counts = np.diff(starts)[nodes]
     ends = np.concatenate([[0], np.cumsum(counts)])
@@ -203,7 +202,7 @@ def _rows(graph: _Graph, nodes: Int[np.ndarray, " m"]) -> _Graph:
 
 
 def _ball(graph: _Graph, radius: int) -> _Graph:
-    """The nodes within a radius of each."""
+    """Each node's neighbours within a radius."""
     n = len(graph[0]) - 1
     if radius == 0:
         return np.arange(n + 1), np.arange(n)
@@ -216,9 +215,9 @@ def _ball(graph: _Graph, radius: int) -> _Graph:
 
 
 def _greedy(near: _Graph, far: _Graph, order: Int[np.ndarray, " n"]) -> np.ndarray:
-    """To each node the first colour that none has whose far ball meets its near one.
+    """Gives each node the first colour that `seen` lacks on the node's near ball.
 
-    Sets of colours are bits: `seen` those in the far ball about a node.
+    Integers are colour sets: `seen[i]` has the colours of nodes whose far ball has i.
     """
     seen, index = [0] * len(order), np.empty(len(order), np.int32)
     for first in range(0, len(order), _AT_ONCE):
@@ -241,53 +240,54 @@ _SIGNS = RademacherSampler()
 
 
 class ColouredSampler(Sampler):
-    r"""Signs on one colour and zeros elsewhere, a colour after the other: probing.
+    r"""Signs on one colour and zeros elsewhere, colour after colour: probing.
 
-    The vector `s_r` of round r is split over the p colours. With `P_c` for the projection
-    on colour c, the sample of a round,
+    Round r splits a vector `s_r` over the p colours. If `P_c` projects on colour c, the
+    round's sample,
 
         sum_c s_r^* P_c A P_c s_r = s_r^* B s_r,    B = sum_c P_c A P_c,
 
-    is Hutchinson's of B, of the same trace and diagonal. It is unbiased for any A, and
-    exact, with signs, where A couples no two unknowns of one colour.
+    is Hutchinson's sample for B, which has the same trace and diagonal. It is unbiased
+    for any A. With signs, it is exact if A couples no unknowns with the same colour.
 
-    *Use when* entries far apart are zero or small: sparse matrices, Jacobians of
-    block-hollow networks, functions and inverses of stencils.
+    *Use when* distant unknowns couple weakly or not at all: sparse matrices, Jacobians
+    of block-hollow networks, functions and inverses of stencils.
 
     | | |
     |---|---|
-    | taken by | [`traceax.HutchinsonEstimator`][], traces and diagonals; [`traceax.LanczosQuadratureEstimator`][] |
-    | budget k | a multiple of p; of Lanczos of p for each step |
-    | beyond the products | O(n p) time a round, and the memory of a few vectors |
+    | taken by | [`traceax.HutchinsonEstimator`][], for traces and diagonals; [`traceax.LanczosQuadratureEstimator`][] |
+    | budget k | a multiple of p; with Lanczos quadrature, p products per step |
+    | beyond the products | O(n p) time per round, and memory for a few vectors |
     | bias | none |
-    | variance | of m rounds of signs, A real symmetric: `2 (|B|_F^2 - sum_i A_ii^2) / m` |
-    | error bar | from rounds: unknown (NaN) of one that isn't exact, m - 1 degrees of freedom of m |
+    | variance | for m rounds with signs and real symmetric A: `2 (|B|_F^2 - sum_i A_ii^2) / m` |
+    | error bar | from m rounds, with m - 1 degrees of freedom; unknown (NaN) for one round that isn't exact |
 
-    Other estimators need probes that are isotropic each on its own, and refuse it.
+    Other estimators need probes that are isotropic one by one, and refuse this sampler.
 
     **Arguments:**
 
-    - `colours`: an integer array of shape `(n,)`, colours from 0 to p - 1 all of which
-        occur, in the flattened order of the operator's input; or [`traceax.Colours`][], of
-        [`traceax.colour`][] or [`traceax.lattice_colours`][].
-    - `exact`: whether the operator couples no two unknowns of one colour, so that the error
-        bar is that of rounding, unless rounds differ. By default what `Colours` say, else
-        `False`. Colours of A at distance 1 say nothing of its inverse, for which pass
-        `exact=False`. Functions by Lanczos quadrature are never taken for exact.
-    - `sampler`: of the `s_r`; [`traceax.RademacherSampler`][], which `exact` needs.
+    - `colours`: [`traceax.Colours`][] from [`traceax.colour`][] or
+        [`traceax.lattice_colours`][]; or an integer array with shape `(n,)`, in the
+        order of the flattened operator input, with every colour from 0 to p - 1.
+    - `exact`: whether the operator couples no unknowns with the same colour; if so, the
+        error bar is the rounding error, unless rounds differ. By default, `Colours`
+        decide, and arrays count as `False`. Colours for A at distance 1 aren't exact
+        for its inverse: pass `exact=False`. Lanczos quadrature never counts as exact.
+    - `sampler`: draws the `s_r`. `exact` needs [`traceax.RademacherSampler`][].
     - `num_colours`: p, an attribute.
 
-    **Reference:** Tang and Saad, "A probing method for computing the diagonal of a matrix
-    inverse", Numer. Linear Algebra Appl. 19 (2012), doi:10.1002/nla.779; Frommer, Rinelli
-    and Schweitzer, "Analysis of Stochastic Probing Methods for Estimating the Trace of
-    Functions of Sparse Symmetric Matrices", Math. Comp. 94 (2025), doi:10.1090/mcom/3984.
+    **Reference:** Tang and Saad, "A probing method for computing the diagonal of a
+    matrix inverse", Numer. Linear Algebra Appl. 19 (2012), doi:10.1002/nla.779;
+    Frommer, Rinelli and Schweitzer, "Analysis of Stochastic Probing Methods for
+    Estimating the Trace of Functions of Sparse Symmetric Matrices", Math. Comp. 94
+    (2025), doi:10.1090/mcom/3984.
     """
 
     colours: Int[ArrayLike, " n"]
     exact: bool = eqx.field(static=True)
     sampler: Sampler
     num_colours: int = eqx.field(static=True)
-    _of_pattern: bool = eqx.field(static=True)  # whether `Colours` said so
+    _of_pattern: bool = eqx.field(static=True)  # whether `Colours` claim exactness
 
     def __init__(
         self,
@@ -305,7 +305,7 @@ class ColouredSampler(Sampler):
         self.sampler = sampler
         what, hint = (
             "exact must be True, False or None",
-            "it is a claim on the operator",
+            "it is a claim about the operator",
         )
         require(isinstance(self.exact, bool), _WHERE, what, exact, hint, TypeError)
         what = "sampler must be a traceax.Sampler of single probes"
@@ -313,7 +313,7 @@ class ColouredSampler(Sampler):
         hint = "pass an instance, such as traceax.NormalSampler()"
         require(single, _WHERE, what, sampler, hint, TypeError)
         signs = isinstance(sampler, RademacherSampler) or not self.exact
-        what, hint = "exact traces take signs", "leave out sampler, or pass exact=False"
+        what, hint = "sampler must draw signs", "leave it out, or pass exact=False"
         require(signs, _WHERE, what, type(sampler).__name__, hint)
 
     rotation_invariant = False
@@ -331,17 +331,17 @@ class ColouredSampler(Sampler):
         return self.exact
 
     def check(self, operator, where):
-        what = "colours of a pattern are exact of operators of that pattern"
+        what = "colours must match the operator's own pattern"
         hint = (
-            "pass traceax.ColouredSampler(colours, exact=False), or exact=True if they "
-            "separate what that couples"
+            "pass traceax.ColouredSampler(colours, exact=False), or exact=True if the "
+            "colours separate coupled unknowns"
         )
-        got = "an inverse or a function of an operator"
+        received = "an inverse or a function of an operator"
         wrong = self._of_pattern and parts_of(operator, Dense)
-        require(not wrong, where, what, got, hint)
+        require(not wrong, where, what, received, hint)
 
     def sample(self, key, n, k, dtype):
-        # Probe j is on colour `j mod p`, and `sqrt(p)` times as long as its part of s.
+        # We put probe j on colour `j mod p`, and scale it by `sqrt(p)`.
         self._check_length(n)
         p = self.num_colours
         rounds = self.sampler.sample(key, n, -(-k // p), dtype)
@@ -362,53 +362,53 @@ class ColouredSampler(Sampler):
         width = min(max(columns_at_once(n) // m, 1), p)
 
         def add(total, start, width: int):
-            here = self._mask(start, width)[:, None, :]
-            parts = jnp.where(here, rows[None], 0).reshape(width * m, n)
+            mask = self._mask(start, width)[:, None, :]
+            parts = jnp.where(mask, rows[None], 0).reshape(width * m, n)
             products = apply_block(operator, parts.T).T.reshape(width, m, n)
-            return total + jnp.sum(jnp.where(here, products, 0), axis=0)
+            return total + jnp.sum(jnp.where(mask, products, 0), axis=0)
 
-        total, left = jnp.zeros_like(rows), p % width
+        total, rest = jnp.zeros_like(rows), p % width
         if width == p:
             return add(total, 0, p).T
-        # Of all colours at once p blocks would be in memory, and in a derivative's.
+        # We limit colours at once, because each keeps a block in memory and a derivative.
         step = jax.checkpoint(lambda total, start: add(total, start, width))
-        starts = jnp.arange(0, p - left, width, dtype=jnp.int32)
+        starts = jnp.arange(0, p - rest, width, dtype=jnp.int32)
         total = fold(step, total, starts)
-        return (add(total, p - left, left) if left else total).T
+        return (add(total, p - rest, rest) if rest else total).T
 
     def _rounds(self, probes, products):
-        p, here = self.num_colours, self._mask(0, probes.shape[1])
+        p, mask = self.num_colours, self._mask(0, probes.shape[1])
 
-        def of_rounds(block):
-            parts = jnp.where(here, block.T, 0) / math.sqrt(p)
+        def sum_rounds(block):
+            parts = jnp.where(mask, block.T, 0) / math.sqrt(p)
             return jnp.sum(parts.reshape(-1, p, parts.shape[1]), axis=1).T
 
-        return of_rounds(probes), of_rounds(products)
+        return sum_rounds(probes), sum_rounds(products)
 
     def _mask(self, start: int | Array, width: int) -> Bool[Array, "{width} n"]:
-        """Which unknowns are of the colours of the probes `start, start + 1, ...`."""
-        which = (jnp.arange(width, dtype=jnp.int32) + start) % self.num_colours
-        return jnp.asarray(self.colours)[None, :] == which[:, None]
+        """Masks the unknowns on the colours for probes `start, start + 1, ...`."""
+        active = (jnp.arange(width, dtype=jnp.int32) + start) % self.num_colours
+        return jnp.asarray(self.colours)[None, :] == active[:, None]
 
     def _check_length(self, n: int) -> None:
         what = f"colours must have an entry for each of the operator's {n} unknowns"
-        hint = "they are in the flattened order of its input; of pairs pass size=n"
-        right = np.shape(self.colours) == (n,)
-        require(right, _WHERE, what, self.colours, hint)
+        hint = "use the flattened order of its input, and size=n with index pairs"
+        is_valid = np.shape(self.colours) == (n,)
+        require(is_valid, _WHERE, what, self.colours, hint)
 
 
 def _checked(colours: object) -> Int[np.ndarray, " n"]:
     what = "colours must be an array of integers known at trace time"
-    hint = "make them outside of jax.jit, by traceax.colour for example"
+    hint = "make them outside jax.jit, with traceax.colour for example"
     known = not isinstance(colours, jax.core.Tracer)
     require(known, _WHERE, what, "a traced array", hint, TypeError)
     index = np.asarray(colours)
-    right = index.ndim == 1 and index.dtype.kind in "iu" and index.size > 0
-    require(right, _WHERE, what, kind_of(colours), hint, TypeError)
+    valid = index.ndim == 1 and index.dtype.kind in "iu" and index.size > 0
+    require(valid, _WHERE, what, kind_of(colours), hint, TypeError)
     number = int(index.max()) + 1
     all_occur = index.min() >= 0 and (np.bincount(index) > 0).all()
-    hint = "numpy.unique(colours, return_inverse=True)[1] renumbers them"
-    missing = f"colours from {index.min()} to {number - 1}, not all of which do"
-    what = "each colour from 0 to the largest must occur"
-    require(all_occur, _WHERE, what, missing, hint)
+    hint = "renumber them with numpy.unique(colours, return_inverse=True)[1]"
+    received = f"colours from {index.min()} to {number - 1}, some of which don't"
+    what = "colours from 0 to the largest must occur"
+    require(all_occur, _WHERE, what, received, hint)
     return index.astype(np.int32)

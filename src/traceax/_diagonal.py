@@ -1,4 +1,4 @@
-"""Diagonals, traces by leaf, and Frobenius norms."""
+"""Entry points for diagonals, leaf traces and Frobenius norms."""
 
 import math
 from collections.abc import Callable
@@ -63,30 +63,28 @@ def diagonal(
     estimate = traceax.diagonal(jax.random.key(0), operator, 40)
     ```
 
-    A trace estimate is a sum over rows, `value = sum_r conj(Z(r)) (A V)(r)`, with the blocks
-    of [`traceax.XTraceEstimator`][], [`traceax.HutchinsonEstimator`][] or others, which have
-    the sources. Here it isn't summed. Each entry is unbiased. Parts whose diagonal is known
-    are exact, and so is all of it for `k >= n`. Differentiable with respect to `operator`,
-    row by row: unbiased, to any order.
+    A trace estimate is a sum over rows, `value = sum_r conj(Z(r)) (A V)(r)`, with
+    blocks V and Z from an estimator. Here each row estimates a diagonal entry, without
+    bias, and with unbiased derivatives in `operator` to any order. Terms with a known
+    diagonal are exact, and for `k >= n` every entry is.
 
-    **Arguments:** those of [`traceax.trace`][], and
+    **Arguments:** as for [`traceax.trace`][], and
 
-    - `estimator`: by default as of [`traceax.trace`][]; one of
-        [`traceax.HutchinsonEstimator`][], [`traceax.HutchPlusPlusEstimator`][],
-        [`traceax.XTraceEstimator`][] (from 4 products on) and
-        [`traceax.XNysTraceEstimator`][].
-    - `rtol`, `atol`: half of the interval at most `atol + rtol |value|`, of which `norm` is
-        taken of both sides: the root mean square over entries, or the largest.
+    - `estimator`: one of [`traceax.HutchinsonEstimator`][],
+        [`traceax.HutchPlusPlusEstimator`][], [`traceax.XTraceEstimator`][] (from
+        `k = 4` on) and [`traceax.XNysTraceEstimator`][], which name their sources.
+    - `rtol`, `atol`, `norm`: products are taken until the half intervals are at most
+        `atol + rtol |value|` in this norm over entries.
 
-    **Returns:** a [`traceax.Estimate`][], whose value and standard error have the structure
-    of the operator's input. Error bars of single entries rest on few samples each: they are
-    right on average over entries, or up to twice as long where the spectrum decays fast.
+    **Returns:** a [`traceax.Estimate`][]. Its value and standard error have the
+    structure of the operator's input. Error bars of single entries use few samples
+    each. On average they are right, or up to twice too long for fast spectral decay.
     """
     where = "traceax.diagonal"
     state = init_state(key, operator, where)
-    what = "norm must be 'root mean square' or 'largest'"
-    hint = "a tolerance is for that of the entries"
-    require(norm in ("root mean square", "largest"), where, what, repr(norm), hint)
+    rule = "norm must be 'root mean square' or 'largest'"
+    hint = "the tolerance applies to this norm over entries"
+    require(norm in ("root mean square", "largest"), where, rule, repr(norm), hint)
     dtype, structure = state.space.compute_dtype, state.space.structure
     stop = make_stop(rtol, atol, level, progress_meter, dtype, where, norm)
     functional = Diagonal(state.space.has_real_trace)
@@ -104,37 +102,37 @@ def leaf_traces(
     probes: Literal["whole", "blocks"] = "whole",
     throw: bool = True,
 ) -> tuple[Estimate, Estimate]:
-    r"""Estimates the traces of the diagonal blocks of an operator, one for each leaf.
+    r"""Estimates the trace of each diagonal block of an operator, one per leaf.
 
     ```python
     by_layer, total = traceax.leaf_traces(key, hessian, 120, probes="blocks")
     ```
 
-    - `probes="whole"`: probes of all leaves. *Use when* the spectrum decays: XTrace and
-        XNysTrace find what couples the leaves.
-    - `probes="blocks"`: signs on one leaf at a time, and products with its block alone.
-        *Use for* networks early in training, of flat spectra and strongly coupled leaves.
+    - `probes="whole"`: every probe covers all leaves. *Use when* the spectrum decays:
+        XTrace and XNysTrace find the directions that couple leaves.
+    - `probes="blocks"`: random signs on one leaf at a time, and products with its block
+        alone. *Use for* networks early in training: flat spectra, strong coupling.
 
-    With blocks, all leaves get the same number of probes. Leaves with fewer entries are
-    exact, and the others share the remaining products. Both ways are unbiased,
-    differentiable with respect to `operator`, and one program.
+    With blocks, every leaf gets the same number of probes. Leaves with fewer entries
+    are exact, and the others share their remaining products. Both ways are unbiased,
+    run as one program, and are differentiable with respect to `operator`.
 
-    **Arguments:** `key`, `operator` and `throw` of [`traceax.trace`][], and
+    **Arguments:** `key`, `operator` and `throw` as for [`traceax.trace`][], and
 
-    - `k`: the budget of products: of the whole, or with blocks, of which at least three a
-        leaf are needed.
-    - `estimator`: as of [`traceax.diagonal`][], for probes of the whole. Blocks are estimated by Hutchinson's.
+    - `k`: the budget of products. With blocks it counts products with blocks, and must
+        be at least three per leaf.
+    - `estimator`: as for [`traceax.diagonal`][]. Blocks always use Hutchinson's.
 
-    **Returns:** a tuple of two [`traceax.Estimate`][]s: by leaf, whose value and standard
-    error have the structure of the operator's input with a scalar for each leaf; and of the
-    total, with an error bar of its own.
+    **Returns:** a tuple of two [`traceax.Estimate`][]s. The first has a scalar per
+    leaf, in the structure of the operator's input. The second, the total, has its own
+    error bar.
     """
     where = "traceax.leaf_traces"
     state = init_state(key, operator, where)
     operator, space = state.operator, state.space
     leaves, treedef = jtu.tree_flatten(space.structure)
-    what, hint = "probes must be 'whole' or 'blocks'", "see traceax.leaf_traces"
-    require(probes in ("whole", "blocks"), where, what, repr(probes), hint)
+    rule, hint = "probes must be 'whole' or 'blocks'", "see traceax.leaf_traces"
+    require(probes in ("whole", "blocks"), where, rule, repr(probes), hint)
     known = known_diagonal(operator) is not None
     sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
     if probes == "whole" or known or check_budget(k, where) >= space.size:
@@ -143,12 +141,12 @@ def leaf_traces(
         estimate = estimate_whole(where, state, k, estimator, throw=throw)
     else:
         k = check_budget(k, where)
-        what, hint = "blocks take no estimator", "leave it out, or use probes='whole'"
-        require(estimator is None, where, what, repr(estimator), hint)
+        rule, hint = "estimator must be None", "leave it out, or use probes='whole'"
+        require(estimator is None, where, rule, repr(estimator), hint)
         number = sum(size > 0 for size in sizes)
-        what, hint = f"k must be at least {3 * number}", "or leave out probes='blocks'"
-        what = f"{what}, three products for each of {number} blocks"
-        require(k >= 3 * number, where, what, str(k), hint)
+        rule, hint = f"k must be at least {3 * number}", "or leave out probes='blocks'"
+        rule = f"{rule}, three products for each of {number} blocks"
+        require(k >= 3 * number, where, rule, str(k), hint)
         estimate = _by_block(with_data(state), k)
         estimate = raise_failure(estimate) if throw else estimate
     by_leaf = _with_parts(estimate, lambda x: treedef.unflatten(list(x[:-1])))
@@ -157,24 +155,23 @@ def leaf_traces(
 
 @jitted
 def _by_block(state: TraceState, k: int) -> Estimate:
-    """Hutchinson's estimates of the traces of all blocks, and of their sum behind.
+    """Hutchinson's estimates for all block traces, followed by their sum.
 
-    All blocks get the same number of probes. Those that are exact with fewer leave the rest
-    of their share to the others.
+    Blocks that are exact with fewer probes leave the rest of their share to the others.
     """
     operator, space = state.operator, state.space
     dtype = space.real_dtype if space.has_real_trace else space.compute_dtype
     sizes = [math.prod(leaf.shape) for leaf in space.leaves]
     keys = jax.random.split(state.key, len(sizes))
-    # Leaves of size 0 have trace 0.
+    # Empty leaves have trace 0.
     zero = jnp.zeros((), dtype)
     bars, used = [exact_bar(zero, jnp.abs(zero))] * len(sizes), 0
     order = sorted((size, i) for i, size in enumerate(sizes) if size > 0)
-    for taken, (size, i) in enumerate(order):
-        share = (k - used) // (len(order) - taken)
-        part = TraceState(keys[i], block_of(operator, i))
-        found, _ = outcome_of(HutchinsonEstimator(), part, share, None)
-        bars[i] = cast_bar(found.bars[0], dtype)
+    for finished, (size, i) in enumerate(order):
+        share = (k - used) // (len(order) - finished)
+        block = TraceState(keys[i], block_of(operator, i))
+        outcome, _ = outcome_of(HutchinsonEstimator(), block, share, None)
+        bars[i] = cast_bar(outcome.bars[0], dtype)
         used += min(share, size)
     bars.append(sum_of_independent(*bars))
     bar = ErrorBar(*map(jnp.stack, zip(*bars, strict=True)))
@@ -189,17 +186,17 @@ def _by_block(state: TraceState, k: int) -> Estimate:
 def block_of(
     operator: lx.AbstractLinearOperator, index: int
 ) -> lx.AbstractLinearOperator:
-    """The diagonal block of a leaf.
+    """The diagonal block for one leaf.
 
-    The product is the derivative with respect to that leaf alone: JAX computes neither
-    products with the other leaves of the input nor the other leaves of the output.
+    Its product is the derivative with respect to that leaf alone, so that JAX computes
+    neither products with other input leaves nor other output leaves.
     """
     leaves, treedef = jtu.tree_flatten(operator.in_structure())
     zeros = [jnp.zeros(x.shape, x.dtype) for x in leaves]
 
     def product(x):
-        given = treedef.unflatten([*zeros[:index], x, *zeros[index + 1 :]])
-        return jtu.tree_leaves(operator.mv(given))[index]
+        vector = treedef.unflatten([*zeros[:index], x, *zeros[index + 1 :]])
+        return jtu.tree_leaves(operator.mv(vector))[index]
 
     def mv(x):
         zero = widened(zeros[index], axes_of(x))
@@ -216,17 +213,17 @@ def frobenius_norm_squared(
     *,
     throw: bool = True,
 ) -> Estimate:
-    r"""Estimates `|A|_F^2 = tr(A^* A)` from at most `k` products with A and `A^*` together.
+    r"""Estimates `|A|_F^2 = tr(A^* A)` from at most `k` products with A or `A^*`.
 
-    For any linear operator that lineax can transpose, unless it is Hermitian, also one that
-    isn't square. `A^* A` is semidefinite, so that [`traceax.XNysTraceEstimator`][] estimates
-    its trace, a product with it being two. With `k >= n`, the number of columns, the answer
-    is exact, from products with A alone. Differentiable with respect to `operator`.
+    A may be any linear operator, square or not, that is Hermitian or that lineax can
+    transpose. `A^* A` is semidefinite, so [`traceax.XNysTraceEstimator`][] estimates
+    its trace, from two products each. With `k >= n`, the number of columns, the answer
+    is exact from products with A alone. The value is differentiable in `operator`.
 
-    **Arguments:** those of [`traceax.trace`][] but tolerances, of `A^* A`; `k` is at least 2,
-    unless `n = 1`.
+    **Arguments:** as for [`traceax.trace`][] with `A^* A`, without tolerances; `k` is
+    at least 2, unless `n = 1`.
 
-    **Returns:** a [`traceax.Estimate`][], whose value is real. `num_matvecs` counts both.
+    **Returns:** a [`traceax.Estimate`][] with a real value. `num_matvecs` counts both.
     """
     where = "traceax.frobenius_norm_squared"
     if not isinstance(operator, lx.AbstractLinearOperator):
@@ -244,7 +241,7 @@ def frobenius_norm_squared(
         return raise_failure(estimate) if throw else estimate
     hint = "an estimate takes a product with A and one with its adjoint"
     require(k > 1, where, "k must be at least 2", "1", hint)
-    # Squares of small or large products leave the range of numbers: one product tells.
+    # Squared products may over- or underflow: we scale A by the size of one product.
     spent, unit = int(k > 2), jnp.ones((), space.real_dtype)
     if spent:
         unit = product_size(as_data(operator))
@@ -256,7 +253,7 @@ def frobenius_norm_squared(
     gram = lx.TaggedLinearOperator(adjoint @ scaled, lx.positive_semidefinite_tag)
     estimate = trace(key, gram, (k - spent) // 2, estimator, throw=False)
     used = 2 * estimate.stats["num_matvecs"] + spent
-    # Not by its square, which may leave the range of numbers.
+    # We multiply twice, because the squared unit may over- or underflow.
     estimate = estimate.times(unit).times(unit)
     result = finite_or_failed(estimate.value, estimate.result)
     stats = {**estimate.stats, "num_matvecs": used}
@@ -274,7 +271,7 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> ErrorBar:
         return square, unit, solve_of_column(operator, column, j)
 
     norms, units, solves = map_columns(operator, norm)
-    # Zero columns have none.
+    # We give zero columns the unit 0.
     units = jnp.where(norms == 0, 0, units)
     unit = divisor(jnp.max(units, initial=0))
     value = jnp.sum(norms * (units / unit) ** 2) * unit * unit

@@ -1,4 +1,4 @@
-"""Divergences and Laplacians: traces of Jacobians and Hessians, with what they are of."""
+"""Entry points for divergences and Laplacians: traces of Jacobians and Hessians."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,55 +30,55 @@ def divergence(
     colours: ColouredSampler | Colours | Int[ArrayLike, " n"] | None = None,
     throw: bool = False,
 ) -> tuple[PyTree[Array], Estimate]:
-    r"""A vector field and its divergence, `tr df/dx`, from one pass through it.
+    r"""Evaluates a vector field, and estimates its divergence `tr df/dx`, in one pass.
 
     ```python
     velocity, divergence = traceax.divergence(key, field, x)
     return velocity, divergence.value
     ```
 
-    as the right-hand side of a continuous normalising flow, or in a loss of sliced score
-    matching. `fn` is linearised once; a product is one evaluation of its derivative.
-    With `k >= n`, the number of entries of `x`, the divergence is exact.
+    *Use for* the right-hand side of a continuous normalising flow, or for sliced score
+    matching. `fn` is linearised once, and a product evaluates its derivative once. The
+    divergence is exact if k is at least n, the number of entries in `x`.
 
-    Differentiable with respect to `x` and what `fn` closes over, and unbiased in its
-    derivatives. Outside of `jax.jit` what `fn` closes over compiles anew each time.
+    The value has unbiased derivatives with respect to `x` and the arrays that `fn`
+    closes over. Outside of `jax.jit`, an `fn` with such arrays compiles at every call.
 
     **Arguments:**
 
-    - `key`: the same in each step of a solver gives one sample path, as it needs. Each step of
-        training takes a new one, or a network learns the probes.
-    - `fn`: maps `x` to a PyTree of the same structure, shapes and dtypes. Of complex `x`
-        it is taken for holomorphic.
-    - `x`: a PyTree of floating-point arrays.
-    - `k`: the budget of products: one by default, with colours a round of them.
-    - `estimator`: by default [`traceax.HutchinsonEstimator`][] with signs, whose error is
-        the least for the time that it takes over a batch.
-    - `colours`: in place of an estimator, for a Jacobian that is sparse, or block-hollow:
-        Hutchinson's estimator with a [`traceax.ColouredSampler`][], or one of what that
-        takes. Exact, and its derivatives too, in p products if it is:
-        `colours=traceax.colour(pattern)`.
-    - `throw`: as of [`traceax.trace`][]; `False` puts no host callback in the program.
+    - `key`: a single key. Keep it fixed within an ODE solve, which needs one sample
+        path. Change it at every training step, or a network learns the probes.
+    - `fn`: maps `x` to the same structure, shapes and dtypes. It must be holomorphic if
+        `x` is complex.
+    - `x`: a PyTree with floating-point arrays.
+    - `k`: the budget of products. The default is 1, or one round with `colours`.
+    - `estimator`: by default [`traceax.HutchinsonEstimator`][] with random signs, which
+        has the smallest error for its time over a batch.
+    - `colours`: replaces the estimator for sparse or block-hollow Jacobians, for
+        example `colours=traceax.colour(pattern)`. It is a [`traceax.ColouredSampler`][]
+        for Hutchinson's estimator, or an argument for one. If the colours are exact, so
+        are value and derivatives, from p products for p colours.
+    - `throw`: as for [`traceax.trace`][]. `False` avoids a host callback.
 
-    **Returns:** a tuple of `fn(x)` and a [`traceax.Estimate`][] of the divergence.
+    **Returns:** `fn(x)`, and a [`traceax.Estimate`][] for the divergence.
 
-    **Raises:** as [`traceax.trace`][]; `TypeError` for other entries of `x`, `ValueError`
-    for an `fn` of another structure.
+    **Raises:** as [`traceax.trace`][]; `TypeError` for other entries in `x`,
+    `ValueError` if `fn` returns another structure.
 
     **Reference:** Grathwohl, Chen, Bettencourt, Sutskever and Duvenaud, "FFJORD", ICLR
     (2019), arXiv:1810.01367; Song, Garg, Shi and Ermon, "Sliced Score Matching", UAI
-    (2019), arXiv:1905.07088; of block-hollow networks Gloy and Olsson (2025),
-    arXiv:2510.21542.
+    (2019), arXiv:1905.07088; Gloy and Olsson (2025), arXiv:2510.21542, for block-hollow
+    networks.
     """
     where = "traceax.divergence"
     x = _arrays(x, where)
     with forward_mode():
         value, linear = jax.linearize(fn, x)
-    got, asked = structure_of(value), structure_of(x)
-    if got != asked:
+    received, expected = structure_of(value), structure_of(x)
+    if received != expected:
         raise ValueError(
-            f"{where}: fn must return the structure, shapes and dtypes of x, {asked}, got "
-            f"{got}; a divergence is of a field that has as many components as x."
+            f"{where}: fn must return the structure, shapes and dtypes of x, "
+            f"{expected}, got {received}; return one component for each entry in x."
         )
     operator = linear_function(linear, x)
     return value, _trace(where, key, operator, k, estimator, colours, throw)
@@ -94,30 +94,29 @@ def laplacian(
     colours: ColouredSampler | Colours | Int[ArrayLike, " n"] | None = None,
     throw: bool = False,
 ) -> tuple[Inexact[Array, ""], PyTree[Array], Estimate]:
-    r"""A scalar function, its gradient and its Laplacian, from one pass through it.
+    r"""Evaluates a scalar function and its gradient, and estimates its Laplacian.
 
     ```python
     value, gradient, laplacian = traceax.laplacian(key, network, x, 10)
     ```
 
-    as in the loss of a physics-informed network, or in the local energy of variational
-    Monte Carlo. The gradient is linearised once; a product is one evaluation of its
-    derivative, forward over reverse.
+    *Use for* physics-informed networks, or local energies in variational Monte Carlo.
+    The gradient is linearised once, and a product evaluates its derivative once,
+    forward over reverse.
 
-    **Arguments:** those of [`traceax.divergence`][], where `fn` maps a real `x` to a real
+    **Arguments:** as for [`traceax.divergence`][], but `fn` maps a real `x` to a real
     scalar, and `colours` are for its Hessian.
 
-    **Returns:** a tuple of `fn(x)`, its gradient, and a [`traceax.Estimate`][] of the
-    Laplacian.
+    **Returns:** `fn(x)`, its gradient, and a [`traceax.Estimate`][] for the Laplacian.
     """
     where = "traceax.laplacian"
     x = _arrays(x, where)
     real = not any(jnp.iscomplexobj(leaf) for leaf in jtu.tree_leaves(x))
-    what, hint = "x must be real", "pass real and imaginary parts"
-    require(real, where, what, "complex entries", hint, TypeError)
+    rule, hint = "x must be real", "pass real and imaginary parts"
+    require(real, where, rule, "complex entries", hint, TypeError)
     out = jax.eval_shape(fn, x)
-    what, hint = "fn must return a real scalar", "a Laplacian is of a scalar function"
-    require(is_real(out) and out.shape == (), where, what, out, hint, TypeError)
+    rule, hint = "fn must return a real scalar", "index or sum its result"
+    require(is_real(out) and out.shape == (), where, rule, out, hint, TypeError)
 
     def gradient_and_value(x):
         value, gradient = jax.value_and_grad(fn)(x)
@@ -131,16 +130,16 @@ def laplacian(
 
 def _trace(where: str, key, operator, k, estimator, colours, throw: bool) -> Estimate:
     if colours is not None:
-        what, hint = "estimator must be left out with colours", "pass one of the two"
-        require(estimator is None, where, what, repr(estimator), hint)
-        given = isinstance(colours, ColouredSampler)
-        sampler = colours if given else ColouredSampler(colours)
+        rule, hint = "estimator must be left out with colours", "pass one of the two"
+        require(estimator is None, where, rule, repr(estimator), hint)
+        is_sampler = isinstance(colours, ColouredSampler)
+        sampler = colours if is_sampler else ColouredSampler(colours)
         estimator = HutchinsonEstimator(sampler)
         k = sampler.num_colours if k is None else k
     k = 1 if k is None else k
     state = init_state(key, operator, where)
     k = check_budget(k, where)
-    # Batched over points the others take longer than signs for the same error.
+    # Over a batch the other estimators take longer for the same error, so we use signs.
     default = HutchinsonEstimator() if estimator is None else estimator
     estimate = estimate_whole(where, state, k, default, throw=throw)
     if estimator is not None:
@@ -152,9 +151,9 @@ def _trace(where: str, key, operator, k, estimator, colours, throw: bool) -> Est
 def _arrays(x: PyTree[Any], where: str) -> PyTree[Array]:
     def as_array(leaf):
         inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        what = "x must hold floating-point arrays"
-        hint = "close over what is not differentiated"
-        require(inexact, where, what, leaf, hint, TypeError)
+        rule = "x must hold floating-point arrays"
+        hint = "let fn close over entries without derivatives"
+        require(inexact, where, rule, leaf, hint, TypeError)
         return jnp.asarray(leaf)
 
     return jtu.tree_map(as_array, x)

@@ -1,4 +1,4 @@
-"""What an estimate is: a value, how far to trust it, and what it took."""
+"""Estimates: a value, its error bar, and the products that it took."""
 
 import functools as ft
 import inspect
@@ -19,25 +19,25 @@ from jaxtyping import Array, Bool, Float, Inexact, PyTree
 from ._arguments import check_level
 from ._results import RESULTS, any_unmet, has_failed, map_results, results_of
 
-# Below so many degrees of freedom quantiles are interpolated from those at 1 / node.
+# Below `_FEW` degrees of freedom, we interpolate quantiles between `1 / node` degrees.
 _FEW = 3
 _NODES = (1.0, 1 / 2, 1 / 3, 1 / 4)
 
 
 def student_t_quantile(level: float, freedom: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """The quantile of Student's t distribution, of two-sided intervals.
+    """The quantile of Student's t distribution for two-sided intervals.
 
-    Hill (1970), "Algorithm 396: Student's t-quantiles", doi:10.1145/355598.355600. Below
-    three degrees of freedom the logarithm is interpolated in `1 / freedom`, at least 1,
-    from closed forms. Relative error below 1e-3 from three degrees on, below 1 % at levels
-    up to 0.99 and 4 % at all.
+    Hill (1970), "Algorithm 396: Student's t-quantiles", doi:10.1145/355598.355600, has a
+    relative error below 1e-3 from three degrees on. Below three degrees, we interpolate the
+    logarithm between closed forms, in `1 / freedom` up to 1. The relative error is then
+    below 1 % at levels up to 0.99, and below 4 % at all levels.
     """
     tails = 1 - level
     inverse = 1 / jnp.maximum(freedom, 1)
     logarithm = jnp.zeros_like(inverse)
     for node, quantile in zip(_NODES, _closed_forms(level, tails), strict=True):
-        others = [x for x in _NODES if x != node]
-        weight = math.prod((inverse - x) / (node - x) for x in others)
+        other_nodes = [x for x in _NODES if x != node]
+        weight = math.prod((inverse - x) / (node - x) for x in other_nodes)
         logarithm = logarithm + weight * math.log(max(quantile, 1e-30))
     expansion = _hill(tails, -NormalDist().inv_cdf(tails / 2), freedom)
     return jnp.where(freedom < _FEW, jnp.exp(logarithm), expansion)
@@ -46,13 +46,13 @@ def student_t_quantile(level: float, freedom: Float[Array, "*s"]) -> Float[Array
 def _closed_forms(level: float, tails: float) -> tuple[float, ...]:
     one = 1 / math.tan(math.pi / 2 * tails)
     two = level / math.sqrt((1 + level) * tails / 2)
-    # Of three, `tails = (x - sin x) / pi` and the quantile is `sqrt(3) / tan(x / 2)`:
-    # by Newton's method from the root of the leading term.
+    # For three degrees, `tails = (x - sin x) / pi`, and the quantile is
+    # `sqrt(3) / tan(x / 2)`. We use Newton's method from the leading term's root.
     x = math.cbrt(6 * math.pi * tails)
     for _ in range(6):
         x -= (x - math.sin(x) - math.pi * tails) / (1 - math.cos(x))
     three = math.sqrt(3) / math.tan(x / 2)
-    # Of four, with the cosine of a third of an angle; differences as products of sines.
+    # For four, we write differences between cosines of angle / 3 as products of sines.
     angle = math.asin(level)
     sines = math.sin(2 * angle / 3) * math.sin(angle / 3)
     four = 2 * math.sqrt(2 * sines / math.sqrt((1 + level) * tails))
@@ -78,16 +78,16 @@ def _hill(tails: float, x: float, freedom: Array) -> Array:
     return jnp.sqrt(nu * jnp.where(y > 0.05 + a, central, outer))
 
 
-# So many estimates of a `vmap` are printed.
-_LANES = 8
-_OURS = "traceax", "equinox", "jaxtyping", "beartype"
+# We print only the first estimates in a batch, and point warnings past these packages.
+_MOST_PRINTED = 8
+_SKIPPED = "traceax", "equinox", "jaxtyping", "beartype"
 
 
 class _Box(eqx.Module):
     """A PyTree whose leaves are arrays only; every other leaf is part of its structure.
 
-    Operators may hold functions and strings as leaves. Boxed, they can be returned
-    from `jax.jit` and carried by `jax.lax` loops.
+    Operators may hold functions and strings as leaves. In a box, `jax.jit` can return them
+    and `jax.lax` loops can carry them.
     """
 
     arrays: list[Array]
@@ -100,7 +100,7 @@ class _Box(eqx.Module):
         self.rest = tuple(None if eqx.is_array(x) else (x,) for x in leaves)
 
     def __reduce__(self):
-        # A tree, since the structure of a module doesn't survive pickling.
+        # We pickle the tree, since a module's structure doesn't survive pickling.
         return _Box, (self.unbox(),)
 
     def unbox(self) -> PyTree:
@@ -109,57 +109,55 @@ class _Box(eqx.Module):
         return jtu.tree_unflatten(self.treedef, leaves)
 
     def unbox_tangent(self) -> PyTree:
-        """The tree of tangents, where this is the tangent of a box."""
+        """The tree of tangents in a box's tangent."""
         arrays = iter(self.arrays)
         leaves = [next(arrays) if x is None else None for x in self.rest]
         return jtu.tree_unflatten(self.treedef, leaves)
 
 
 class Estimate(eqx.Module):
-    r"""An estimate, its error bar, and what it took to get it.
+    r"""An estimated value with its error bar, its result and its cost.
 
-    A PyTree of arrays: it can be returned from `jax.jit` and `jax.vmap`, and carried
-    through loops. Differentiable are `value` and the ends of `stats["bracket"]`.
+    An estimate is a PyTree of arrays, so `jax.jit` and `jax.vmap` can return it and loops
+    can carry it. You can differentiate `value` and the ends of `stats["bracket"]`.
 
     **Attributes:**
 
-    - `value`: the estimate, a scalar of at least 32 bits. Real where the quantity is known
-        to be real (an operator whose products with real vectors are real, or one known to
-        be semidefinite), else complex.
-        Of a function that returns a PyTree a PyTree of scalars, as are the standard
-        error and the ends of the interval.
+    - `value`: the estimate, a scalar with at least 32 bits. It is real if the quantity is
+        known to be real (the operator's products with real vectors are real, or the
+        operator is known to be semidefinite), otherwise complex. For a function that
+        returns a PyTree, `value`, the standard error and the ends of the interval are
+        PyTrees of scalars.
     - `standard_error`: an estimate of the root mean square error, a real scalar in the
-        unit of `value`. Of exact answers that of rounding, 0 where nothing is rounded; NaN
-        where it cannot be known (from one probe).
-    - `result`: a [`traceax.RESULTS`][] item; for a function with several results, one for
-        each of them.
-    - `stats`: a dictionary. `"num_matvecs"` is how many products with the operator
-        were used, `"degrees_of_freedom"` how many the error bar rests on; the front
-        door [`traceax.trace`][] adds `"choice"`, which says how the estimate was made
-        and why.
-    - `str(estimate)`: a line for people, as `print` shows outside of a program.
-        `float(estimate)` and `f"{estimate:.3f}"` are those of the value. Compute with
-        `value`: an estimate is no number.
-    - `state`: what the estimator's `estimate` takes. Hand it back with another budget
-        to refine: estimators that can go on keep the products that were taken, and take so
-        many more. [`traceax.AdaptiveXTraceEstimator`][] can't.
+        unit of `value`. For an exact answer, the rounding error (0 if nothing is rounded).
+        NaN if it is unknown, as after a single probe.
+    - `result`: a [`traceax.RESULTS`][] item, or one for each of a function's results.
+    - `stats`: a dictionary. `"num_matvecs"` is the number of products with the operator,
+        and `"degrees_of_freedom"` is the number behind the error bar. The entry point
+        [`traceax.trace`][] adds `"choice"`: how the estimate was made, and why.
+    - `str(estimate)`: a line for people, which `print` shows outside `jax.jit`.
+        `float(estimate)` and `f"{estimate:.3f}"` use the value. Compute with `value`,
+        since an estimate is not a number.
+    - `state`: pass it to the estimator's `estimate`, with another budget, to refine the
+        estimate. Estimators that can resume keep the products taken, and take the new
+        budget on top. [`traceax.AdaptiveXTraceEstimator`][] can't resume.
 
     !!! note
 
-        `state` holds the operator and products with it. Return `estimate.value` rather
-        than the whole estimate from a function that is `vmap`ped over keys alone, or
-        the operator is copied once per key.
+        `state` holds the operator and products with it. If you `vmap` a function over keys
+        alone, return `estimate.value` rather than the whole estimate. Otherwise each key
+        gets a copy of the operator.
     """
 
     value: PyTree[Inexact[Array, "..."]]
-    # Infinite where it cannot be known: `jax_debug_nans` would take NaN for a failure.
+    # We store unknown errors as inf: `jax_debug_nans` would take NaN for a failure.
     _standard_error: PyTree[Float[Array, "..."]]
     result: Any
     stats: dict[str, PyTree]
     _state: _Box = eqx.field(repr=False)
-    # An `Evidence`, for error bars of derivatives, or None.
+    # An `Evidence` for the error bars of derivatives, or None.
     _evidence: _Box = eqx.field(repr=False)
-    # The estimator's name, and the products of an exact answer.
+    # The estimator's name, and the number of products in an exact answer.
     _by: tuple[str, int | float] = eqx.field(static=True, repr=False)
 
     def __init__(
@@ -172,23 +170,22 @@ class Estimate(eqx.Module):
         by: tuple[str, int | float] = ("", math.inf),
         evidence: PyTree = None,
     ):
-
-        # A number that must not be used is none, and neither is its derivative.
+        # We make failed values and their derivatives NaN, so that nobody uses them.
         failed = map_results(has_failed, result)
 
-        def usable(failed, value):
+        def value_or_nan(failed, value):
             factor = jnp.where(failed, jnp.nan, 1.0)
             return jtu.tree_map(lambda x: x * factor.astype(x.dtype), value)
 
-        def known(failed, error):
+        def error_or_inf(failed, error):
             return jtu.tree_map(
                 lambda x: jnp.where(failed | jnp.isnan(x), jnp.inf, x), error
             )
 
-        self.value = jtu.tree_map(usable, failed, value)
-        # Not differentiable: 0 times infinity would spoil slopes of values.
+        self.value = jtu.tree_map(value_or_nan, failed, value)
+        # We stop gradients: 0 times infinity would make derivatives of values NaN.
         self._standard_error = jax.lax.stop_gradient(
-            jtu.tree_map(known, failed, standard_error)
+            jtu.tree_map(error_or_inf, failed, standard_error)
         )
         self._by = by
         self.result = result
@@ -198,14 +195,14 @@ class Estimate(eqx.Module):
 
     @property
     def standard_error(self) -> Any:
-        """An estimate of the root mean square error; NaN where it cannot be known."""
+        """An estimate of the root mean square error; NaN if it is unknown."""
         with jax.debug_nans(False):
             return jtu.tree_map(
                 lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
             )
 
     def replaced(self, **changes: object) -> "Estimate":
-        """The estimate with other values of some arguments of `__init__`."""
+        """The estimate with some arguments of `__init__` replaced."""
         arguments = {
             "value": self.value,
             "standard_error": self._standard_error,
@@ -218,7 +215,7 @@ class Estimate(eqx.Module):
         return Estimate(**{**arguments, **changes})
 
     def times(self, factor: Inexact[Array, ""]) -> "Estimate":
-        """The estimate of `factor` times the value."""
+        """The estimate for `factor` times the value."""
         evidence = self._evidence.unbox()
         if evidence is not None:
             evidence = evidence.times(factor, self._standard_error)
@@ -241,25 +238,25 @@ class Estimate(eqx.Module):
 
     def __array__(self, *_: object, **__: object) -> Any:
         raise TypeError(
-            "traceax.Estimate: an estimate is a value with an error bar, and no number or "
+            "traceax.Estimate: an estimate has a value and an error bar, and is not an "
             "array; compute with estimate.value."
         )
 
     def __str__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(self)):
             return eqx.tree_pformat(self)
-        lanes = np.shape(results_of(self.result)[0]._value)
-        if not lanes:
+        shape = np.shape(results_of(self.result)[0]._value)
+        if not shape:
             return self._in_words()
-        shown = list(np.ndindex(*lanes))[:_LANES]
-        lines = [f"{math.prod(lanes)} estimates, shape {lanes}:"]
-        for lane in shown:
-            one = jtu.tree_map(lambda x, lane=lane: jnp.asarray(x)[lane], self)
-            lines.append(f"  {one._in_words()}")
-        return "\n".join(lines + ["  ..."] * (math.prod(lanes) > _LANES))
+        indices = list(np.ndindex(*shape))[:_MOST_PRINTED]
+        lines = [f"{math.prod(shape)} estimates, shape {shape}:"]
+        for index in indices:
+            element = jtu.tree_map(lambda x, index=index: jnp.asarray(x)[index], self)
+            lines.append(f"  {element._in_words()}")
+        return "\n".join(lines + ["  ..."] * (math.prod(shape) > _MOST_PRINTED))
 
     def _in_words(self) -> str:
-        """A line for one lane, and one more for each leaf of its value."""
+        """A line for each leaf in a single estimate's value, and for each failure."""
         low, high = self.confidence_interval()
         parts = (self.value, self.standard_error, low, high)
         leaves = zip(*(jtu.tree_flatten_with_path(x)[0] for x in parts), strict=True)
@@ -267,16 +264,19 @@ class Estimate(eqx.Module):
         for (path, value), *rest in leaves:
             words = _number_with_error(value, *(leaf for _, leaf in rest))
             lines.append(f"{jtu.keystr(path)}: {words}" if path else words)
+        # Several leaves share the products.
+        lines = lines if len(lines) == 1 else [*lines, "in all"]
         used = int(self.stats["num_matvecs"])
         lines[-1] += f", {used} product{'s' * (used != 1)}"
         lines[-1] += self._bracket_in_words()
         name, products_of_exact = self._by
         name = name.removesuffix("Estimator")
         if used >= products_of_exact:
-            # The error of an iterative solver may be unknown.
+            # We don't call it exact if an iterative solver's error is unknown.
             errors = jtu.tree_leaves(self._standard_error)
-            said = any(np.isinf(x).any() for x in errors) or "(exact)" in lines[-1]
-            name = "" if said else "exact"
+            is_marked = any(np.isinf(x).any() for x in errors)
+            is_marked = is_marked or any("(exact)" in line for line in lines)
+            name = "" if is_marked else "exact"
         lines[-1] += f", {name}" if name else ""
         if bool(any_unmet(self.result)):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
@@ -285,14 +285,14 @@ class Estimate(eqx.Module):
         return "\n".join(lines)
 
     def _bracket_in_words(self) -> str:
-        """Half of the bracket, where it is most of the error bar."""
+        """Half of the bracket, if it makes up most of the error bar."""
         if "bracket" not in self.stats or len(jtu.tree_leaves(self.value)) > 1:
             return ""
-        # In NumPy, where an unknown error is no failure to `jax_debug_nans`.
+        # We use NumPy, since `jax_debug_nans` would take an unknown error for a failure.
         parts = self.stats["bracket"], self.standard_error
         low, high, error = map(np.asarray, jtu.tree_leaves(parts))
         half, bar = float(np.max(high - low)) / 2, float(np.max(error))
-        # A bracket whose bottom is loose is longer.
+        # With a loose lower end, the bracket is longer than the error bar.
         if not 0.7 * bar < half <= 1.01 * bar:
             return ""
         return f", half of the bracket {half:.2g}"
@@ -301,16 +301,16 @@ class Estimate(eqx.Module):
         needed = float(np.max(self.stats.get("products_needed", math.inf)))
         if not math.isfinite(needed):
             return (
-                "how many products it would take is not known; an iterative solver within "
-                "the operator, if there is one, may need a smaller tolerance"
+                "how many products it would take is not known; if the operator uses an "
+                "iterative solver, the solver may need a smaller tolerance"
             )
         return f"at this rate it would take about {math.ceil(needed)} products"
 
     def confidence_interval(self, level: float = 0.95) -> tuple[Any, Any]:
-        """The interval that holds the truth with probability `level`.
+        """The interval that contains the truth with probability `level`.
 
-        A Student t interval about `value` with `stats["degrees_of_freedom"]`.
-        Calibrated at the level 0.95: see the page on error bars for what was measured.
+        It is a Student t interval about `value` with `stats["degrees_of_freedom"]`,
+        calibrated at level 0.95. The page on error bars has the measured coverage.
 
         **Arguments:**
 
@@ -318,14 +318,13 @@ class Estimate(eqx.Module):
 
         **Returns:**
 
-        A tuple `(low, high)` of scalars of `value`'s dtype. Infinite where the standard error
-        is unknown, NaN after a failure; `low == high` where it is 0. For a complex value
-        the real parts bound the real part and the imaginary parts the imaginary part.
+        A tuple `(low, high)` in `value`'s dtype. The ends are infinite if the standard error
+        is unknown, equal if it is 0, and NaN after a failure. For a complex value, their
+        real parts bound the real part, and their imaginary parts the imaginary part.
 
         **Raises:**
 
-        - `TypeError` if `level` isn't a Python number, `ValueError` if it doesn't lie
-            between 0 and 1.
+        - `TypeError` if `level` isn't a Python number, `ValueError` if it isn't in (0, 1).
         """
         level = check_level(level, "traceax.Estimate.confidence_interval")
         values, treedef = jtu.tree_flatten(self.value)
@@ -344,7 +343,7 @@ class Estimate(eqx.Module):
 
 @ft.partial(jax.jit, static_argnames="level")
 def _interval(value, error, freedom, level):
-    # At least single precision.
+    # We compute quantiles at least in single precision.
     if jnp.finfo(error.dtype).bits < 32:
         error = error.astype(jnp.float32)
     freedom = jnp.asarray(freedom).astype(error.dtype)
@@ -357,7 +356,7 @@ def _interval(value, error, freedom, level):
 
 
 def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
-    """The ends of a bracket, with the derivative of the value."""
+    """The ends of a bracket, with the value's derivative."""
     return jtu.tree_map(
         lambda end, x: jax.lax.stop_gradient(end) + (x - jax.lax.stop_gradient(x)),
         ends,
@@ -366,9 +365,10 @@ def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
 
 
 def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
-    """A number with the digits that its error leaves, and its interval."""
+    """A number, rounded to the digits that its error supports, and its interval."""
     if np.ndim(value):
-        return f"array of shape {np.shape(value)}"
+        size = np.sqrt(np.mean(np.abs(np.asarray(error)) ** 2))
+        return f"array of shape {np.shape(value)} +- {size:.2g} (root mean square)"
     number, error = np.asarray(value).item(), float(error)
     if error == 0:
         return f"{number:.6g} (exact)"
@@ -376,8 +376,8 @@ def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
         return f"{number:.6g} +- unknown"
     if isinstance(number, complex):
         return f"{number:.6g} +- {error:.2g}"
-    sizes = max(abs(number), error), error
-    first, last = (math.floor(math.log10(x)) for x in sizes)
+    magnitudes = max(abs(number), error), error
+    first, last = (math.floor(math.log10(x)) for x in magnitudes)
 
     def rounded(x, digits):
         return f"{float(x):#.{min(digits, 17)}g}".rstrip(".")
@@ -388,35 +388,35 @@ def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
 
 @eqx.filter_jit
 def _verdict(results: list[RESULTS]) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
-    """Whether any value must not be used, and whether a tolerance is not met."""
+    """Whether any value must not be used, and whether any tolerance is not met."""
     return ft.reduce(op.or_, map(has_failed, results)), any_unmet(results)
 
 
 def raise_failure(estimate: Estimate, *, warn: bool = True) -> Estimate:
-    """The estimate; using it, or a derivative of it, raises if it failed.
+    """The estimate. If it failed, using it or its derivatives raises.
 
-    A tolerance that is not met is no failure: outside of a program it is a warning.
+    A tolerance that is not met is no failure. Outside `jax.jit`, it causes a warning.
     """
     results = results_of(estimate.result)
     failed, unmet = _verdict(results)
-    known = not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0
-    if warn and known and bool(unmet):
-        # We point at the user's line, which wrappers of methods may hide.
+    is_known = not isinstance(unmet, jax.core.Tracer) and unmet.ndim == 0
+    if warn and is_known and bool(unmet):
+        # We point at the user's line, which wrappers around methods may hide.
         frame, level = inspect.currentframe(), 1
-        while frame and frame.f_globals.get("__name__", "").split(".")[0] in _OURS:
+        while frame and frame.f_globals.get("__name__", "").split(".")[0] in _SKIPPED:
             frame, level = frame.f_back, level + 1
         text = f"The tolerance was not met; {estimate._forecast()}."
         warnings.warn(text, stacklevel=level)
     if not isinstance(failed, jax.core.Tracer) and not bool(failed):
         return estimate
     real = jnp.finfo(jtu.tree_leaves(estimate.value)[0].dtype).dtype
-    # A factor rather than the value itself: a derivative is multiplied by it too, and
-    # so raises where the value is not asked for.
-    one = jnp.ones((), real)
+    # We raise through a factor of 1 rather than through the value. It multiplies
+    # derivatives too, so they raise even if nobody uses the value.
+    factor = jnp.ones((), real)
     for result in results:
-        one = result.error_if(one, has_failed(result))
+        factor = result.error_if(factor, has_failed(result))
     return eqx.tree_at(
         lambda e: jtu.tree_leaves((e.value, e._standard_error)),
         estimate,
-        replace_fn=lambda x: x * one.astype(x.dtype),
+        replace_fn=lambda x: x * factor.astype(x.dtype),
     )

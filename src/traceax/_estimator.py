@@ -1,4 +1,4 @@
-"""The contract of estimators, and the one way from a state to an outcome."""
+"""The interface of all estimators, and the driver from a state to an outcome."""
 
 import abc
 import dataclasses
@@ -38,60 +38,56 @@ S = TypeVar("S", bound=State)
 
 
 class Estimator(eqx.Module, Generic[S]):
-    """Abstract base class of estimators of traces and of spectral functions."""
+    """Abstract base class for estimators of traces and spectral functions."""
 
-    # Whether JAX may differentiate exact answers itself.
+    # We set this if JAX may differentiate exact answers directly.
     _plain_exact: ClassVar[bool] = False
-    # Whether error bars of `compute` hold the errors of solvers within the operator.
+    # We set this if error bars from `compute` include solver errors in the operator.
     _bars_include_solver_errors: ClassVar[bool] = False
 
     @abc.abstractmethod
     def compute(self, state: S, k: int) -> Any:
-        """The algorithm. Called with `1 <= k < n`."""
+        """Runs the algorithm. Called with `1 <= k < n`."""
 
     def compute_until(self, state: S, k: int, stop: Stop | Depth) -> Any:
-        """As `compute`, until a `Stop` or `Depth`; for a `Stop` with `"products_needed"` in
-        `stats`. Optional."""
+        """Runs to `stop`. A `Stop` needs `stats["products_needed"]`. Optional."""
         raise TypeError(
-            f"{type(self).__name__}.estimate: this estimator takes no tolerance; use "
-            "traceax.XTraceEstimator(), traceax.KrylovAwareEstimator() for spectral "
-            "functions, or leave out rtol and atol."
+            f"{type(self).__name__}.estimate: rtol and atol must be None, as this "
+            "estimator takes no tolerance; use traceax.XTraceEstimator(), or "
+            "traceax.KrylovAwareEstimator() for spectral functions."
         )
 
     def least_loop_products(self, state: S) -> int:
-        """The fewest products that a loop to a tolerance is worth starting with. Optional."""
+        """The fewest products for which a loop to a tolerance pays. Optional."""
         return LEAST_PRODUCTS
 
     def depth(self, state: S, meter: ProgressMeter) -> Depth | None:
-        """When a loop may stop whose budget is left out; `None` if it must be given. Optional."""
+        """When a loop without k may stop; `None` if k is required. Optional."""
         return None
 
     def check_budget(self, k: int, *, at_most: bool) -> None:
-        """Refuses budgets that can't be spent; `at_most`: caps of a tolerance. Optional."""
+        """Refuses unusable budgets; with `at_most`, k caps a tolerance. Optional."""
 
     def trim(self, state: S) -> S:
-        """Cuts buffers to the units taken, where their number is known (outside of jit).
-
-        Optional.
-        """
+        """Cuts buffers to the units taken, if their number is known. Optional."""
         return state
 
     @abc.abstractmethod
     def _exact(self, state: S) -> tuple[Outcome, StandIn]:
-        """The exact answer from n products."""
+        """Computes the exact answer from n products."""
 
     @abc.abstractmethod
     def _finish(self, state: S, computed: Any) -> tuple[Outcome, StandIn]:
-        """The outcome and its stand-in, from the result of `compute`."""
+        """The outcome of `compute`, and its stand-in, which carries the derivative."""
 
     def run(
         self, state: S, k: int, stop: Stop | Depth | None
     ) -> tuple[Outcome, StandIn]:
-        """The exact answer, or the estimate from k products at most, or until `stop`."""
+        """The exact answer if `k >= n`, else an estimate by k products or to `stop`."""
         space = state.space
         exact = k >= space.size
         solvers = state.solvers
-        # Exact answers measure the errors of solvers.
+        # Exact answers measure solver errors, so we don't add them again.
         unmeasured = None if exact or self._bars_include_solver_errors else solvers
         if exact:
             outcome, stand_in = self._exact(state)
@@ -109,7 +105,7 @@ class Estimator(eqx.Module, Generic[S]):
                 results = [tolerance_result(stop, bar, x) for x in results]
             needed = outcome.stats.get("products_needed", float(space.size))
             needed = jnp.asarray(needed, space.real_dtype)
-            # Where it isn't known, it stays infinite, and where products don't help.
+            # We keep infinity, which means unknown, or that products don't help.
             most = jnp.minimum(needed, space.size)
             needed = jnp.where(jnp.isfinite(needed), most, needed)
             if solvers is not None and unmeasured is None:
@@ -120,9 +116,9 @@ class Estimator(eqx.Module, Generic[S]):
             bars = [_with_solvers(x, unmeasured) for x in outcome.bars]
             outcome = outcome._replace(bars=bars)
         if solvers is not None and outcome.evidence is not None:
-            # No residual of the two solves in a slope is measured.
-            share = jnp.full_like(solvers, jnp.inf) if exact else 2 * solvers
-            evidence = dataclasses.replace(outcome.evidence, solvers=share)
+            # A slope contains two solves, whose residuals we don't measure.
+            relative = jnp.full_like(solvers, jnp.inf) if exact else 2 * solvers
+            evidence = dataclasses.replace(outcome.evidence, solvers=relative)
             outcome = outcome._replace(evidence=evidence)
         return outcome, stand_in
 
@@ -141,19 +137,19 @@ class Estimator(eqx.Module, Generic[S]):
 
         **Arguments:**
 
-        - `state`: as `init` returned it, or the `state` of an earlier estimate, from
-            which Hutchinson, XTrace and XNysTrace take `k` *more* products: the
-            estimate is that of one run with the sum of the budgets, up to rounding.
-            Budgets below 4 keep nothing.
+        - `state`: the state from `init`, or `estimate.state` from an earlier estimate.
+            From the latter, Hutchinson, XTrace and XNysTrace take `k` *more* products:
+            the result equals one run with the total budget, up to rounding. Budgets
+            below 4 keep nothing.
         - `k`: the budget, a positive Python or NumPy integer. For `k >= n` the answer
-            is exact and takes n products, if no tolerance was met before; for a spectral
-            function an eigendecomposition, too.
-        - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for [`traceax.trace`][],
-            for estimators that take a tolerance. The state keeps the products.
+            is exact, unless a tolerance is met before. It takes n products, and for a
+            spectral function an eigendecomposition.
+        - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for
+            [`traceax.trace`][], if the estimator takes a tolerance.
 
-        **Returns:** a [`traceax.Estimate`][].
+        **Returns:** a [`traceax.Estimate`][], whose state keeps the products.
 
-        **Raises:** as [`traceax.trace`][]; `TypeError` for the state of another estimator.
+        **Raises:** as [`traceax.trace`][]; `TypeError` for another estimator's state.
         """
         where = f"{type(self).__name__}.estimate"
         checked = checked_state(state, self, where)
@@ -165,7 +161,7 @@ class Estimator(eqx.Module, Generic[S]):
 
 
 def _with_solvers(bar: ErrorBar, solvers: Float[Array, ""]) -> ErrorBar:
-    """The error bar with the relative error of solvers in products."""
+    """Adds the relative error that solvers leave in products to an error bar."""
     error = jnp.hypot(bar.standard_error, solvers * jnp.abs(bar.mean))
     return bar._replace(standard_error=error)
 
@@ -183,8 +179,8 @@ def limits(
     meter: ProgressMeter,
     where: str,
 ) -> tuple[int, Stop | Depth | None]:
-    """The budget, and when a loop may stop. Left out without a tolerance: `most_products`,
-    less than n, or n where that is few."""
+    """The budget, and when a loop may stop. Without k and tolerance, the budget is
+    `most_products`, less than n, or n if n is small."""
     size = state.space.size
     depth = estimator.depth(state, meter) if k is None and stop is None else None
     if depth is None:
@@ -197,13 +193,12 @@ def limits(
 def outcome_of(
     estimator: Estimator, state: State, k: int, stop: Stop | Depth | None
 ) -> tuple[Outcome, State]:
-    """The outcome of k products more than the state's, or the exact one, and the state that
-    a later estimate resumes from. Arguments are checked."""
+    """The outcome of k more products, or the exact one; and the state to resume."""
     state = estimator.trim(state)
     size = state.space.size
     spent, loop = 0 if state.grown is None else state.grown.budget, k
     if isinstance(stop, Stop):
-        # A loop that fails to meet the tolerance leaves n products for the exact answer.
+        # We reserve n products for the exact answer, in case the loop fails.
         loop = loop_products(k, size, estimator.least_loop_products(state))
     exact = not 0 < loop < size
     total = size if exact else min(spent + loop, size - 1)
@@ -216,7 +211,7 @@ def outcome_of(
     if isinstance(stop, Stop) and not exact and size <= k:
         outcome = _estimate_or_exact(estimator, primal, total, stop)
     else:
-        # For few columns, let JAX differentiate the products directly. Our rule repeats them,
+        # For few columns, we let JAX differentiate the products. Our rule repeats them,
         # which made a ten-dimensional PINN step 1.2 times slower.
         few = min(columns_at_once(size), unit_columns(operator))
         plain = exact and estimator._plain_exact and size <= few
@@ -231,7 +226,7 @@ def outcome_of(
 def estimate_state(
     estimator: Estimator, state: State, k: int, stop: Stop | Depth | None
 ) -> Estimate:
-    """The estimate that `outcome_of` gives, in the structure of the question."""
+    """The estimate from `outcome_of`, in the structure of the requested quantity."""
     outcome, state = outcome_of(estimator, state, k, stop)
     by = type(estimator).__name__, state.space.size
     return make_estimate(outcome, state, by)
@@ -240,7 +235,7 @@ def estimate_state(
 def make_estimate(
     outcome: Outcome, state: State, by: tuple[str, int | float]
 ) -> Estimate:
-    """The estimate of an outcome, in the structure of the question."""
+    """The estimate from an outcome, in the structure of the requested quantity."""
     tree = state.treedef.unflatten
     bars = ErrorBar(*map(tree, zip(*outcome.bars, strict=True)))
     stats = {**outcome.stats, "degrees_of_freedom": bars.degrees_of_freedom}
@@ -262,7 +257,7 @@ def _outcome(
 ) -> Outcome:
     """The outcome, differentiable with respect to the state alone.
 
-    With `plain` JAX differentiates `run` itself, without the rule. On a mesh with explicit
+    With `plain`, JAX differentiates `run` without our rule. On a mesh with explicit
     axes the compiler finds layouts, and every device has the result.
     """
     (arrays, stop), static = eqx.partition((estimator, stop), eqx.is_array)
@@ -276,7 +271,7 @@ def _outcome(
 def _estimate_or_exact(
     estimator: Estimator, state: State, k: int, stop: Stop
 ) -> Outcome:
-    """The estimate of a loop; the exact answer where it doesn't meet the tolerance."""
+    """A loop's outcome, or the exact one if the loop doesn't meet the tolerance."""
     size = state.space.size
     first = _outcome(estimator, state, k, stop, False)
     unmet = any_unmet(first.results)
@@ -286,28 +281,28 @@ def _estimate_or_exact(
     statics: list[Any] = []
 
     def run_exact():
-        found = _outcome(estimator, state, size, stop, False)
+        exact = _outcome(estimator, state, size, stop, False)
         needed = {
             "products_needed": jnp.full_like(first.stats["products_needed"], size)
         }
-        taken = {"num_matvecs": used + found.stats["num_matvecs"]}
-        stats = {**first.stats, **found.stats, **needed, **taken}
+        taken = {"num_matvecs": used + exact.stats["num_matvecs"]}
+        stats = {**first.stats, **exact.stats, **needed, **taken}
         answer = jtu.tree_map(
             lambda new, old: jnp.where(unmet, new, old).astype(old.dtype),
-            (found.bars, found.results, stats),
+            (exact.bars, exact.results, stats),
             (first.bars, first.results, first.stats),
         )
-        arrays, static = eqx.partition(found.evidence, eqx.is_array)
+        arrays, static = eqx.partition(exact.evidence, eqx.is_array)
         statics.append(static)
         return answer, arrays
 
     shapes = jax.eval_shape(run_exact)[1]
-    nothing = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def keep_first():
-        return (first.bars, first.results, first.stats), nothing
+        return (first.bars, first.results, first.stats), zeros
 
-    # One condition for all lanes of a `vmap`, or all would take n products more.
+    # We use one condition for a whole `vmap`: one per batch element would run both.
     answer, arrays = jax.lax.cond(
         eqxi.unvmap_any(unmet), *same_layouts(run_exact, keep_first)
     )
@@ -329,7 +324,7 @@ def _chosen_bars(
     second_judge: jtu.Partial,
     products: tuple[PyTree, PyTree],
 ) -> list[ErrorBar]:
-    """The bars of the second of two judges, or of the first."""
+    """The error bars from the second judge if `second`, else from the first."""
     bars = first_judge(products[0]), second_judge(products[1])
     return [
         jtu.tree_map(lambda x, y: jnp.where(second, y, x), *pair)

@@ -1,7 +1,7 @@
-"""Linear functionals of the diagonal: the trace, the trace of each leaf, or every entry.
+"""Linear functionals on the diagonal: the trace, each leaf's trace, or every entry.
 
-An estimator's samples are sums over rows, `sum_r conj(z(r)) (A v)(r)`. Not summed they
-estimate the diagonal, summed leaf by leaf the traces of its blocks.
+Samples are sums over rows, `sum_r conj(z(r)) (A v)(r)`. Without the sum, they estimate
+the diagonal; summed leaf by leaf, they estimate each leaf's trace.
 """
 
 import abc
@@ -14,10 +14,10 @@ from jaxtyping import Array, ArrayLike, Inexact
 
 @dataclasses.dataclass(frozen=True)
 class Functional(abc.ABC):
-    """Abstract base class of linear functionals of a diagonal, with values of shape `*g`.
+    """Abstract base class for linear functionals on a diagonal, with shape `*g`.
 
-    Estimators have two ways: `Trace` is a scalar, whose estimates have error bars of slopes.
-    The values of all others have one axis.
+    A `Trace` is a scalar, and its derivatives have error bars. All other functionals have
+    values with one axis, and estimators treat them separately.
 
     - `real`: whether the entries are known to be real.
     """
@@ -26,22 +26,22 @@ class Functional(abc.ABC):
 
     @abc.abstractmethod
     def sum(self, rows: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:
-        """The sums over the first axis, or over groups along it."""
+        """Sums over the first axis, or over groups along it."""
 
     @abc.abstractmethod
     def num_rows(self, n: int) -> ArrayLike:
-        """How many of n rows each value sums."""
+        """The number of rows that each value sums, given n rows in all."""
 
     def samples(
         self, X: Inexact[Array, "n m"], Y: Inexact[Array, "n m"]
     ) -> Inexact[Array, "*g m"]:
-        """The sums of `conj(x_j) y_j` for each column j."""
+        """Sums `conj(x_j) y_j` for each column j."""
         return self.sum(X.conj() * Y)
 
     def pair(
         self, Z: Inexact[Array, "n p"], B: Inexact[Array, "n p"]
     ) -> Inexact[Array, "*g"]:
-        """The sums of the diagonal of `B Z^*`."""
+        """Sums the diagonal entries of `B Z^*`."""
         return self.sum(jnp.sum(Z.conj() * B, axis=1))
 
 
@@ -55,7 +55,7 @@ class Trace(Functional):
         return jnp.sum(rows, axis=0)
 
     def samples(self, X, Y):
-        return jnp.sum(X.T.conj() * Y.T, axis=1)  # as blocks lie in memory
+        return jnp.sum(X.T.conj() * Y.T, axis=1)  # columns are contiguous
 
     def pair(self, Z, B):
         return jnp.sum(self.samples(Z, B))
@@ -73,9 +73,9 @@ class Diagonal(Functional):
 
 @dataclasses.dataclass(frozen=True)
 class LeafSums(Functional):
-    """The sums over groups of adjacent rows, and over all of them behind.
+    """The sums over groups of adjacent rows, followed by their total.
 
-    - `sizes`: how many rows each group has.
+    - `sizes`: the number of rows in each group.
     """
 
     sizes: tuple[int, ...] = ()

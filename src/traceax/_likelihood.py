@@ -1,4 +1,4 @@
-"""The likelihood of a Gaussian process: a log-determinant, a solve and a quadratic form."""
+"""Gaussian-process likelihoods: log-determinants, solves and quadratic forms."""
 
 import equinox as eqx
 import lineax as lx
@@ -13,14 +13,14 @@ from ._tolerance import NO_PROGRESS_METER, ProgressMeter
 
 
 class InvQuadLogdet(eqx.Module):
-    """What the likelihood of a Gaussian process is made of.
+    """The terms of a Gaussian-process likelihood.
 
     **Attributes:**
 
-    - `logdet`: a [`traceax.Estimate`][] of `log det (K + N)`.
-    - `inv_quad`: a [`traceax.Estimate`][] of `y^T (K + N)^-1 y`, in the middle of the
-        bracket `stats["bracket"]`; of shape `(q,)` for q right-hand sides.
-    - `solution`: `(K + N)^-1 y`, of the shape of y. Not differentiable.
+    - `logdet`: a [`traceax.Estimate`][] for `log det (K + N)`.
+    - `inv_quad`: a [`traceax.Estimate`][] for `y^T (K + N)^-1 y`, the middle of the
+        bracket `stats["bracket"]`. It has shape `(q,)` for q right-hand sides.
+    - `solution`: `(K + N)^-1 y` in the shape of y. It has no derivative.
     """
 
     logdet: Estimate
@@ -43,63 +43,63 @@ def inv_quad_logdet(
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> InvQuadLogdet:
-    r"""Estimates `log det (K + N)`, and `y^T (K + N)^-1 y` with the solution.
+    r"""Estimates `log det (K + N)` and `y^T (K + N)^-1 y`, and returns the solution.
 
     ```python
     pivots = traceax.choose_pivots(key, kernel, 600, shift=noise)
     terms = traceax.inv_quad_logdet(key, kernel, y, shift=noise, preconditioner=pivots)
     ```
 
-    All from one block Krylov space, which starts from y and from random probes, of the
-    matrix with its noise N scaled to 1 and preconditioned. Each of the two has first
-    derivatives of any kind with respect to the operator, the noise and y; exact answers have
-    higher ones, too.
+    One block Krylov space gives all three. It starts from y and random probes, and uses
+    the preconditioned matrix with its noise scaled to 1. Both terms have all first
+    derivatives in operator, noise and y, and exact answers have higher ones.
 
     | | |
     |---|---|
-    | products | k, less those that don't fill a step of all probes and y; and r/n of one for r columns |
+    | products | k, rounded down to whole steps over probes and y, plus r/n of a product for r columns |
     | beyond the products | O(n k^2 + n r^2) time, O(n k + n r) memory |
-    | bias | of the solution, that of conjugate gradients; half of each bracket at most |
-    | standard errors | as for [`traceax.logdet`][]; of `inv_quad` from its bracket alone, as nothing about it is random |
+    | bias | the solution is as biased as with conjugate gradients; the terms by at most half their brackets |
+    | standard errors | as for [`traceax.logdet`][]; `inv_quad` isn't random, and its error comes from its bracket alone |
 
-    Exact, by one Cholesky factorisation, if `k` and `estimator` are left out, n is at most
-    2,000, and entries are read, as in [`traceax.columns`][]: `n^3 / 3` operations, `2 n^3`
-    more for a derivative, and memory for about five matrices. No preconditioner is made then.
+    As in [`traceax.logdet`][], the answer is exact if you omit `k` and `estimator`, n
+    is at most 2,000, and the entries can be read. The Cholesky factorisation takes
+    `n^3 / 3` operations, `2 n^3` more for a derivative, memory for about five matrices,
+    and no preconditioner.
 
-    **Arguments:** those of [`traceax.logdet`][] except `trace`. `k` is optional: above 2,000
-    observations the estimator chooses the depth ([`traceax.KrylovAwareEstimator`][]). And
+    **Arguments:** as for [`traceax.logdet`][], without `trace`. `k` is optional: above
+    2,000 observations the estimator chooses the number of steps. And
 
-    - `operator`: K, symmetric or Hermitian and positive semidefinite, without noise, such
-        as a [`traceax.KernelLinearOperator`][]. It need not be tagged.
-    - `y`: an array of shape `(n,)`, or `(n, q)` for q right-hand sides. Each takes as many
-        products as a probe. Of what is missing see `RESULTS.y_not_finite`.
+    - `operator`: K without noise, symmetric or Hermitian and positive semidefinite,
+        such as a [`traceax.KernelLinearOperator`][]. It needs no tag.
+    - `y`: an array of shape `(n,)`, or `(n, q)` for q right-hand sides. Each right-hand
+        side costs as a probe does. `RESULTS.y_not_finite` is about missing values.
     - `estimator`: a [`traceax.KrylovAwareEstimator`][].
-    - `shift`: N, the noise: a positive number, an array of one for each of the n
-        observations, or a PyTree in the structure of the operator.
-    - `preconditioner`: how many columns of K a preconditioner is made of, at most; or
-        which, from [`traceax.choose_pivots`][], as along a fit; or one of your own, a
-        [`traceax.Preconditioner`][], beside which the noise may be 0; none by default.
-    - `rtol`, `atol`: of the Gaussian log likelihood that both terms make.
+    - `shift`: the noise variance N: a positive number, an array with one for each of
+        the n observations, or a PyTree in the operator's structure.
+    - `preconditioner`: how many columns of K a preconditioner may use; or their indices
+        from [`traceax.choose_pivots`][], for a fit; or a custom
+        [`traceax.Preconditioner`][], which allows a noise of 0. The default is none.
+    - `rtol`, `atol`: the tolerance for the Gaussian log likelihood from both terms.
 
-    **Returns:** a [`traceax.InvQuadLogdet`][]. `stats["num_columns"]` says how many columns
-    take part, `stats["residual"]` the mean diagonal of what they leave of K, beside the
-    noise: above 1 more columns would save products.
+    **Returns:** a [`traceax.InvQuadLogdet`][]. `stats["num_columns"]` is the number of
+    columns that take part. `stats["residual"]` is the mean residual diagonal of K after
+    these columns, relative to the noise: above 1, more columns would save products.
 
-    **Raises:** as [`traceax.trace_function`][]; `ValueError` for a y of another length, or
-    a noise that isn't positive; `TypeError` for a complex y of a real operator, whose real
-    and imaginary parts are two right-hand sides.
+    **Raises:** as [`traceax.trace_function`][]; `ValueError` for a y of another length,
+    or noise that isn't positive; `TypeError` for a complex y with a real operator (pass
+    its real and imaginary parts as two right-hand sides).
 
     **Reference:** Gardner, Pleiss, Bindel, Weinberger and Wilson, "GPyTorch", NeurIPS
-    (2018), arXiv:1809.11165, for both terms from the same products; Chen, Epperly, Tropp and
-    Webber, arXiv:2207.06503, for the columns; Zimmerling, Druskin and Simoncini,
-    doi:10.1007/s10915-025-02799-z, for the brackets.
+    (2018), arXiv:1809.11165, for both terms from the same products; Chen, Epperly,
+    Tropp and Webber, arXiv:2207.06503, for the columns; Zimmerling, Druskin and
+    Simoncini, doi:10.1007/s10915-025-02799-z, for the brackets.
     """
     where = "traceax.inv_quad_logdet"
     options = Options(rtol, atol, level, progress_meter, throw)
-    given = key, operator, y, k, estimator, shift, preconditioner, options
-    logdet, inv_quad, solution = solve(where, Problem.terms, *given)
+    arguments = key, operator, y, k, estimator, shift, preconditioner, options
+    logdet, inv_quad, solution = solve(where, Problem.terms, *arguments)
     if throw:
-        # One warning for both.
+        # We warn once for both.
         logdet, inv_quad = raise_failure(logdet), raise_failure(inv_quad, warn=False)
     return InvQuadLogdet(logdet, inv_quad, solution)
 
@@ -119,7 +119,7 @@ def gaussian_log_likelihood(
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
-    r"""Estimates the log density of y under a normal distribution of covariance `K + N`.
+    r"""Estimates the log density of y under a normal distribution, covariance `K + N`.
 
         -1/2 y^T (K + N)^-1 y - 1/2 log det (K + N) - n/2 log(2 pi)
 
@@ -131,24 +131,24 @@ def gaussian_log_likelihood(
         ).value
     ```
 
-    The marginal likelihood of a Gaussian process of mean 0, differentiable in the
-    parameters of the kernel, the noise, x and y.
+    This is the log marginal likelihood of a zero-mean Gaussian process. You can
+    differentiate it with respect to kernel parameters, noise, x and y.
 
-    **Arguments:** those of [`traceax.inv_quad_logdet`][]. The log densities of the columns
-    of y are summed.
+    **Arguments:** as for [`traceax.inv_quad_logdet`][]. If y has several columns, their
+    log densities are summed.
 
-    **Returns:** a [`traceax.Estimate`][]. `stats["solution"]` is `(K + N)^-1 y`, from which
-    predictions are made; `stats["bracket"]` the pair of ends between which the value would
-    be but for the error of probes, as far as K is positive semidefinite. Both have the
-    derivative of the value: minus the lower one is a loss that can't be exploited where the
-    bracket is long. `stats["num_matvecs"]` and `stats["num_columns"]` say what was taken.
+    **Returns:** a [`traceax.Estimate`][]. `stats["solution"]` is `(K + N)^-1 y`, for
+    predictions. `stats["bracket"]` is the pair `(low, high)` that would contain the
+    value without sampling error if K is positive semidefinite. Both ends have the
+    value's derivative. If the bracket is long, minimise `-low`, which an optimiser
+    can't exploit. `stats["num_matvecs"]` and `stats["num_columns"]` are the costs.
 
     **Raises:** as [`traceax.inv_quad_logdet`][].
     """
     where = "traceax.gaussian_log_likelihood"
     options = Options(rtol, atol, level, progress_meter, throw)
-    given = key, operator, y, k, estimator, shift, preconditioner, options
-    estimate = solve(where, Problem.likelihood, *given)
+    arguments = key, operator, y, k, estimator, shift, preconditioner, options
+    estimate = solve(where, Problem.likelihood, *arguments)
     return raise_failure(estimate) if throw else estimate
 
 
@@ -162,10 +162,10 @@ def preconditioned_logdet(
     preconditioner: Given,
     options: Options,
 ) -> Estimate:
-    """`traceax.logdet` with columns, or with a noise for every observation."""
+    """Estimates `traceax.logdet` with a preconditioner, or with a noise vector."""
     if options.trace is not None:
         hint = "it is the trace of the operator without its shift"
         check_real_scalar(options.trace, "trace", where, hint)
-    given = key, operator, None, k, estimator, shift, preconditioner, options
-    estimate = solve(where, Problem.logdet, *given)
+    arguments = key, operator, None, k, estimator, shift, preconditioner, options
+    estimate = solve(where, Problem.logdet, *arguments)
     return raise_failure(estimate) if options.throw else estimate

@@ -1,4 +1,4 @@
-"""Preconditioners made of columns of an operator, and their pivots."""
+"""Preconditioners from operator columns, and the choice of their pivots."""
 
 import functools as ft
 from typing import Any
@@ -26,8 +26,8 @@ from ._operators.check import as_data, checked_operator, jitted, shift_of
 from ._operators.entries import columns_of, diagonal_of, has_known_entries
 from ._operators.space import ByProducts, apply_block, space_of
 
-# Probe j is drawn from `fold_in(key, j)`.
-_KEY_OF_PIVOTS = np.uint32(2**32 - 1)
+# We fold this into the key for pivots. Probe j folds in j, which is always smaller.
+_PIVOT_FOLD = np.uint32(2**32 - 1)
 
 
 def choose_pivots(
@@ -38,53 +38,54 @@ def choose_pivots(
     shift: ArrayLike,
     throw: bool = True,
 ) -> Int[Array, " columns"]:
-    r"""Columns of a positive semidefinite operator to make a preconditioner of.
+    r"""Chooses the operator columns (pivots) that a preconditioner is made from.
 
     ```python
     pivots = traceax.choose_pivots(key, operator, 600, shift=noise)
     ```
 
-    Outside of the loss that is minimised: pivots that are chosen anew at every
-    evaluation make it jump. They are data, of which there is no derivative.
+    Call this outside of the loss that you minimise: pivots that change at every
+    evaluation make the loss jump. Pivots are data and have no derivative.
 
-    A randomly pivoted Cholesky factorisation reads as many columns of the operator and its
-    diagonal, until the mean of the residual diagonal is below 0.001 of the noise, or columns
-    buy nothing, as those of the identity. The rest of `columns` is spread over the rows, for
-    as many columns more: these are for later, when length scales and the noise have shrunk.
-    They take part wherever they leave enough beside the noise: `stats["num_columns"]`. A
-    diagonal part of the operator belongs into `shift`: columns hold none of it but their own.
+    A randomly pivoted Cholesky factorisation chooses pivots until the mean residual
+    diagonal is below 0.001 times the noise, or until columns no longer pay, as for the
+    identity. It reads the diagonal and at least one column per pivot. The other pivots,
+    up to `columns`, are spread over the rows at the cost of one column each. They help
+    later in a fit, when length scales and noise have shrunk: a pivot takes part if its
+    residual is large enough relative to the noise, and `stats["num_columns"]` counts
+    these. Put diagonal terms of the operator in `shift`: a column holds one entry.
 
     **Arguments:**
 
-    - `key`: as of [`traceax.trace`][].
-    - `operator`: positive semidefinite, of n unknowns, whose entries can be read: a
-        [`traceax.KernelLinearOperator`][], a matrix, dense or sparse, or a sum of such.
-    - `columns`: how many at most, a Python int up to n.
-    - `shift`: the noise: a positive scalar, or n of them.
-    - `throw`: whether to raise an error at run time, if an array of `shift` isn't positive,
-        or the operator is seen not to be finite and positive semidefinite.
+    - `key`: as for [`traceax.trace`][].
+    - `operator`: a positive semidefinite operator on n unknowns with readable entries:
+        a [`traceax.KernelLinearOperator`][], a dense or sparse matrix, or their sum.
+    - `columns`: the maximum number of columns, a Python int up to n.
+    - `shift`: the noise variance, a positive scalar or n positive numbers.
+    - `throw`: whether to raise a run-time error if `shift` isn't positive, or if
+        columns show that the operator isn't finite and positive semidefinite.
 
-    **Returns:** an array of `columns` integers, the indices, no two equal; the last ones
-    are -1 where no row is left that differs from the others.
+    **Returns:** an integer array of shape `(columns,)`: distinct indices, followed by
+    -1 if no row is left that differs from the chosen ones.
 
-    **Raises:** `TypeError` for an operator known by its products alone.
+    **Raises:** `TypeError` for an operator whose entries can't be read.
     """
     where = "traceax.choose_pivots"
     key, operator = check_key(key, where), checked_operator(operator, where)
     operator = _with_entries(operator, where)
     columns = _check_number(columns, space_of(operator).size, "columns", where)
     noise = noise_of(operator, shift, where, throw=throw)
-    pivots = _choose(key, operator, noise, columns, later=True)
+    pivots = _choose(key, operator, noise, columns, spare=True)
     indices = pivots.indices
     failures = {
         "shift must be positive, got one that isn't; it is the noise.": ~jnp.all(
             noise > 0
         ),
-        "the operator's diagonal and columns must be finite, got NaN or infinity; check its "
-        "parameters and the points of a kernel.": ~pivots.finite,
-        "the operator must be positive semidefinite, got one whose diagonal, or what "
-        "columns leave of it, is below 0; the noise belongs into shift=, and a kernel must "
-        "be so in the precision it is computed in.": ~pivots.semidefinite,
+        "the operator's diagonal and columns must be finite, got NaN or infinity; "
+        "check its parameters and the points of a kernel.": ~pivots.finite,
+        "the operator must be positive semidefinite, got a negative entry in its "
+        "diagonal or residual diagonal; pass the noise as shift=, and compute a kernel "
+        "in a precision that keeps it semidefinite.": ~pivots.semidefinite,
     }
     for message, failed in failures.items() if throw else ():
         indices = eqx.error_if(indices, failed, f"{where}: {message}")
@@ -92,18 +93,18 @@ def choose_pivots(
 
 
 def check_preconditioner(
-    given: object, operator: lx.AbstractLinearOperator, where: str
+    preconditioner: object, operator: lx.AbstractLinearOperator, where: str
 ) -> int | Int[Array, " r"] | Preconditioner | None:
-    """A number of columns, pivots, a preconditioner or `None`, for this operator."""
-    space, given = space_of(operator), without_numpy(given)
-    if given is None:
+    """Checks a column count, pivots, a `Preconditioner` or `None` for this operator."""
+    space, preconditioner = space_of(operator), without_numpy(preconditioner)
+    if preconditioner is None:
         return None
-    if isinstance(given, Preconditioner):
-        return check_own(given, space.size, space.compute_dtype, where)
+    if isinstance(preconditioner, Preconditioner):
+        return check_own(preconditioner, space.size, space.compute_dtype, where)
     _with_entries(operator, where)
-    if isinstance(given, int):
-        return _check_number(given, space.size, "preconditioner", where)
-    return _check_pivots(given, space.size, where)
+    if isinstance(preconditioner, int):
+        return _check_number(preconditioner, space.size, "preconditioner", where)
+    return _check_pivots(preconditioner, space.size, where)
 
 
 def make_preconditioner(
@@ -112,33 +113,32 @@ def make_preconditioner(
     preconditioner: int | Int[Array, " r"] | Preconditioner | None,
     noise: Float[Array, " n"],
 ) -> Preconditioner:
-    """That of `operator + noise`, of so many columns at most, of pivots chosen before, or
-    the given one, once checked."""
+    """Makes the preconditioner of `operator + noise` from checked arguments."""
     if preconditioner is None:
         return scale_only(noise, space_of(operator).compute_dtype)
     if isinstance(preconditioner, Preconditioner):
         return preconditioner
     if isinstance(preconditioner, int):
-        key = jax.random.fold_in(key, _KEY_OF_PIVOTS)
+        key = jax.random.fold_in(key, _PIVOT_FOLD)
         pivots = _choose(key, operator, noise, preconditioner)
-        made = _make(operator, noise, pivots.indices)
-        semidefinite = made.semidefinite & pivots.semidefinite
-        return eqx.tree_at(lambda x: x.semidefinite, made, semidefinite)
+        whitening = _make(operator, noise, pivots.indices)
+        semidefinite = whitening.semidefinite & pivots.semidefinite
+        return eqx.tree_at(lambda x: x.semidefinite, whitening, semidefinite)
     return _make(operator, noise, preconditioner)
 
 
 class PreconditionedLinearOperator(ByProducts):
-    """`B = M (K + N) M^*` on flat vectors: a product with it is one with K.
+    """`B = M (K + N) M^*` on flat vectors. A product with B takes one product with K.
 
-    Of K and N themselves: `log det (K + N) = log det P + log det B` to rounding for any P.
+    For any P, `log det (K + N) = log det P + log det B` up to rounding.
     """
 
     operator: lx.AbstractLinearOperator  # K
     preconditioner: Preconditioner
-    noise: Float[Array, " n"] | None = None  # N, unless the preconditioner knows it
+    noise: Float[Array, " n"] | None = None  # N, unless the preconditioner has it
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        # Of a `vmap` over vectors all of this makes products of blocks.
+        # We work on a block, so that a `vmap` over vectors multiplies matrices.
         product = ft.partial(apply_block, self.operator)
         block = vector[:, None]
         return self.preconditioner.sandwich(product, self.noise, block)[:, 0]
@@ -154,12 +154,12 @@ class PreconditionedLinearOperator(ByProducts):
 
 @jitted
 def _choose(
-    key, operator, noise: Float[Array, "*n"], number: int, later=False
+    key, operator, noise: Float[Array, "*n"], number: int, spare=False
 ) -> Pivots:
-    """Pivots that the noise asks for, and with `later` those that `spread` adds."""
+    """Chooses pivots down to the noise; with `spare`, `spread` fills up the number."""
     noise = jnp.broadcast_to(noise, space_of(operator).size)
-    arrays, others = eqx.partition((operator, noise), eqx.is_array)
-    operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), others)
+    arrays, static = eqx.partition((operator, noise), eqx.is_array)
+    operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), static)
     scale = jax.lax.rsqrt(noise)
 
     def columns(indices):
@@ -168,83 +168,83 @@ def _choose(
 
     diagonal = jnp.real(diagonal_of(operator)) * scale**2
     pivots = choose(key, columns, diagonal, number)
-    return spread(key, columns, diagonal, pivots) if later else pivots
+    return spread(key, columns, diagonal, pivots) if spare else pivots
 
 
 @jitted
 def _make(operator, noise: Float[Array, " n"], pivots: Int[Array, " r"]) -> Whitening:
     pivots = pivots.astype(jnp.int32)
     columns = columns_of(operator, jnp.maximum(pivots, 0))
-    made = whiten(columns, jnp.real(diagonal_of(operator)), pivots, noise)
-    # Of pivots that are traced it can't be told before.
-    inside = jnp.all(pivots < noise.shape[0])
-    logdet = jnp.where(inside, made.logdet, jnp.nan)
-    return eqx.tree_at(lambda x: x.logdet, made, logdet)
+    whitening = whiten(columns, jnp.real(diagonal_of(operator)), pivots, noise)
+    # We can't check traced pivots earlier, so pivots beyond n give NaN.
+    in_range = jnp.all(pivots < noise.shape[0])
+    logdet = jnp.where(in_range, whitening.logdet, jnp.nan)
+    return eqx.tree_at(lambda x: x.logdet, whitening, logdet)
 
 
 def _with_entries(operator: lx.AbstractLinearOperator, where: str):
-    """The operator as data, whose columns take no products that k doesn't count."""
+    """The operator as data. Its entries must be readable, as k counts no columns."""
     data = as_data(operator)
-    what = "operator must have entries that can be read, to take columns of it"
+    rule = "operator must have entries that can be read, to take its columns"
     hint = (
-        "take a traceax.KernelLinearOperator or a matrix, register the class in both of "
+        "pass a traceax.KernelLinearOperator or a matrix, register the class in both "
         "traceax.columns and traceax.diagonal_entries, or leave preconditioner= out"
     )
-    require(has_known_entries(data), where, what, operator, hint, TypeError)
+    require(has_known_entries(data), where, rule, operator, hint, TypeError)
     return data
 
 
-def _check_number(given: Any, n: int, name: str, where: str) -> int:
-    given, hint = without_numpy(given), "it is how many columns there are at most"
-    is_int = isinstance(given, int) and not isinstance(given, bool)
-    require(is_int, where, f"{name} must be a Python int", given, hint, TypeError)
-    what = f"{name} must be from 1 to n = {n}, the size of the operator"
-    require(1 <= given <= n, where, what, str(given), hint)
-    return given
+def _check_number(number: Any, n: int, name: str, where: str) -> int:
+    number, hint = without_numpy(number), "pass the maximum number of columns"
+    is_int = isinstance(number, int) and not isinstance(number, bool)
+    require(is_int, where, f"{name} must be a Python int", number, hint, TypeError)
+    rule = f"{name} must be from 1 to n = {n}, the size of the operator"
+    require(1 <= number <= n, where, rule, str(number), hint)
+    return number
 
 
 def check_own(
-    given: Preconditioner, n: int, dtype: DTypeLike, where: str
+    preconditioner: Preconditioner, n: int, dtype: DTypeLike, where: str
 ) -> Preconditioner:
-    """Refuses a preconditioner that isn't of that size and dtype."""
+    """Refuses a custom preconditioner that doesn't fit n unknowns of this dtype."""
     block = jax.ShapeDtypeStruct((n, 2), dtype)
     hint = f"the operator acts on n = {n} unknowns of {dtype}"
     for name in ("apply", "apply_adjoint"):
-        what = f"preconditioner.{name} must keep the shape and dtype of a block (n, k)"
+        rule = f"preconditioner.{name} must keep the shape and dtype of a block (n, k)"
         try:
-            out = eqx.filter_eval_shape(getattr(given, name), block)
+            out = eqx.filter_eval_shape(getattr(preconditioner, name), block)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{where}: {what}, got an error; {hint}.") from error
-        same = eqx.tree_equal(out, block) is True
-        require(same, where, what, f"{out} of {block}", hint)
+            raise kind(f"{where}: {rule}, got an error; {hint}.") from error
+        keeps_shape = eqx.tree_equal(out, block) is True
+        require(keeps_shape, where, rule, f"{out} for {block}", hint)
     for name in ("logdet", "lower"):
-        number = getattr(given, name)
+        number = getattr(preconditioner, name)
         if name == "logdet" or number is not None:
             check_real_scalar(number, f"preconditioner.{name}", where, hint)
-    return given
+    return preconditioner
 
 
-def _check_pivots(given: Any, n: int, where: str) -> Int[Array, " r"]:
+def _check_pivots(pivots: Any, n: int, where: str) -> Int[Array, " r"]:
     hint = (
-        "pass an int, what traceax.choose_pivots returned for this operator, or an instance "
-        "of a traceax.Preconditioner"
+        "pass an int, pivots from traceax.choose_pivots for this operator, or an "
+        "instance of a traceax.Preconditioner"
     )
-    what = (
+    rule = (
         "preconditioner must be an int, an array of indices or a traceax.Preconditioner"
     )
-    is_array = isinstance(given, jax.Array | np.ndarray)
-    integers = is_array and jnp.issubdtype(given.dtype, jnp.integer)
-    require(integers, where, what, given, hint, TypeError)
-    what = f"pivots must be an array of shape (r,), r from 1 to n = {n}"
-    require(given.ndim == 1 and 1 <= given.size <= n, where, what, given, hint)
-    if not isinstance(given, jax.core.Tracer):
-        numbers = np.asarray(given)
-        least, largest = numbers.min(), numbers.max()
-        what = f"pivots must be below n = {n}, and -1 where there is none"
-        inside = least >= -1 and largest < n
-        require(inside, where, what, f"{least} to {largest}", hint)
-    return jnp.asarray(given)
+    is_array = isinstance(pivots, jax.Array | np.ndarray)
+    integers = is_array and jnp.issubdtype(pivots.dtype, jnp.integer)
+    require(integers, where, rule, pivots, hint, TypeError)
+    rule = f"pivots must be an array of shape (r,), r from 1 to n = {n}"
+    require(pivots.ndim == 1 and 1 <= pivots.size <= n, where, rule, pivots, hint)
+    if not isinstance(pivots, jax.core.Tracer):
+        indices = np.asarray(pivots)
+        smallest, largest = indices.min(), indices.max()
+        rule = f"pivots must be indices below n = {n}, or -1 for no column"
+        in_range = smallest >= -1 and largest < n
+        require(in_range, where, rule, f"{smallest} to {largest}", hint)
+    return jnp.asarray(pivots)
 
 
 def noise_of(
@@ -255,7 +255,7 @@ def noise_of(
     throw: bool,
     positive: bool = True,
 ) -> Float[Array, "*n"]:
-    """The noise, a scalar or `(n,)`; positive unless it is traced, or not to throw."""
+    """The noise, a scalar or `(n,)`. With both flags, known noise must be positive."""
     space = space_of(operator)
     hint = "it is the noise, a positive number or one for each observation"
     noise = shift_of(shift, space, where, hint)

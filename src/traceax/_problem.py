@@ -1,4 +1,4 @@
-"""The problem behind a likelihood's doors: one log-determinant, and quadratic forms."""
+"""The problem behind all likelihoods: one log-determinant, and quadratic forms."""
 
 import dataclasses
 import math
@@ -37,11 +37,9 @@ from ._spectral.state import SpectralState, likelihood_bar
 from ._tolerance import ProgressMeter, Stop
 
 T = TypeVar("T")
-By = tuple[
-    str, int | float
-]  # the name of a method, and the products of an exact answer
+By = tuple[str, int | float]  # the method's name, and products for an exact answer
 Given = int | Int[Array, " r"] | Preconditioner | None
-_OF_B = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
+_B_STATS = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
 
 
 def solve(
@@ -56,13 +54,13 @@ def solve(
     preconditioner: Given,
     options: Options,
 ) -> T:
-    """What a door returns, by one program, from arguments that are checked before it."""
+    """Checks the arguments of an entry point, and runs one program for its answer."""
     key, operator = check_key(key, where), checked_operator(operator, where)
     data, space = readable_data(operator), space_of(operator)
-    own = isinstance(preconditioner, Preconditioner)
-    noise = noise_of(operator, shift, where, throw=options.throw, positive=not own)
+    custom = isinstance(preconditioner, Preconditioner)
+    noise = noise_of(operator, shift, where, throw=options.throw, positive=not custom)
     preconditioner = check_preconditioner(preconditioner, operator, where)
-    y = None if y is None else _check_right(y, space, where)
+    y = None if y is None else _check_rhs(y, space, where)
     stop = options.stop(space.compute_dtype, where)
     exact = k is None and estimator is None and is_small(operator)
     estimator = KrylovAwareEstimator() if estimator is None else estimator
@@ -75,15 +73,15 @@ def solve(
         TypeError,
     )
     meter = options.progress_meter
-    # Anything that isn't data may have changed since a program was made.
-    kept = data is not None and all(map(is_data, jtu.tree_leaves(preconditioner)))
-    run = _jitted if kept else _answer
-    posed = where, key, operator if data is None else data, y, noise, preconditioner
-    return run(answer, posed, k, estimator, stop, meter, exact)
+    # We reuse a compiled program only for data: other leaves may have changed since.
+    reusable = data is not None and all(map(is_data, jtu.tree_leaves(preconditioner)))
+    run = _jitted if reusable else _answer
+    inputs = where, key, operator if data is None else data, y, noise, preconditioner
+    return run(answer, inputs, k, estimator, stop, meter, exact)
 
 
-def _answer(answer, posed, k, estimator, stop, meter, exact):
-    problem = _pose(*posed, exact=exact)
+def _answer(answer, inputs, k, estimator, stop, meter, exact):
+    problem = _pose(*inputs, exact=exact)
     if exact:
         bounded = problem.state.lower is not None
         return answer(problem, factorised(problem.state, bounded), ("Cholesky", 0))
@@ -103,9 +101,9 @@ def _pose(
     preconditioner: Given,
     exact: bool,
 ) -> "Problem":
-    """The problem itself for an exact answer, else scaled and preconditioned."""
+    """Poses the original problem for an exact answer, else the preconditioned one."""
     space = space_of(operator)
-    n, own = space.size, isinstance(preconditioner, Preconditioner)
+    n, custom = space.size, isinstance(preconditioner, Preconditioner)
     noise, shape, finite = jnp.broadcast_to(noise, n), (n, 0), jnp.asarray(True)
     if y is not None:
         shape, finite = y.shape, jnp.isfinite(y).all()
@@ -113,36 +111,36 @@ def _pose(
     if exact:
         total = ShiftedLinearOperator(operator, noise)
         total = lx.TaggedLinearOperator(total, lx.positive_semidefinite_tag)
-        # The noise need not be positive next to a custom preconditioner.
-        lower = None if own else jax.lax.stop_gradient(jnp.min(noise))
+        # A custom preconditioner allows any noise, so we assume no bound.
+        lower = None if custom else jax.lax.stop_gradient(jnp.min(noise))
         state, one = SpectralState(key, total, LOG, lower, rhs), jnp.ones_like(noise)
         P = scale_only(one, space.compute_dtype)
-        return Problem(where, state, P, one if own else noise, shape, finite)
+        return Problem(where, state, P, one if custom else noise, shape, finite)
     P = make_preconditioner(key, operator, preconditioner, noise)
     rhs = None if rhs is None else P.apply(rhs)
     lower = P.lower
     if lower is not None:
         lower = jax.lax.stop_gradient(jnp.asarray(lower, space.real_dtype))
-    B = PreconditionedLinearOperator(operator, P, noise if own else None)
+    B = PreconditionedLinearOperator(operator, P, noise if custom else None)
     trace = None
     if preconditioner is None and has_known_entries(operator):
-        # The trace of B. Columns would make it cost a product each.
+        # We pass the trace of B. With columns it would cost a product each.
         trace = n + jnp.sum(jnp.real(diagonal_of(operator)) / noise)
     state = SpectralState(key, B, LOG, lower, rhs, P, trace)
-    # The noise need not be positive next to a custom preconditioner.
-    noise = jnp.ones_like(noise) if own else noise
+    # With a custom preconditioner we don't check the noise: ones always pass.
+    noise = jnp.ones_like(noise) if custom else noise
     return Problem(where, state, P, noise, shape, finite)
 
 
 class Problem(NamedTuple):
-    """The operator `B = M (K + N) M^*`, at least 1, and rhs-hand sides `M y`.
+    """The operator `B = M (K + N) M^*`, at least 1, and right-hand sides `M y`.
 
     - `where`: the name that error messages start with.
-    - `state`: of B.
+    - `state`: the state for B.
     - `preconditioner`: M, differentiable.
     - `noise`: N.
-    - `shape`: the shape of y; `(n, 0)` if there is none.
-    - `finite`: whether y is.
+    - `shape`: the shape of y, or `(n, 0)` without y.
+    - `finite`: whether y is finite.
     """
 
     where: str
@@ -154,7 +152,7 @@ class Problem(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many right-hand sides there are."""
+        """The number of right-hand sides."""
         return math.prod(self.shape[1:])
 
     def outcome(
@@ -164,15 +162,15 @@ class Problem(NamedTuple):
         stop: Stop | None,
         meter: ProgressMeter,
     ) -> Outcome:
-        """`tr log B`, and the quadratic forms."""
+        """Estimates `tr log B` and the quadratic forms."""
         state, where = self.state, self.where
         space = state.space
         most, end = limits(estimator, state, k, stop, meter, where)
         least = 1 + self.number
-        what = f"k must be at least {least}, a product for a probe and for each column of y"
-        got = "none, and its default is too small" if k is None else str(most)
-        hint = f"more steps make it accurate; n = {space.size} give the exact answer"
-        require(most >= min(least, space.size), where, what, got, hint)
+        rule = f"k must be at least {least}, a product for a probe and each column of y"
+        received = "none, and its default is too small" if k is None else str(most)
+        hint = f"pass more for accuracy, or n = {space.size} for the exact answer"
+        require(most >= min(least, space.size), where, rule, received, hint)
         if isinstance(end, Stop):
             end = self._stop(end)
         return outcome_of(estimator, state, most, end)[0]
@@ -183,9 +181,9 @@ class Problem(NamedTuple):
         return stop.for_part(None, offset.astype(self.state.space.compute_dtype))
 
     def _constant(self) -> Float[Array, ""]:
-        """The log likelihood but for the terms of B."""
-        of_two_pi = self.state.space.size * math.log(2 * math.pi)
-        return -self.number * (self.preconditioner.logdet + of_two_pi) / 2
+        """The log likelihood without the terms that depend on B."""
+        normalisation = self.state.space.size * math.log(2 * math.pi)
+        return -self.number * (self.preconditioner.logdet + normalisation) / 2
 
     def logdet(self, outcome: Outcome, by: By) -> Estimate:
         """`log det P + tr log B`."""
@@ -194,7 +192,7 @@ class Problem(NamedTuple):
         error = _with_rounding(bar.standard_error, bar.mean, known)
         bar = bar._replace(mean=bar.mean + known, standard_error=error)
         stats = self._stats(outcome, bracket)
-        return self._made(outcome, bar, stats, jtu.Partial(_first_bar), by)
+        return self._estimate(outcome, bar, stats, jtu.Partial(_first_bar), by)
 
     def inv_quad(self, outcome: Outcome, by: By) -> Estimate:
         """`b^* B^-1 b` for each right-hand side."""
@@ -203,10 +201,10 @@ class Problem(NamedTuple):
         ends = outcome.stats["inv_quad_bracket"]
         stats["bracket"] = tuple(x.reshape(self.shape[1:]) for x in ends)
         bar = ErrorBar(*(x.reshape(self.shape[1:]) for x in outcome.bars[1]))
-        return self._made(outcome, bar, stats, jtu.Partial(_second_bar), by)
+        return self._estimate(outcome, bar, stats, jtu.Partial(_second_bar), by)
 
     def terms(self, outcome: Outcome, by: By) -> tuple[Estimate, Estimate, Array]:
-        """The log-determinant, quadratic forms and the solution."""
+        """The log-determinant, the quadratic forms and the solution."""
         logdet, inv_quad = self.logdet(outcome, by), self.inv_quad(outcome, by)
         return logdet, inv_quad, self.solution(outcome)
 
@@ -224,37 +222,37 @@ class Problem(NamedTuple):
         stats = self._stats(outcome, tuple(known + x for x in reversed(totals)))
         error = _with_rounding(bar.standard_error, bar.mean, constant)
         bar = bar._replace(mean=bar.mean + constant, standard_error=error)
-        likelihood = self._made(outcome, bar, stats, jtu.Partial(_joint_bars), by)
+        likelihood = self._estimate(outcome, bar, stats, jtu.Partial(_joint_bars), by)
         stats = {**likelihood.stats, "solution": self.solution(outcome)}
         return eqx.tree_at(lambda e: e.stats, likelihood, stats)
 
     def _stats(self, outcome: Outcome, bracket: tuple[Array, ...]) -> dict[str, Any]:
-        # Ritz values and weights of B are not those of A, so we drop them.
-        stats = {name: x for name, x in outcome.stats.items() if name not in _OF_B}
+        # Ritz values and weights belong to B, not to A, so we drop them.
+        stats = {name: x for name, x in outcome.stats.items() if name not in _B_STATS}
         return {**stats, "bracket": bracket}
 
-    def _made(
+    def _estimate(
         self,
         outcome: Outcome,
         bar: ErrorBar,
         stats: dict[str, Any],
-        judged: jtu.Partial,
+        combine: jtu.Partial,
         by: By,
     ) -> Estimate:
         P, evidence = self.preconditioner, outcome.evidence
-        found, failures = P._verdict(self.state.space.size)
-        stats = {**stats, **found, "degrees_of_freedom": bar.degrees_of_freedom}
+        own_stats, failures = P._verdict(self.state.space.size)
+        stats = {**stats, **own_stats, "degrees_of_freedom": bar.degrees_of_freedom}
         failures += [
             (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
             (~self.finite, RESULTS.y_not_finite),
         ]
         result = outcome.results[0]
-        for bad, reason in failures:
-            result = RESULTS.where(bad, reason, result)
+        for failed, reason in failures:
+            result = RESULTS.where(failed, reason, result)
         result = finite_or_failed(bar.mean, result)
         stats["bracket"] = tuple(with_slopes(x, bar.mean) for x in stats["bracket"])
         if evidence is not None:
-            judge = jtu.Partial(_judge, judged, evidence.judge)
+            judge = jtu.Partial(_judge, combine, evidence.judge)
             evidence = dataclasses.replace(evidence, judge=judge)
         return Estimate(*bar[:2], result, stats, self.state, by=by, evidence=evidence)
 
@@ -263,9 +261,11 @@ def _bracket(outcome: Outcome) -> tuple[Array, Array]:
     return jax.lax.stop_gradient(outcome.stats["bracket"])
 
 
-def _judge(judged: jtu.Partial, judge: jtu.Partial, products: PyTree) -> list[ErrorBar]:
-    """The bars that a door returns, from those of the log-determinant and of forms."""
-    return [judged(judge(products))]
+def _judge(
+    combine: jtu.Partial, judge: jtu.Partial, products: PyTree
+) -> list[ErrorBar]:
+    """Combines the log-determinant's and the forms' error bars for an entry point."""
+    return [combine(judge(products))]
 
 
 def _first_bar(bars: list[ErrorBar]) -> ErrorBar:
@@ -281,27 +281,27 @@ def _joint_bars(bars: list[ErrorBar]) -> ErrorBar:
 
 
 def _with_rounding(error, *parts) -> Float[Array, ""]:
-    """The standard error of a sum, which is rounded."""
-    size = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
-    rounding = 4 * jnp.finfo(error.dtype).eps * size
+    """Adds the rounding error of a sum to its standard error."""
+    magnitude = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
+    rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
     return jnp.hypot(error, rounding)
 
 
-def _check_right(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:
+def _check_rhs(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:
     n = space.size
-    hint = f"pass the n = {n} observations, or a column of them for each output"
+    hint = f"pass n = {n} observations, or a column of them for each output"
     is_array = isinstance(y, jax.Array | np.ndarray)
     require(is_array, where, "y must be an array", y, hint, TypeError)
-    numbers = jnp.issubdtype(y.dtype, jnp.number)
-    require(numbers, where, "y must hold numbers", y, hint, TypeError)
-    shaped = y.ndim in (1, 2) and y.shape[0] == n and y.size > 0
-    what = f"y must be of shape ({n},) or ({n}, q)"
-    require(shaped, where, what, y, hint)
-    real = space.is_complex or not jnp.iscomplexobj(y)
-    what = "y must be real, as the operator is"
+    is_numeric = jnp.issubdtype(y.dtype, jnp.number)
+    require(is_numeric, where, "y must hold numbers", y, hint, TypeError)
+    fits = y.ndim in (1, 2) and y.shape[0] == n and y.size > 0
+    rule = f"y must have shape ({n},) or ({n}, q)"
+    require(fits, where, rule, y, hint)
+    is_real = space.is_complex or not jnp.iscomplexobj(y)
+    rule = "y must be real, as the operator is"
     hint = (
         "pass its real and imaginary parts as two columns, "
         "jnp.stack([y.real, y.imag], axis=1)"
     )
-    require(real, where, what, y, hint, TypeError)
+    require(is_real, where, rule, y, hint, TypeError)
     return jnp.asarray(y, space.compute_dtype)

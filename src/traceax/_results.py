@@ -1,4 +1,4 @@
-"""What became of an estimate: the result of each value, and what follows from it."""
+"""Results: whether each value in an estimate succeeded, or how it failed."""
 
 import functools as ft
 import operator as op
@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, PyTree
 
 
 class RESULTS(eqx.Enumeration):
-    """What became of an estimate: `successful`, or what went wrong and the mend.
+    """Whether an estimate is `successful`, or how it failed and the remedy.
 
-    Compare with `==`; `RESULTS[estimate.result]` is the message.
+    Compare items with `==`. `RESULTS[estimate.result]` is the message.
     """
 
     successful = ""
@@ -22,58 +22,57 @@ class RESULTS(eqx.Enumeration):
         "The estimate is not finite: the operator's parameters hold NaN or infinite "
         "values; or the operator returned NaN or infinite values from finite parameters "
         "(a division by zero, a logarithm or root of a negative number, a linear solve "
-        "that failed); or products with it, or the sums that are taken of them, exceed "
-        "the largest number of their dtype; or a basis of products could not be made "
-        "orthonormal. Check the parameters, what the operator "
-        "computes and its solvers; scale the operator down and the estimate up again, or "
-        "use a dtype of wider range."
+        "that failed); or products with it, or sums over products, exceed the largest "
+        "number in their dtype; or products could not be orthonormalised. Check the "
+        "operator's parameters, computation and solvers; scale the operator down and the "
+        "estimate up again, or use a dtype with a wider range."
     )
     not_semidefinite = (
-        "The operator is tagged positive (or negative) semidefinite, or a likelihood needs "
-        "it to be, but its products or its Cholesky factorisation show that it is not. "
-        "Remove the tag, or use an estimator that does not need it, such as "
-        "traceax.XTraceEstimator. Rounding makes eigenvalues of a covariance negative that "
-        "are near 0: increase its noise, or use 64 bits."
+        "The operator is not semidefinite, as its products or its Cholesky factorisation "
+        "show, but it is tagged positive (or negative) semidefinite, or a likelihood needs "
+        "it to be. Remove the tag, or use an estimator that does not need it, such as "
+        "traceax.XTraceEstimator. For a covariance, rounding can make eigenvalues near 0 "
+        "negative: increase its noise, or use 64 bits."
     )
     not_hermitian = (
-        "A function of the operator's eigenvalues was asked for, but its products show "
-        "that it is not symmetric (complex: Hermitian). Check what it computes; "
-        "functions of other operators are not estimated."
+        "The operator is not symmetric (complex: Hermitian), as its products show, but a "
+        "function of its eigenvalues was requested. Check what the operator computes; "
+        "traceax does not estimate functions of other operators."
     )
     below_lower = (
-        "The operator has an eigenvalue below the number that none is said to be below, by "
-        "more than rounding: `lower`, the shift of an operator that is tagged positive "
-        "semidefinite, or the noise of a likelihood, beside which the covariance must be "
-        "positive semidefinite. Give a number below the spectrum, or none; or remove the tag."
+        "The operator has an eigenvalue below its lower bound, by more than rounding. The "
+        "bound is `lower`; or the shift, if the operator is tagged positive semidefinite; "
+        "or the noise in a likelihood, which adds a positive semidefinite covariance to "
+        "it. Pass a number below the spectrum, or none; or remove the tag."
     )
     noise_not_positive = (
-        "The noise is not positive, or rounds to 0: `shift` of a likelihood, or of a "
-        "preconditioner. Keep it positive, by its logarithm as a parameter for example, and "
-        "above the smallest number of its dtype."
+        "The noise, `shift` in a likelihood or with a preconditioner, is not positive or "
+        "rounds to 0. Keep it positive, for example with its logarithm as the parameter, "
+        "and above the smallest number in its dtype."
     )
     y_not_finite = (
-        "y, the observations of a likelihood, holds NaN or infinite numbers, and so nothing "
-        "is known of it. Leave these rows out, of y, of the operator (the points of a "
-        "kernel) and of `shift`; or give each of them a finite y, such as 0, and a large "
+        "y, the observations in a likelihood, holds NaN or infinite numbers, so the "
+        "likelihood is unknown. Leave these rows out in y, in the operator (the points in "
+        "a kernel) and in `shift`; or give each row a finite y, such as 0, and a large "
         "noise, such as 1e10 in `shift`."
     )
     tolerance_not_met = (
-        "The tolerance was not met with the products that were allowed. "
-        "The value and its error bar are those of the products that were taken; "
-        'stats["products_needed"] is how many it would take at this rate, and n at most, '
-        "which give the exact answer without a tolerance. Allow for more products, 2 n to "
-        "be sure, or a larger tolerance. That number is infinite where it is not known, and "
-        "where an iterative solver within the operator leaves too large an error: give the "
-        "solver a smaller tolerance then."
+        "The tolerance was not met with the allowed products. The value and its error bar "
+        'follow from the products taken; stats["products_needed"] is the number that the '
+        "tolerance would take at this rate, at most n, since n products without a "
+        "tolerance give the exact answer. Allow more products (2 n suffice) or a "
+        "larger tolerance. The number is infinite if it is unknown, or if the error from "
+        "an iterative solver within the operator is too large: give the solver a smaller "
+        "tolerance then."
     )
     outside_domain = (
-        "The function is not finite at an eigenvalue of the operator, such as a "
-        "logarithm at 0 or of a negative number, or at one that rounding can't tell from "
-        "it. Shift the operator (traceax.logdet takes shift=), check that it is positive "
-        "definite, or give a function that is finite on its spectrum. Rounding hides "
-        "eigenvalues, and a shift, of less than about 1e-6 (32 bits) or 2e-15 (64 bits) "
-        'of the largest eigenvalue, which stats["ritz_values"] shows: take a larger shift, '
-        "or 64 bits: jax.config.update('jax_enable_x64', True)."
+        "The function is not finite at an eigenvalue of the operator, or at a number that "
+        "equals one up to rounding, such as a logarithm at or below 0. Shift the operator "
+        "(traceax.logdet takes shift=), check that it is positive definite, or pass a "
+        "function that is finite on its spectrum. Rounding hides eigenvalues and shifts "
+        "below about 1e-6 (32 bits) or 2e-15 (64 bits) times the largest eigenvalue, which "
+        'stats["ritz_values"] shows: use a larger shift, or 64 bits: '
+        "jax.config.update('jax_enable_x64', True)."
     )
 
 
@@ -82,7 +81,7 @@ def _is_result(x: object) -> bool:
 
 
 def map_results(fn: Callable[..., Any], result: PyTree[RESULTS], *trees: Any) -> PyTree:
-    """`fn(result, *parts)` for each result, and the part of each tree that it is about."""
+    """Applies `fn(result, *parts)` to each result and its part of each tree."""
     return jtu.tree_map(fn, result, *trees, is_leaf=_is_result)
 
 
@@ -101,12 +100,12 @@ def has_failed(result: RESULTS) -> Bool[Array, "..."]:
 
 
 def finite_or_failed(value: PyTree[Array], result: PyTree[RESULTS]) -> Any:
-    """`result`, or that the value that is returned isn't finite."""
+    """`result`, with `nonfinite` for each success whose value isn't finite."""
 
-    def check(result, value):
+    def check_part(result, value):
         leaves = jtu.tree_leaves(value)
-        finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
-        failed = ~finite & (result == RESULTS.successful)
-        return RESULTS.where(failed, RESULTS.nonfinite, result)
+        is_finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+        is_nonfinite = ~is_finite & (result == RESULTS.successful)
+        return RESULTS.where(is_nonfinite, RESULTS.nonfinite, result)
 
-    return map_results(check, result, value)
+    return map_results(check_part, result, value)

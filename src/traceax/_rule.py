@@ -1,23 +1,23 @@
-r"""The primitive of all estimates, and the one derivative rule of the library.
+r"""The JAX primitive behind all estimates, and the library's only derivative rule.
 
-An estimator returns, besides its values, a `StandIn`: blocks of vectors that stay fixed, and
-a map that is linear in products with them. For a trace these are two blocks V and Z (n x p)
-such that `V Z^*` is an unbiased stand-in for the identity, and the value has the derivative
+An estimator returns its values with a `StandIn`, which carries their derivative. For a
+trace, it holds two fixed blocks V and Z (n x p) with `E[V Z^*] = I`, and the derivative is
 
     d value = <Z, dA V> = sum_j z_j^* (dA v_j),    V and Z held fixed.
 
-The true derivative is `tr dA`, and `E[V Z^*] = I` makes the rule unbiased, to every order:
-the rule is linear in dA, and the second derivative of `tr A(t)` is `tr A''(t)`, paired with
-the same blocks.
+Since `<Z, dA V> = tr(dA V Z^*)`, it is unbiased: its expectation is the true derivative
+`tr dA`. It is also linear in dA, so it is unbiased to every order: with the same blocks, the
+second derivative `<Z, A''(t) V>` has expectation `tr A''(t)`. Other quantities have
+stand-ins with other fixed blocks, and another linear map of products with them.
 
-The rule never binds the primitive on tangents. It binds it once on the primals, takes the
-stand-in, and differentiates "apply the operator to the fixed block V", which JAX transposes.
-So nothing differentiates through a factorisation or a loop of an estimator, and an estimator
-may use anything inside `compute`.
+The rule never differentiates an estimator's algorithm. It runs the algorithm once, takes the
+stand-in, and differentiates only "multiply the operator by V", which JAX can transpose. So
+`compute` may use anything, such as factorisations and loops.
 
-*Error bars of derivatives.* The samples of an estimate are linear in the products, too. An
-outcome carries these products as `Evidence`, in arrays whose tangents are the products with
-dA. The function that makes the error bar of the value makes that of a derivative from them.
+*Error bars of derivatives.* An estimate's samples are linear in products with fixed blocks
+too. An outcome carries these products as `Evidence`, whose tangents are products with dA.
+One function turns the products into the value's error bar, and their tangents into the
+derivative's error bar.
 """
 
 import abc
@@ -46,16 +46,15 @@ from ._results import RESULTS
 
 
 class Evidence(eqx.Module):
-    """The products that the error bar of a derivative is made of.
+    """Products that determine the error bar of a derivative.
 
-    - `products`: linear in the operator, with its products with fixed blocks. Only their
-        tangents, the products with dA, are used.
-    - `judge`: fixed. `judge(products)` returns the error bars that such products give, one for
-        each value.
-    - `solvers`: the relative error that solvers inside the operator leave in a derivative;
-        `None` without such solvers.
-    - `factor`, `errors`: the values of an estimate are `factor` times values that have these
-        standard errors; `None` for a factor of 1.
+    - `products`: arrays linear in the operator, from its products with fixed blocks. We use
+        only their tangents, which are products with dA.
+    - `judge`: a fixed function; `judge(products)` returns an error bar for each value.
+    - `solvers`: the relative error in a derivative from solvers inside the operator; `None`
+        without such solvers.
+    - `factor`: a number that multiplies the values after `judge`; `None` for 1.
+    - `errors`: the values' standard errors before this factor; `None` without a factor.
     """
 
     products: PyTree[Any]
@@ -65,20 +64,20 @@ class Evidence(eqx.Module):
     errors: PyTree[Float[Array, "..."]] = None
 
     def times(self, factor: Inexact[Array, ""], errors: PyTree[Array]) -> "Evidence":
-        """The evidence of `factor` times an estimate that has these standard errors."""
+        """The evidence for `factor` times an estimate with these standard errors."""
         if self.factor is not None:
             factor, errors = factor * self.factor.astype(factor.dtype), self.errors
         return dataclasses.replace(self, factor=factor, errors=errors)
 
     def slopes(self, values: list[Array], tangent: "Evidence") -> list[ErrorBar]:
-        """The error bars of derivatives that have these values."""
+        """The error bars for derivatives with these values."""
         arrays = eqx.filter(self.products, eqx.is_inexact_array)
 
-        def dense(t, x):
+        def fill(t, x):
             return jnp.zeros_like(x) if t is None and x is not None else t
 
-        given = tangent.products
-        products = jtu.tree_map(dense, given, arrays, is_leaf=lambda x: x is None)
+        tangents = tangent.products
+        products = jtu.tree_map(fill, tangents, arrays, is_leaf=lambda x: x is None)
         errors, freedoms = [], []
         for x, (_, error, freedom) in zip(values, self.judge(products), strict=True):
             errors.append(error.reshape(x.shape))
@@ -86,27 +85,27 @@ class Evidence(eqx.Module):
         if self.factor is not None:
             errors = [jnp.abs(self.factor) * x for x in errors]
         if tangent.factor is not None:
-            # The two parts may be correlated in any way.
-            more = [jnp.abs(tangent.factor) * x for x in jtu.tree_leaves(self.errors)]
-            more = [jnp.where(tangent.factor == 0, 0, x) for x in more]
-            errors = list(map(op.add, errors, more))
+            # The factor's derivative adds a term. We add both errors, for any correlation.
+            added = [jnp.abs(tangent.factor) * x for x in jtu.tree_leaves(self.errors)]
+            added = [jnp.where(tangent.factor == 0, 0, x) for x in added]
+            errors = list(map(op.add, errors, added))
         if self.solvers is not None:
-            parts = [jnp.where(x == 0, 0, self.solvers * jnp.abs(x)) for x in values]
-            errors = list(map(jnp.hypot, errors, parts))
+            solver = [jnp.where(x == 0, 0, self.solvers * jnp.abs(x)) for x in values]
+            errors = list(map(jnp.hypot, errors, solver))
         return list(map(ErrorBar, values, errors, freedoms))
 
 
 class Outcome(NamedTuple):
-    """What an estimator returns.
+    """The output of an estimator.
 
-    - `bars`: an error bar for every value: one for a trace, with leading axes for parts of a
-        diagonal; one for each leaf of a function, and one for quadratic forms behind them.
-        Unknown standard errors are infinite.
-    - `results`: one for each value; quadratic forms share the first.
-    - `stats`: a dictionary of arrays.
+    - `bars`: one error bar for a trace, or for a diagonal with an axis for its parts; one
+        for each leaf of a function's value, then one for any quadratic forms. Unknown
+        standard errors are infinite.
+    - `results`: one for each leaf; quadratic forms share the first leaf's result.
+    - `stats`: a dictionary with arrays.
     - `evidence`: for error bars of derivatives; `None` if they have none.
-    - `kept`: a `Grown` or its buffers, which a later estimate resumes from; `()` if none can,
-        and `None` if a later one repeats this.
+    - `kept`: buffers, or a `Grown` with buffers, for a later estimate to resume from. `()`
+        means that none can resume, `None` that a later estimate repeats this one.
     """
 
     bars: list[ErrorBar]
@@ -124,7 +123,7 @@ def as_arrays(stats: dict[str, Any]) -> dict[str, PyTree[Array]]:
 
 
 def cast_bar(bar: ErrorBar, dtype: DTypeLike) -> ErrorBar:
-    """The error bar in a dtype, the error infinite where it or the mean isn't known."""
+    """Casts an error bar. A NaN error, or a mean that isn't finite, gives error inf."""
     mean, error, freedom = map(jnp.asarray, bar)
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         mean = jnp.real(mean)
@@ -135,21 +134,21 @@ def cast_bar(bar: ErrorBar, dtype: DTypeLike) -> ErrorBar:
 
 
 class Derivative(NamedTuple):
-    """The derivatives of an outcome's values and of its evidence; `None` stands for 0."""
+    """Derivatives of an outcome's values and its evidence; `None` stands for 0."""
 
     values: list[Array | None]
     products: PyTree[Any] = None
 
 
 class StandIn(eqx.Module):
-    """Abstract base class of the blocks that a value's derivative is made of."""
+    """Abstract base class for stand-ins: fixed blocks that carry a value's derivative."""
 
     @abc.abstractmethod
     def derivative(self, state: PyTree, tangent: PyTree) -> Derivative | None:
-        """The derivative; `None` stands for 0, there and among tangents.
+        """The derivative along `tangent`. `None` stands for 0, in both.
 
-        Only the operator of a state is differentiated, and for a spectral function the
-        function and the right-hand sides. Linear in their tangents, for JAX to transpose.
+        We differentiate only a state's operator and, for a spectral function, the function
+        and the right-hand sides. The result is linear in `tangent`, so JAX can transpose it.
         """
 
 
@@ -158,25 +157,25 @@ class StandIn(eqx.Module):
 #
 
 
-# Jitted, so that JAX's trace cache serves the abstract evaluation, the program and its
-# derivative: a third of the time of a first call.
+# We jit this, so that JAX's trace cache serves the abstract evaluation, the program and its
+# derivative: it saved a third of a first call. `stop` is a `Stop`, a `Depth` or `None`.
 @eqx.filter_jit
 def run(estimator: Any, state: PyTree, k: int, stop: PyTree) -> tuple[Outcome, StandIn]:
     return estimator.run(state, k, stop)
 
 
-def _implementation(estimator, state, k, stop, blocks, x64):
+def _implementation(estimator, state, k, stop, with_stand_in, x64):
     if x64 != jax.config.jax_enable_x64:  # pyright: ignore
         raise RuntimeError(
-            "traceax: jax.enable_x64 was changed inside of a jitted function, which JAX "
-            "compiles in the mode that it is called in; change it around the call, as in "
+            "traceax: jax.enable_x64 was changed inside a jitted function, which JAX "
+            "compiles in the caller's mode; change it around the call, as in "
             "`with jax.enable_x64(True): jitted(x)`."
         )
-    # Lowering says that there is no mesh where tracing says nothing, and the trace cache
-    # takes the two for different.
+    # Without a mesh, lowering sets an empty mesh and tracing sets none. We always set it,
+    # because the trace cache treats these two contexts as different.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         outcome, stand_in = run(estimator, state, k, stop)
-    return (outcome, stand_in) if blocks else outcome
+    return (outcome, stand_in) if with_stand_in else outcome
 
 
 def _abstract(*arguments):
@@ -199,38 +198,38 @@ def _abstract(*arguments):
 
 
 def _jvp(primals, tangents):
-    # JAX differentiates a program in the mesh of its caller, which may have explicit axes.
+    # JAX calls this in the caller's mesh, so we switch to the mesh of the state's arrays.
     meshes = [
         jax.typeof(x).sharding.mesh
         for x in jtu.tree_leaves(eqx.filter(primals[1], eqx.is_array))
     ]
-    here = jax.sharding.get_abstract_mesh()
-    with jax.sharding.use_abstract_mesh(next((x for x in meshes if not x.empty), here)):
+    mesh = jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(next((x for x in meshes if not x.empty), mesh)):
         return _derivative(primals, tangents)
 
 
 def _derivative(primals, tangents):
-    estimator, state, k, stop, blocks, x64 = primals
+    estimator, state, k, stop, with_stand_in, x64 = primals
     outcome, stand_in = eqxi.filter_primitive_bind(
         estimate_p, estimator, state, k, stop, True, x64
     )
 
-    def of_dtype(t, x):
+    def cast(t, x):
         if t is None:
             return None
         return (t if jnp.iscomplexobj(x) else t.real).astype(x.dtype)
 
-    def like(t, x):
-        return jtu.tree_map(of_dtype, t, x, is_leaf=lambda x: x is None)
+    def cast_tree(t, x):
+        return jtu.tree_map(cast, t, x, is_leaf=lambda x: x is None)
 
     t_outcome = jtu.tree_map(lambda _: None, outcome)
-    found = stand_in.derivative(state, tangents[1])
-    if found is not None:
-        pairs = zip(outcome.bars, t_outcome.bars, found.values, strict=True)
-        bars = [t_x._replace(mean=like(value, x.mean)) for x, t_x, value in pairs]
+    derivative = stand_in.derivative(state, tangents[1])
+    if derivative is not None:
+        pairs = zip(outcome.bars, t_outcome.bars, derivative.values, strict=True)
+        bars = [t_x._replace(mean=cast_tree(value, x.mean)) for x, t_x, value in pairs]
         t_outcome = t_outcome._replace(bars=bars)
-        if outcome.evidence is not None and found.products is not None:
-            products = like(found.products, outcome.evidence.products)
+        if outcome.evidence is not None and derivative.products is not None:
+            products = cast_tree(derivative.products, outcome.evidence.products)
             evidence = eqx.tree_at(
                 lambda x: x.products,
                 t_outcome.evidence,
@@ -238,13 +237,13 @@ def _derivative(primals, tangents):
                 is_leaf=lambda x: x is None,
             )
             t_outcome = t_outcome._replace(evidence=evidence)
-    if not blocks:
+    if not with_stand_in:
         return outcome, t_outcome
     return (outcome, stand_in), (t_outcome, jtu.tree_map(lambda _: None, stand_in))
 
 
 def _transpose(*args, **kwargs):
-    # Unreachable: what the rule above returns is linear in the operator's tangent.
+    # Unreachable: the rule above returns derivatives that JAX transposes without it.
     raise NotImplementedError("estimate_trace is not linear in any argument.")
 
 
@@ -270,14 +269,14 @@ def bind(estimator: eqx.Module, state: PyTree, k: int, stop: PyTree) -> Outcome:
 
 
 class Columns(StandIn):
-    """Abstract base class of blocks V and Z, of which a chunk can be had at a time.
+    """Abstract base class for blocks V and Z that we make in chunks, to save memory.
 
     **Attributes:**
 
-    - `count`: how many of the `most` columns there are, the others being 0.
-    - `evidence`: its products are `(seen, first)`: what `observe` returns for all columns, and
-        the first columns of `A V` as rows, or `None`. They are zeros: only their tangents,
-        made of products with dA, are used.
+    - `most`, `size`: the number of columns, and the number of columns in a chunk.
+    - `count`: the number of columns in use. Columns beyond it are 0.
+    - `evidence`: its products are a pair: the output of `observe` for all columns, and the
+        first columns of `A V` as rows, or `None`. We use only tangents, so zeros will do.
     """
 
     evidence: eqx.AbstractVar[Evidence | None]
@@ -287,11 +286,11 @@ class Columns(StandIn):
 
     @abc.abstractmethod
     def chunk(self, start: int | Int[Array, ""]) -> tuple[Array, Array]:
-        """V and Z, of shape `(n, c)`, from column `start` on, `size` of them."""
+        """Columns `start` to `start + size` of V and Z."""
 
     @abc.abstractmethod
     def whole(self) -> tuple[Array, Array]:
-        """V and Z, of shape `(n, p)`."""
+        """All columns of V and Z."""
 
     def __iter__(self) -> Iterator[Array]:
         return iter(self.whole())
@@ -302,18 +301,18 @@ class Columns(StandIn):
     def product(
         self, operator: PyTree, V: Inexact[Array, "n c"]
     ) -> Inexact[Array, "n c"]:
-        """What is differentiated, `A V`. Optional."""
+        """The product `A V`, which the rule differentiates. Optional to override."""
         return apply_block(operator, V)
 
     def observe(
         self, V: Inexact[Array, "n c"], W: Inexact[Array, "n c"]
     ) -> Inexact[Array, "... c"]:
-        """The evidence in products W with a chunk. Optional."""
+        """The evidence from a chunk V and its products W. Optional to override."""
         return column_dots(V, W)
 
-    def joined(self, seen: Inexact[Array, "i ... c"]) -> Inexact[Array, "... p"]:
-        """The evidence in all chunks, without what is beyond the last column. Optional."""
-        return _in_a_row(seen)[..., : self.most]
+    def joined(self, observed: Inexact[Array, "i ... c"]) -> Inexact[Array, "... p"]:
+        """Joins the evidence from chunks, without padding. Optional to override."""
+        return _join_chunks(observed)[..., : self.most]
 
     @property
     def _num_first(self) -> int:
@@ -321,57 +320,57 @@ class Columns(StandIn):
         return 0 if first is None else len(first)
 
     def derivative(self, state, tangent):
-        """`<Z, dA V>`, a chunk at a time: nothing of a chunk is kept for the next one."""
-        few, total = self._num_first, state.functional.pair
+        """`<Z, dA V>`, chunk by chunk, so that only one chunk is in memory."""
+        num_first, contract = self._num_first, state.functional.pair
 
         def products(V):
             return product_tangent(state.operator, tangent.operator, V, self.product)
 
         @jax.checkpoint
-        def pair(start):
+        def chunk_terms(start):
             V, Z = jax.lax.stop_gradient(self.chunk(start))
             W = products(V)
-            return () if W is None else (total(Z, W), self.observe(V, W))
+            return () if W is None else (contract(Z, W), self.observe(V, W))
 
         if self.size >= self.most:
             V, Z = jax.lax.stop_gradient(self.chunk(0))
             W = products(V)
             if W is None:
                 return None
-            first = W.T[:few] if few else None
-            return Derivative([total(Z, W)], (self.observe(V, W), first))
-        if not (shapes := jax.eval_shape(pair, jnp.int32(0))):
+            first = W.T[:num_first] if num_first else None
+            return Derivative([contract(Z, W)], (self.observe(V, W), first))
+        if not (shapes := jax.eval_shape(chunk_terms, jnp.int32(0))):
             return None
 
         @jax.checkpoint
-        def part(start):
+        def used_terms(start):
             if isinstance(self.count, int):
-                return pair(start)
-            return if_any(start < self.count, pair, shapes, start)
+                return chunk_terms(start)
+            return if_any(start < self.count, chunk_terms, shapes, start)
 
         def step(value, start):
-            more, seen = part(start)
-            return value + more, seen
+            term, observed = used_terms(start)
+            return value + term, observed
 
         starts = jnp.arange(0, self.most, self.size, dtype=jnp.int32)
         zero = jnp.zeros(shapes[0].shape, shapes[0].dtype)
-        value, seen = scan(step, zero, starts)
+        value, observed = scan(step, zero, starts)
         V, first = self.chunk(0)[0], None
-        if few and (W := products(V[:, :few])) is not None:
+        if num_first and (W := products(V[:, :num_first])) is not None:
             first = W.T
-        return Derivative([value], (self.joined(seen), first))
+        return Derivative([value], (self.joined(observed), first))
 
 
-def _in_a_row(seen: Inexact[Array, "i ... c"]) -> Inexact[Array, "... ic"]:
-    seen = jnp.moveaxis(seen, 0, -2)
-    return seen.reshape(*seen.shape[:-2], -1)
+def _join_chunks(observed: Inexact[Array, "i ... c"]) -> Inexact[Array, "... ic"]:
+    observed = jnp.moveaxis(observed, 0, -2)
+    return observed.reshape(*observed.shape[:-2], -1)
 
 
 class Blocks(Columns):
     """Pairs of blocks `(V_i, Z_i)`, side by side.
 
-    Columns beyond `count` of each are 0. The evidence in their products W is the form
-    `V^* W`, or its diagonal and the first columns of W.
+    In each block, columns beyond `count` are 0. The evidence from products W is the matrix
+    `V^* W`, if `evidence` has a matrix; otherwise its diagonal and the first columns of W.
     """
 
     pairs: list[tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]]
@@ -388,11 +387,11 @@ class Blocks(Columns):
     ):
         (n, self.most), self.pairs, self.evidence = pairs[0][0].shape, pairs, evidence
         self.count = self.most if count is None else count
-        few = columns_at_once(n) // len(pairs)
+        width = columns_at_once(n) // len(pairs)
         if not isinstance(self.count, int):
-            # So that a loop that stopped early pays for what it took.
-            few = min(few, max(8, self.most // 8))
-        self.size = min(max(few, 1, self._num_first), self.most)
+            # We use small chunks, so that we can skip unused ones after an early stop.
+            width = min(width, max(8, self.most // 8))
+        self.size = min(max(width, 1, self._num_first), self.most)
 
     def whole(self):
         V, Z = zip(*self.pairs, strict=True)
@@ -403,7 +402,7 @@ class Blocks(Columns):
             return self.whole()
 
         def columns(block):
-            # The last chunk is padded with zeros.
+            # We pad the last chunk with zeros.
             rows = jnp.pad(block.T, ((0, -self.most % self.size), (0, 0)))
             return jax.lax.dynamic_slice_in_dim(rows, start, self.size).T
 
@@ -411,22 +410,22 @@ class Blocks(Columns):
         return side_by_side(*V), side_by_side(*Z)
 
     @property
-    def _is_form(self) -> bool:
+    def _has_matrix(self) -> bool:
         return self.evidence is not None and self.evidence.products[0].ndim == 2
 
     def observe(self, V, W):
-        if not self._is_form:
+        if not self._has_matrix:
             return column_dots(V, W)
         return inner(self.whole()[0], W)
 
-    def joined(self, seen):
-        # A chunk holds columns of each pair.
-        parts = jnp.split(seen, len(self.pairs), axis=-1)
-        return jnp.concatenate([_in_a_row(x)[..., : self.most] for x in parts], -1)
+    def joined(self, observed):
+        # A chunk has columns from each pair, so we join the pairs separately.
+        parts = jnp.split(observed, len(self.pairs), axis=-1)
+        return jnp.concatenate([_join_chunks(x)[..., : self.most] for x in parts], -1)
 
 
 class Identity(Columns):
-    """The blocks `V = Z = I`, of which no more than a chunk is ever in memory."""
+    """The blocks `V = Z = I`. Only one chunk is in memory at a time."""
 
     evidence: Evidence | None
     count: int | Int[Array, ""] = eqx.field(static=True)

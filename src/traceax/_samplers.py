@@ -22,17 +22,17 @@ Start = int | Int[Array, ""]
 
 
 class Sampler(eqx.Module):
-    """Abstract base class of probe distributions.
+    """Abstract base class for probe distributions.
 
-    Probe `j` must depend on the key and on the probes before it alone, so that a larger
-    budget extends the sequence.
+    Probe `j` must depend only on the key and on earlier probes, so that a larger budget
+    extends the sequence.
 
     **Attributes:**
 
-    - `rotation_invariant`: whether a probe's direction is uniform, which resphering needs.
-    - `independent`: whether probes are, which leaving one out needs; `True` by default.
-    - `round_size`: how many probes make one sample, 1 by default. Isotropic is the mean of
-        `w w^*` over a round.
+    - `rotation_invariant`: whether directions are uniform, which resphering needs.
+    - `independent`: whether probes are independent, for leave-one-out; default `True`.
+    - `round_size`: the number of probes per sample, 1 by default. The mean of `w w^*`
+        over one round must have expectation I.
     """
 
     rotation_invariant: ClassVar[bool]
@@ -41,45 +41,45 @@ class Sampler(eqx.Module):
 
     @abc.abstractmethod
     def sample(self, key: Key[Array, ""], n: int, k: int, dtype: np.dtype) -> Block:
-        """The first `k` probes, of length `n`, a probe a column.
+        """The first `k` probes, of length `n`, one per column.
 
-        `key` is a typed key, `dtype` real or complex, of at least 32-bit precision.
+        `key` is a typed key; `dtype` is real or complex, and at least 32-bit.
         """
 
     def check(self, operator: lx.AbstractLinearOperator, where: str) -> None:
-        """Refuses operators of which probes would be wrong. Optional."""
+        """Refuses operators that these probes would be wrong for. Optional."""
 
     @property
     def _is_exact(self) -> bool:
-        return False  # whether a sample of an operator is known to be its trace
+        return False  # whether one sample is known to equal the trace
 
     def _draw_range(
         self, key: Key[Array, ""], start: Start, width: int, most: int, space: Space
     ) -> Inexact[Array, "n {width}"]:
-        """The vectors w of `width` samples from `start` on, of `most`. Optional."""
+        """The vectors w for `width` samples from `start` on, of `most`. Optional."""
         return self._drawn(key, most, space)._draw_range(key, start, width, most, space)
 
     def _drawn(self, key: Key[Array, ""], most: int, space: Space) -> "Sampler":
-        """The sampler with what it draws for all samples at once in memory. Optional."""
+        """The sampler, which stores its probes if it draws all at once. Optional."""
         return _Drawn(self, self.sample(key, space.size, most, space.compute_dtype))
 
     def _apply(
         self, operator: lx.AbstractLinearOperator, block: Inexact[Array, "n m"]
     ) -> Inexact[Array, "n m"]:
-        """What samples `w^* B w` are made of, `B w`; of one probe `A w`. Optional."""
+        """`B w` for samples `w^* B w`; `A w` for single probes. Optional."""
         return apply_block(operator, block)
 
     def _rounds(
         self, probes: Block, products: Block
     ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]:
-        """w and `B w` of each sample, from the probes and products with them. Optional."""
+        """w and `B w` for each sample, from probes and their products. Optional."""
         return probes, products
 
 
 class IndexedSampler(Sampler):
-    """Abstract base class of samplers whose probe `j` depends on `(key, j)` alone.
+    """Abstract base class for samplers whose probe `j` depends only on `(key, j)`.
 
-    A subclass defines `probes`, any range of the sequence.
+    A subclass defines `probes`, which draws any range of the sequence.
     """
 
     @abc.abstractmethod
@@ -91,7 +91,7 @@ class IndexedSampler(Sampler):
         k: int,
         dtype: np.dtype,
     ) -> Inexact[Array, "n k"]:
-        """The probes `start, ..., start + k - 1`, as `sample`; `start` may be traced."""
+        """The probes `start, ..., start + k - 1`; `start` may be traced."""
 
     def sample(self, key, n, k, dtype):
         return self.probes(key, 0, n, k, dtype)
@@ -119,7 +119,7 @@ class _Drawn(Sampler):
         return self.sampler.sample(key, n, k, dtype)
 
     def _draw_range(self, key, start, width, most, space):
-        # A range may end beyond the last.
+        # We pad, because a range may end beyond the last probe.
         rows = jnp.pad(self.block.T, ((0, width), (0, 0)))
         return jax.lax.dynamic_slice_in_dim(rows, start, width).T
 
@@ -133,39 +133,39 @@ def _each(
     k: int,
     draw: Callable[[Key[Array, ""]], Inexact[Array, " n"]],
 ) -> Block:
-    """A probe a column, each from the key of its position."""
+    """Draws one probe per column, each from the key for its position."""
     positions = jnp.arange(k, dtype=jnp.int32) + start
     keys = jax.vmap(lambda j: jax.random.fold_in(key, j))(positions)
     if "threefry" in str(jax.random.key_impl(key)):
         return jax.vmap(draw)(keys).T
-    # Of other generators `vmap` draws a block from the first key.
+    # We loop: with other generators, `vmap` draws a block from the first key.
     return jax.lax.map(draw, keys).T
 
 
 class RademacherSampler(IndexedSampler):
-    """Random signs, the lowest variance of independent entries. Not rotation invariant.
+    """Random signs, with the lowest variance among independent entries.
 
-    Entries are `+1` or `-1`; for a complex operator `(+-1 +- i) / sqrt(2)`.
+    Entries are `+-1`, or `(+-1 +- i) / sqrt(2)` if complex. Not rotation invariant.
     """
 
     rotation_invariant: ClassVar[bool] = False
 
     def probes(self, key, start, n, k, dtype):
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        number, real = (2 * n if is_complex else n), jnp.finfo(dtype).dtype
+        count, real = (2 * n if is_complex else n), jnp.finfo(dtype).dtype
 
         def draw(key):
-            words = jax.random.bits(key, (-(-number // 32),), jnp.uint32)
-            drawn = signs(words, number, real)
+            words = jax.random.bits(key, (-(-count // 32),), jnp.uint32)
+            entries = signs(words, count, real)
             if not is_complex:
-                return drawn
-            return jax.lax.complex(drawn[:n], drawn[n:]) * math.sqrt(0.5)
+                return entries
+            return jax.lax.complex(entries[:n], entries[n:]) * math.sqrt(0.5)
 
         return _each(key, start, k, draw)
 
 
 class NormalSampler(IndexedSampler):
-    """Standard normal entries, for a complex operator circular. Rotation invariant."""
+    """Standard normal entries, circular if complex. Rotation invariant."""
 
     rotation_invariant: ClassVar[bool] = True
 
@@ -174,9 +174,9 @@ class NormalSampler(IndexedSampler):
 
 
 class SphereSampler(IndexedSampler):
-    """Uniform on the real or complex sphere of radius `sqrt(n)`. Rotation invariant.
+    """Uniform on the real or complex sphere with radius `sqrt(n)`. Rotation invariant.
 
-    A normal probe without the fluctuation of its length, which only adds variance.
+    These are normal probes without fluctuations in length, which only add variance.
     """
 
     rotation_invariant: ClassVar[bool] = True
@@ -188,12 +188,12 @@ class SphereSampler(IndexedSampler):
 
 
 class OrthogonalSampler(Sampler):
-    r"""Probes orthogonal to each other, of length `sqrt(n)`: columns of a Haar matrix.
+    r"""Orthogonal probes with length `sqrt(n)`, from the columns of a Haar matrix.
 
-    The variance of Hutchinson's estimator falls by `1 - k / n`. Worth its O(n k^2) time
-    where k is not small against n. All probes are held, also by an estimator that takes
-    products in chunks. Rotation invariant. Not independent: estimators that leave one probe
-    out refuse it.
+    They reduce the variance of Hutchinson's estimator by the factor `1 - k / n`, which
+    is worth O(n k^2) time unless k is much smaller than n. All probes stay in memory,
+    even if an estimator takes products in chunks. The probes are rotation invariant but
+    dependent: estimators that leave one probe out refuse them.
 
     **Raises:** `ValueError` for more than n probes.
 
@@ -206,17 +206,17 @@ class OrthogonalSampler(Sampler):
     independent: ClassVar[bool] = False
 
     def sample(self, key, n, k, dtype):
-        what, hint = f"at most n = {n} probes are orthogonal", "pass k <= n"
-        require(k <= n, "OrthogonalSampler.sample", what, f"k = {k}", hint)
+        what, hint = f"k must be at most n = {n}, for orthogonal probes", "pass k <= n"
+        require(k <= n, "OrthogonalSampler.sample", what, f"{k}", hint)
         Q, R = orthonormalise(NormalSampler().sample(key, n, k, dtype))
-        # Haar needs a positive diagonal of R, which lets a larger block begin as this one.
+        # We make R's diagonal positive, for Haar columns that larger blocks repeat.
         diagonal = jnp.diagonal(R)
         phase = diagonal / jnp.abs(diagonal).astype(dtype)
         return Q * (math.sqrt(n) * phase)[None, :].astype(dtype)
 
 
 def with_drawn(tree: PyTree[Any], key: Key[Array, ""], most: int, space: Space) -> Any:
-    """A module with its samplers' probes in memory, of those that draw all at once."""
+    """A module whose samplers store their probes, if they draw all at once."""
 
     def is_sampler(x):
         return isinstance(x, Sampler)
@@ -229,13 +229,13 @@ def with_drawn(tree: PyTree[Any], key: Key[Array, ""], most: int, space: Space) 
 
 
 def check_rounds(sampler: Sampler, k: int, where: str, *, at_most: bool) -> None:
-    """Refuses budgets that are not whole rounds; as caps, those below one round."""
+    """Refuses budgets that are not whole rounds; as caps, budgets below one round."""
     p = sampler.round_size
     below, above = k // p * p, -(-k // p) * p
-    right = below == k or (at_most and below > 0)
+    is_valid = below == k or (at_most and below > 0)
     nearby = f"{below} or {above}" if below > 0 else f"{above}"
-    what = f"k must be a whole number of rounds of {p} products, one a colour"
-    require(right, where, what, f"{k}", f"pass {nearby}")
+    what = f"k must be a multiple of the round size, {p} products, one per colour"
+    require(is_valid, where, what, f"{k}", f"pass {nearby}")
 
 
 def check_sampler(
@@ -246,10 +246,10 @@ def check_sampler(
     independent: bool = False,
     rounds: bool = False,
 ) -> None:
-    """Refuses probes that an estimator would be biased with.
+    """Refuses probes that would bias an estimator.
 
-    Resphering needs a uniform direction, testing on some probes what others found
-    independent ones. `rounds` says that samples may be of several probes.
+    Resphering needs a uniform direction, and leaving probes out needs independent
+    probes. `rounds` allows samples that take several probes.
     """
     sphere, what = "traceax.SphereSampler()", "sampler must be a traceax.Sampler"
     hint = f"pass an instance, such as {sphere}"
@@ -258,14 +258,14 @@ def check_sampler(
     require(
         sampler.round_size == 1 or rounds,
         where,
-        "each probe must be isotropic",
-        f"those of {name}, which are so only in rounds of {sampler.round_size}",
+        "sampler must draw probes that are isotropic one by one",
+        f"{name}, whose probes are isotropic only in rounds of {sampler.round_size}",
         "use it in traceax.HutchinsonEstimator or traceax.LanczosQuadratureEstimator, or "
         f"{sphere} in this one",
     )
-    right = sampler.rotation_invariant or not resphere
-    what = "resphere=True needs a rotation-invariant sampler"
-    require(right, where, what, name, f"{hint}, or pass resphere=False")
-    right = sampler.independent or not independent
-    what = "probes that test what others found must be independent"
-    require(right, where, what, f"those of {name}", hint)
+    is_valid = sampler.rotation_invariant or not resphere
+    what = "sampler must be rotation-invariant with resphere=True"
+    require(is_valid, where, what, name, f"{hint}, or pass resphere=False")
+    is_valid = sampler.independent or not independent
+    what = "sampler must draw independent probes, which are tested against each other"
+    require(is_valid, where, what, f"{name}", hint)

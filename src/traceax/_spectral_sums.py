@@ -1,4 +1,4 @@
-"""Sums over eigenvalues: traces of functions, and the doors that are made of them."""
+"""Entry points for sums over eigenvalues: traces of functions, norms and densities."""
 
 import functools as ft
 import math
@@ -47,57 +47,53 @@ def trace_function(
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
-    r"""Estimates `tr f(A)`, a sum over eigenvalues, from at most `k` products.
+    r"""Estimates `tr f(A)`, a sum over the eigenvalues, from at most `k` products.
 
     ```python
     estimate = traceax.trace_function(key, jnp.sqrt, operator, 120)
     ```
 
-    Differentiable once with respect to `operator`, and to what `fn` closes over, in forward
-    and reverse mode. Derivatives are estimates
-    of the derivatives of `tr f(A)`, not derivatives of an algorithm.
+    You can differentiate the value once, in forward and reverse mode, with respect to
+    `operator` and to arrays that `fn` closes over. Derivatives estimate the derivatives
+    of `tr f(A)`; they are not derivatives of an algorithm.
 
     **Arguments:**
 
     - `key`: a single key, typed or legacy.
-    - `fn`: a function of a real scalar, which JAX can differentiate. It may return a
-        PyTree of scalars: all are estimated from the same products.
-    - `operator`: a symmetric lineax operator (complex: Hermitian), over arrays or
-        PyTrees. It need not be tagged so; its products must show it.
-    - `k`: a positive Python int, the budget of products. For `k >= n` the answer is
-        exact. It may be left out with a tolerance, as in [`traceax.trace`][], and where
-        there is a bracket: see [`traceax.KrylovAwareEstimator`][].
-    - `estimator`: a [`traceax.SpectralEstimator`][]; by default
-        [`traceax.KrylovAwareEstimator`][], but for operators known to be diagonal, of
-        which the sum is exact.
-    - `lower`: a real scalar that no eigenvalue is below, where one is known; 0 of an
-        operator that is tagged positive semidefinite.
-    - `monotone`: whether `fn`, or minus it, is operator monotone on positive numbers:
-        `log`, `-1 / x`, `x**p` with `0 < p < 1`, sums of these with positive weights;
-        every leaf of it. With `lower` the error of the Krylov space is then known in
-        place of guessed. Nothing checks this.
-    - `trace`: that of `operator`, a real scalar, which may be traced, where it is known but
-        can't be read: of kernels, matrices, dense or sparse, and sums, multiples and shifts
-        of these the diagonal is read. It takes most of the error of probes away, at no
-        product, and has no part in derivatives. A wrong one need not show in the error
-        bar.
-    - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for [`traceax.trace`][]; a
-        tolerance is for every leaf of what `fn` returns, and is taken by
-        [`traceax.KrylovAwareEstimator`][].
+    - `fn`: a function of a real scalar that JAX can differentiate. If it returns a
+        PyTree of scalars, all are estimated from the same products.
+    - `operator`: a symmetric lineax operator (Hermitian if complex) on arrays or
+        PyTrees. It needs no tag, but its products are checked.
+    - `k`: the budget of products, a positive Python int. The answer is exact for
+        `k >= n`. It is optional with a tolerance, as in [`traceax.trace`][], and if the
+        estimate has a bracket, as in [`traceax.KrylovAwareEstimator`][].
+    - `estimator`: a [`traceax.SpectralEstimator`][], by default
+        [`traceax.KrylovAwareEstimator`][], or the exact sum for a known diagonal
+        operator.
+    - `lower`: a lower bound on the eigenvalues, a real scalar. An operator tagged
+        positive semidefinite has the bound 0.
+    - `monotone`: whether every leaf of `fn`, or its negative, is operator monotone on
+        positive numbers: `log`, `-1 / x`, `x**p` with `0 < p < 1`, and sums of these
+        with positive weights. With `lower`, the truncation error of the Krylov space is
+        then bounded, not extrapolated. Nothing checks this claim.
+    - `trace`: the trace of `operator`, a real scalar that may be traced. Pass it if you
+        know it and the diagonal can't be read. (It is read for kernels, dense and
+        sparse matrices, and their sums, multiples and shifts.) It removes most of the
+        sampling error at no product, and plays no part in derivatives. A wrong trace
+        need not show in the error bar.
+    - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for [`traceax.trace`][]. A
+        tolerance applies to every leaf, and needs a [`traceax.KrylovAwareEstimator`][].
 
-    **Returns:**
+    **Returns:** a [`traceax.Estimate`][] whose value has the structure that `fn`
+    returns. Its error bar includes sampling error and truncation error. For monotone
+    functions `stats["bracket"]` is the pair `(low, high)` that would contain the value
+    without sampling error; both ends have the derivative of the value.
+    `stats["bracket_is_proven"]` says whether the ends are proven, or rest on a guess of
+    the smallest eigenvalue. With `stats["ritz_values"]` and `stats["ritz_weights"]`,
+    `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)` without more products.
 
-    A [`traceax.Estimate`][], whose value is of the structure that `fn` returns. Its
-    error bar holds the error of probes and that of the Krylov space. For monotone functions
-    `stats["bracket"]` is the pair of the ends between which the value would be but for the
-    error of probes; `stats["bracket_is_proven"]` says whether they are, or rest on a guess
-    of the smallest eigenvalue. The ends have the derivative of the value.
-    `stats["ritz_values"]` and `stats["ritz_weights"]` evaluate more functions without
-    another product: `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)`.
-
-    **Raises:** as [`traceax.trace`][]; `ValueError` for a function that isn't one of
-    scalars; a run-time error for an operator that isn't Hermitian, or a function that isn't
-    finite on its spectrum.
+    **Raises:** as [`traceax.trace`][]; `ValueError` if `fn` doesn't return scalars; a
+    run-time error if the operator isn't Hermitian or `fn` isn't finite on its spectrum.
     """
     where = "traceax.trace_function"
     if not isinstance(operator, lx.AbstractLinearOperator):
@@ -125,36 +121,38 @@ def logdet(
 ) -> Estimate:
     r"""Estimates `log det(A + shift I)` from at most `k` products with A.
 
-    The first job of a Gaussian process: `traceax.logdet(key, kernel, 100,
-    shift=noise)`, differentiable with respect to the kernel and to the noise.
+    For a covariance matrix, `traceax.logdet(key, kernel, 100, shift=noise)` has
+    derivatives with respect to the kernel and the noise. *Use when* you need this term
+    alone; [`traceax.inv_quad_logdet`][] estimates both terms of a likelihood at once.
 
-    A shift takes nothing of the accuracy: Krylov spaces of A and of `A + shift I` are the
-    same, and eigenvalues that are all but `shift` drop out of the error. Of an operator that
-    is tagged positive semidefinite it also says what no eigenvalue is below, which bounds
-    the error of the Krylov space; the same multiple of the identity inside of the operator
-    does not.
+    Pass a multiple of the identity as `shift`, not inside the operator. A shift costs
+    no accuracy: the Krylov spaces stay the same, and eigenvalues almost equal to the
+    shift drop out of the error. If A is tagged positive semidefinite, the shift is also
+    a lower bound on the eigenvalues, and `stats` has a bracket.
 
-    The answer is exact, by one Cholesky factorisation, if `k` and `estimator` are left out, there
-    are at most 2,000 unknowns, and entries are read, as in [`traceax.columns`][]. It is exact for
-    tridiagonal operators by class or tag, and for triangular ones whose diagonal is read. If
-    neither tag says that such an operator is symmetric or positive semidefinite, the value is
-    `log |det(A + shift I)|`, and `stats["sign"]` the sign or phase.
+    The answer is exact, from one Cholesky factorisation, if you omit `k` and
+    `estimator`, n is at most 2,000, and the entries can be read (see
+    [`traceax.columns`][]). It is also exact for tridiagonal operators, by class or tag,
+    and for triangular ones with a readable diagonal. If such an operator isn't tagged
+    as symmetric or positive semidefinite, the value is `log |det(A + shift I)|`, and
+    `stats["sign"]` is the sign or phase.
 
-    **Arguments:** those of [`traceax.trace_function`][] but `fn`, `lower`, `monotone`, and
+    **Arguments:** as for [`traceax.trace_function`][], without `fn`, `lower` and
+    `monotone`, and with
 
-    - `operator`: symmetric or Hermitian; `A + shift I` must be positive definite. For a singular
-        one an estimate is finite, though the truth is minus infinity: pass a shift, or lift a
-        null space that is known (the recipe for pseudo-determinants).
-    - `shift`: a real scalar, may be traced and differentiated; or n numbers, or a PyTree in the
-        structure of the operator whose leaves are scalars or arrays. They must be positive, and
-        A positive semidefinite, unless it is diagonal, triangular or tridiagonal.
-    - `preconditioner`: of a positive semidefinite A and a positive shift, or one of your own
-        of a positive definite `A + shift I`, as for [`traceax.inv_quad_logdet`][], which
-        estimates both terms of a likelihood at once.
-    - `trace`: that of A, without the shift. Columns make no use of it.
+    - `operator`: symmetric or Hermitian, with `A + shift I` positive definite. If this
+        is singular, the truth is minus infinity but the estimate finite: pass a shift,
+        or lift a known null space (see the recipe for pseudo-determinants).
+    - `shift`: a real scalar that may be traced and differentiated; or n numbers, or a
+        PyTree in the operator's structure with scalar or array leaves. Several numbers
+        must be positive and A positive semidefinite, unless A is diagonal, triangular
+        or tridiagonal.
+    - `preconditioner`: as for [`traceax.inv_quad_logdet`][]. A must be positive
+        semidefinite and the shift positive, or, if the preconditioner is custom,
+        `A + shift I` positive definite.
+    - `trace`: the trace of A without the shift. Preconditioner columns don't use it.
 
-    **Returns:** a [`traceax.Estimate`][], with a bracket for operators that are tagged
-    positive semidefinite.
+    **Returns:** a [`traceax.Estimate`][], with a bracket as described above.
     """
     where = "traceax.logdet"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
@@ -182,12 +180,12 @@ def trace_inverse(
 ) -> Estimate:
     r"""Estimates `tr (A + shift I)^-1` from at most `k` products with A.
 
-    For an operator that isn't Hermitian, or one that has a good solver, use
-    `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)`, whose k
-    counts solves.
+    If the operator isn't Hermitian, or has a good solver, use
+    `traceax.trace(key, traceax.InverseLinearOperator(operator, solver), k)` instead.
+    Its k counts solves.
 
-    Arguments, exact answers and the returned estimate are as for [`traceax.logdet`][], without a
-    preconditioner or `stats["sign"]`.
+    Arguments, exact answers and the returned estimate are as for [`traceax.logdet`][],
+    without `preconditioner` and `stats["sign"]`.
     """
     where = "traceax.trace_inverse"
     options = Options(rtol, atol, level, progress_meter, throw, trace)
@@ -211,30 +209,31 @@ def schatten_norm(
     progress_meter: ProgressMeter = NO_PROGRESS_METER,
     throw: bool = True,
 ) -> Estimate:
-    r"""Estimates `(sum_i |lambda_i|^p)^(1/p)` of a symmetric or Hermitian operator.
+    r"""Estimates a Schatten norm `(sum_i |lambda_i|^p)^(1/p)` of a Hermitian operator.
 
     `p=1` is the nuclear norm, `p=2` the Frobenius norm.
 
-    **Arguments:** those of [`traceax.logdet`][] but `shift`, `preconditioner`, `atol`, and
+    **Arguments:** as for [`traceax.logdet`][], for any symmetric or Hermitian operator,
+    without `shift`, `preconditioner` and `atol`, and with
 
-    - `p`: a positive scalar, may be traced.
-    - `rtol`: relative to the norm.
+    - `p`: a positive scalar that may be traced.
+    - `rtol`: the tolerance relative to the norm.
 
-    **Returns:** a [`traceax.Estimate`][]; its error bar is that of the sum, through the
-    derivative of the root. `stats["bracket"]` is that of the norm: there is one for an
-    operator that is tagged positive semidefinite, and a known p of at most 1.
+    **Returns:** a [`traceax.Estimate`][]. Its error bar comes from the sum, through the
+    derivative of the root. If the operator is tagged positive semidefinite and p is
+    known to be at most 1, `stats["bracket"]` is the bracket for the norm.
     """
     where = "traceax.schatten_norm"
-    hint = "write p=1.0 for the nuclear norm, p=2.0 for that of Frobenius"
+    hint = "write p=1.0 for the nuclear norm, p=2.0 for the Frobenius norm"
     check_real_scalar(p, "p", where, hint)
     known = known_number(p)
     if atol is not None:
-        raise TypeError(f"{where}: a norm takes no atol, got one; pass rtol.")
-    right = known is None or 0 < known < math.inf
-    require(right, where, "p must be positive and finite", f"{p}", hint)
+        raise TypeError(f"{where}: atol must be left out, got one; pass rtol.")
+    is_valid = known is None or 0 < known < math.inf
+    require(is_valid, where, "p must be positive and finite", f"{p}", hint)
     dtype = init_state(key, operator, where).space.real_dtype
     power = jnp.asarray(p, dtype)
-    # A relative error of the norm is one p times as large of the sum.
+    # If the norm has relative error r, the sum has p r.
     if rtol is not None:
         rtol = power * check_tolerance(rtol, "rtol", dtype, where)
     options = Options(rtol, None, level, progress_meter, False, trace)
@@ -246,14 +245,14 @@ def schatten_norm(
 
 @jitted
 def _norm(total: Estimate, power: Float[Array, ""]) -> Estimate:
-    """The root of a sum of powers."""
+    """Estimates the norm from an estimated sum of powers."""
     stats = dict(total.stats)
     unit = stats.pop("unit", jnp.ones_like(power))
     root = ft.partial(_root, power=power, unit=unit)
     if "bracket" in stats:
         stats["bracket"] = tuple(root(x) for x in stats["bracket"])
     value, positive = root(total.value), total.value > 0
-    # The slope of the root, for its error.
+    # We multiply the error bar by the slope of the root.
     slope = power.astype(value.dtype) * jnp.where(positive, total.value, 1)
     slope = jnp.where(positive, value / slope, 1)
     result = finite_or_failed(value, total.result)
@@ -264,7 +263,7 @@ def _norm(total: Estimate, power: Float[Array, ""]) -> Estimate:
 def _root(
     total: Float[Array, ""], power: Float[Array, ""], unit: Float[Array, ""]
 ) -> Float[Array, ""]:
-    """`unit total^(1 / power)`, 0 for what isn't positive, and NaN for NaN."""
+    """`unit total^(1 / power)` for a positive total, NaN for NaN, otherwise 0."""
     positive = total > 0
     safe = jnp.where(positive, total, 1)
     exponent = (1 / power).astype(safe.dtype)
@@ -273,24 +272,24 @@ def _root(
 
 
 class SpectralDensity(eqx.Module):
-    """An estimated distribution of eigenvalues: weights at points, n in all.
+    """An estimated eigenvalue distribution: weights at points, with sum n.
 
     **Attributes:**
 
-    - `points`: real, where the weights are.
-    - `weights`: how many eigenvalues each stands for. Leaving probes out can make
-        single ones slightly negative; sums of many are not.
+    - `points`: the real points that carry the weights.
+    - `weights`: the number of eigenvalues at each point. Leaving probes out can make
+        single weights slightly negative, but not sums of many.
     """
 
     points: Float[Array, " p"]
     weights: Float[Array, " p"]
 
     def integrate(self, fn: Callable[[Array], Array]) -> Inexact[Array, ""]:
-        """The sum of a function over the eigenvalues, of arrays elementwise."""
+        """The sum of an elementwise function over the eigenvalues."""
         return jnp.sum(self.weights * fn(self.points))
 
     def count(self, upper: Real[ArrayLike, "..."]) -> Float[Array, "..."]:
-        """How many eigenvalues are at most `upper`."""
+        """The number of eigenvalues that are at most `upper`."""
 
         def count_below(bound):
             return jnp.sum(jnp.where(self.points <= bound, self.weights, 0))
@@ -300,13 +299,13 @@ class SpectralDensity(eqx.Module):
     def density(
         self, at: Real[ArrayLike, "..."], width: ArrayLike
     ) -> Float[Array, "..."]:
-        """Eigenvalues per unit, every point spread to a normal density of `width`."""
+        """Eigenvalues per unit, with points smoothed to normal densities of `width`."""
         where = "traceax.SpectralDensity.density"
-        hint = "it is the standard deviation of what each point is spread to"
+        hint = "it is the standard deviation that smooths each point"
         check_real_scalar(width, "width", where, hint)
         known = known_number(width)
-        right = known is None or known > 0
-        require(right, where, "width must be positive", f"{width}", hint)
+        is_valid = known is None or known > 0
+        require(is_valid, where, "width must be positive", f"{width}", hint)
         width = inexact(width)
 
         def at_point(point):
@@ -325,10 +324,10 @@ def spectral_density(
     *,
     throw: bool = True,
 ) -> SpectralDensity:
-    """Estimates the distribution of eigenvalues of a symmetric or Hermitian operator.
+    """Estimates the eigenvalue distribution of a symmetric or Hermitian operator.
 
-    `key`, `operator`, `k`, `estimator` and `throw` are as for [`traceax.trace_function`][]; k
-    must be given. Not differentiable.
+    `traceax.spectral_density(key, operator, 100).count(1e-3)` estimates how many are at
+    most 1e-3. Arguments are as for [`traceax.trace_function`][]. It has no derivative.
     """
     where = "traceax.spectral_density"
     estimate = estimate_function(
@@ -342,7 +341,7 @@ _SHIFT = "add anything else to the operator, such as a lineax.DiagonalLinearOper
 
 
 def _is_noise_vector(operator: object, shift: object, where: str) -> bool:
-    """Whether a shift is a noise for each unknown. It is a part of structured operators."""
+    """Whether a shift is a noise vector, which structured operators take as a term."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         return False
     scalar = np.ndim(shift_of(shift, space_of(operator), where, _SHIFT)) == 0
@@ -352,8 +351,8 @@ def _is_noise_vector(operator: object, shift: object, where: str) -> bool:
 def _shifted(
     operator: lx.AbstractLinearOperator, shift: ArrayLike, options: Options, where: str
 ) -> tuple[lx.AbstractLinearOperator, Float[Array, ""] | None, Options]:
-    """`A + shift I`, what no eigenvalue of it is below, if A is semidefinite, and the
-    options with its trace, if that of A is given."""
+    """Returns `A + shift I`, a lower bound on its eigenvalues if A is positive
+    semidefinite, and the options with its trace if A's trace is given."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         return operator, None, options  # refused later
     if isinstance(shift, int | float) and shift == 0:
@@ -362,7 +361,7 @@ def _shifted(
     added = shift_of(shift, space, where, _SHIFT)
     total = ShiftedLinearOperator(operator, added)
     if options.trace is not None:
-        hint = "it is that of the operator without its shift"
+        hint = "it is the trace of the operator without its shift"
         check_real_scalar(options.trace, "trace", where, hint)
         trace = jnp.asarray(options.trace, space.real_dtype)
         more = space.size * added if added.ndim == 0 else jnp.sum(added)

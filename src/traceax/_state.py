@@ -1,4 +1,4 @@
-"""States: a key, a checked operator and a question about it; and products to resume from."""
+"""States: a key, a checked operator, a requested quantity, products to resume from."""
 
 from typing import Any, ClassVar
 
@@ -39,11 +39,10 @@ class Grown(eqx.Module):
 
     **Attributes:**
 
-    - `buffers`: arrays, as the estimator's `compute` returned them; for a
-        [`traceax.GrowingEstimator`][] with space for `room` units, the first `count` of
-        which are taken.
+    - `buffers`: arrays, as the estimator's `compute` returned them. A
+        [`traceax.GrowingEstimator`][] has taken `count` of the `room` units that fit.
     - `count`: an array after an estimate to a tolerance, a Python integer otherwise.
-    - `budget`: how many products were allowed so far.
+    - `budget`: the number of products allowed so far.
     - `estimator`: the estimator that filled the buffers.
     """
 
@@ -55,7 +54,7 @@ class Grown(eqx.Module):
 
 
 class State(eqx.Module):
-    """Abstract base class of states: a key, a checked operator and a question about it."""
+    """Abstract base class for states: a key, a checked operator, a requested quantity."""
 
     _key: eqx.AbstractVar[StoredKey]
     operator: eqx.AbstractVar[lx.AbstractLinearOperator]
@@ -69,7 +68,7 @@ class State(eqx.Module):
 
     @property
     def solvers(self) -> Float[Array, ""] | None:
-        """The relative error of iterative solvers inside the operator; `None` without any."""
+        """The relative error from solvers inside the operator; `None` without any."""
         return solver_tolerance(self.operator, self.space.real_dtype)
 
     @property
@@ -79,7 +78,7 @@ class State(eqx.Module):
 
     @property
     def treedef(self) -> Any:
-        """The structure of the answer. Optional."""
+        """The structure of the value. Optional."""
         return jtu.tree_structure(0)
 
     def bar(self, bars: list[ErrorBar]) -> ErrorBar:
@@ -87,26 +86,26 @@ class State(eqx.Module):
         return bars[0]
 
     def resumed(self, grown: Grown | None) -> "State":
-        """The state with the products of an estimate. Optional."""
+        """The state with products to resume from. Optional."""
         return self
 
     def stats_of_exact(self, stats: dict[str, Any]) -> dict[str, Any]:
-        """`stats` of a loop in the shapes of those of an exact answer. Optional."""
+        """A loop's `stats`, with the shapes in an exact answer's `stats`. Optional."""
         return stats
 
 
 class TraceState(State):
-    """The state of an estimator that needs no set-up.
+    """The state for an estimator that needs no set-up.
 
-    A PyTree of ordinary arrays, besides the operator's leaves: it can be saved by
-    `eqx.tree_serialise_leaves`, and loaded into the state of an equal run.
+    Apart from the operator's leaves, its leaves are ordinary arrays, so that
+    `eqx.tree_serialise_leaves` can save it, and an equal run can load it into its state.
 
     **Attributes:**
 
     - `key`: a typed key.
     - `operator`: the operator whose trace is estimated.
     - `grown`: products that earlier estimates took; `None` for a new state.
-    - `functional`: the linear functional of the diagonal: the sum for a trace.
+    - `functional`: the linear functional on the diagonal, such as the sum for a trace.
     - `space`: the space that the operator maps to itself.
     """
 
@@ -134,24 +133,24 @@ class TraceState(State):
 
 
 class CustomState(State):
-    """A state that a custom estimator's `init` returned, which has a key and an operator."""
+    """A state that a custom estimator's `init` returned, with a key and an operator."""
 
-    own: Any
+    custom: Any
     space: Space = eqx.field(static=True)
     grown: ClassVar[None] = None  # pyright: ignore
     functional: ClassVar[Functional] = TRACE
 
     @property
     def _key(self) -> StoredKey:  # pyright: ignore
-        return StoredKey(self.own.key)
+        return StoredKey(self.custom.key)
 
     @property
     def operator(self) -> lx.AbstractLinearOperator:  # pyright: ignore
-        return self.own.operator
+        return self.custom.operator
 
     @property
     def given(self) -> Any:
-        return self.own
+        return self.custom
 
 
 def init_state(
@@ -159,7 +158,7 @@ def init_state(
     operator: lx.AbstractLinearOperator,
     where: str = "traceax.init_state",
 ) -> TraceState:
-    """Checks a key and an operator, and puts them into a state.
+    """Checks a key and an operator, and returns them in a state.
 
     **Arguments:**
 
@@ -169,38 +168,38 @@ def init_state(
 
     **Raises:**
 
-    - `TypeError` for anything but a single key, or for an operator that isn't a lineax
-        operator or that acts on integers.
-    - `ValueError` for an operator that isn't square (equal input and output
-        structures), or that mixes real and complex leaves.
+    - `TypeError` unless `key` is a single key and `operator` is a lineax operator that
+        doesn't act on integers.
+    - `ValueError` for an operator that isn't square (equal input and output structures),
+        or that mixes real and complex leaves.
     """
     operator = checked_operator(operator, where)
     return TraceState(check_key(key, where), operator)
 
 
 def checked_state(given: Any, estimator: eqx.Module, where: str) -> State:
-    """The library's view of a state; an error for products of another estimator."""
+    """Wraps a custom state, and raises if its products are from another estimator."""
     state = given
     if not isinstance(given, State):
         operator = getattr(given, "operator", None)
         if operator is None:
-            hint = "its `.state`" if isinstance(given, Estimate) else "that of `init`"
+            hint = "its `.state`" if isinstance(given, Estimate) else "`init`'s result"
             raise TypeError(
-                f"{where}: state must be that of an estimator, got "
-                f"{kind_of(given)}; pass {hint}."
+                f"{where}: state must come from an estimator, got {kind_of(given)}; "
+                f"pass {hint}."
             )
-        state = CustomState(own=given, space=state_space(operator))  # pyright: ignore
+        state = CustomState(custom=given, space=state_space(operator))  # pyright: ignore
     grown = state.grown
     if grown is not None and not _equal(grown.estimator, estimator):
         raise TypeError(
-            f"{where}: the state keeps products of another estimator or configuration, "
-            f"of which {estimator} can't make use; start over with "
-            f"{type(estimator).__name__}.init."
+            f"{where}: state keeps products of another estimator or configuration, which "
+            f"{estimator} can't use; start over with {type(estimator).__name__}.init."
         )
     if grown is not None and grown.buffers == ():
         raise TypeError(
-            f"{where}: an estimate can't resume from an earlier one; start over with init "
-            "and another key, or use traceax.XTraceEstimator()."
+            f"{where}: state is from an estimate, and this estimator can't resume from an "
+            "earlier one; start over with init and another key, or use "
+            "traceax.XTraceEstimator()."
         )
     return state
 

@@ -1,7 +1,7 @@
-r"""Estimates to a tolerance: the number of products is decided while they are taken.
+r"""Estimates to a tolerance: a loop takes products until an error bar is small enough.
 
-A loop fills buffers of the size of the largest budget, a few *units* at a time: probes with
-their products, or steps of a Krylov space. docs/tolerances.md derives its rule.
+The loop fills buffers, with room for the largest budget, a few *units* at a time. A unit is
+a probe with its products, or a Krylov step. docs/tolerances.md derives when it may stop.
 """
 
 import abc
@@ -28,61 +28,61 @@ from ._linalg.dense import divisor
 from ._linalg.types import while_loop
 from ._results import RESULTS, map_results
 
-_WHOLE = 10_000  # hundredths of a percent: integers have no derivatives
+# We count progress in hundredths of a percent, since integers have no derivatives.
+_FULL = 10_000
+# The progress in a loop, and the progress last shown.
+MeterState = tuple[Int32[Array, ""], Int32[Array, ""]]
 
-# How far a lane of a loop is, and what was shown.
-Position = tuple[Int32[Array, ""], Int32[Array, ""]]
 
-
-def _checked(given: object) -> Any:
-    right = isinstance(given, float | int) and (0 <= given <= 1 or given == math.inf)
-    what, hint = "minimum_increase must be from 0 to 1", "0.02 shows every 2 %"
-    require(right, "traceax.ProgressMeter", what, kind_of(given), hint)
-    return given
+def _checked(x: object) -> Any:
+    valid = isinstance(x, float | int) and (0 <= x <= 1 or x == math.inf)
+    rule, hint = "minimum_increase must be inf or from 0 to 1", "0.02 shows every 2 %"
+    require(valid, "traceax.ProgressMeter", rule, kind_of(x), hint)
+    return x
 
 
 class ProgressMeter(eqx.Module):
-    """Abstract base class of progress meters, which say how to show a progress.
+    """Abstract base class for progress meters, which show how far a loop is.
 
-    A meter follows one loop, which carries `state`: `state = init()` before it,
+    A meter follows one loop, which carries `state`: `state = init()` before the loop,
     `state = step(state, progress)` in its body, `close(state)` after it. Loops that run at
-    the same time share a display. Under `jax.vmap` it shows the slowest lane; one that
-    stops early reports 1 with its last step.
+    the same time share a display. Under `jax.vmap`, the display shows the slowest batch
+    element. A loop that stops early reports progress 1 with its last step.
 
     **Arguments:**
 
-    - `minimum_increase`: the progress is shown when it grew by so much, a number from 0 to
-        1 (by 0.0001 at least), and at the end. The host is called for this only.
+    - `minimum_increase`: the increase, from 0 to 1 (in effect at least 0.0001), after which
+        the meter calls the host to show the progress again. It always shows the end.
     """
 
     minimum_increase: float = eqx.field(default=0.02, static=True, converter=_checked)
 
     @abc.abstractmethod
     def show(self, percent: float, last: bool) -> None:
-        """Shows the progress, on the host, and ends the display with the last."""
+        """Shows the progress, on the host. The `last` call ends the display."""
 
-    def init(self) -> Position:
-        # A sum, as loops over lanes on an explicit mesh refuse constants.
+    def init(self) -> MeterState:
+        # We add 0, because batched loops on an explicit mesh refuse constants.
         zero = jnp.zeros((), jnp.int32) + 0
         return zero, zero
 
-    def step(self, state: Position, progress: Float[Array, ""]) -> Position:
-        """The state of a loop that is so far, from 0 to 1. It never goes back; NaN is 0."""
+    def step(self, state: MeterState, progress: Float[Array, ""]) -> MeterState:
+        """Updates the state to a progress from 0 to 1; NaN is 0. It never decreases."""
         if math.isinf(self.minimum_increase):
             return state
         progress = jnp.nan_to_num(jax.lax.stop_gradient(progress)).astype(jnp.float32)
-        far = jnp.round(jnp.clip(progress, 0, 1) * _WHOLE).astype(jnp.int32)
-        # Only what is done is shown as 100.00%, by `close`.
-        far = jnp.minimum(far, _WHOLE - (progress < 1).astype(jnp.int32))
-        far = jnp.maximum(state[0], far)
-        # One call for all lanes. Those that are done keep their old states.
-        slowest, shown = -eqxi.unvmap_max(-far), eqxi.unvmap_max(state[1])
-        least = max(1, round(self.minimum_increase * _WHOLE))
-        due = (slowest - shown >= least) & (slowest < _WHOLE)
-        jax.lax.cond(due, self._report, lambda _: None, slowest)
-        return far, jnp.where(due, slowest, shown)
+        current = jnp.round(jnp.clip(progress, 0, 1) * _FULL).astype(jnp.int32)
+        # Progress below 1 must not round up to 100.00%; we leave that to `close`.
+        current = jnp.minimum(current, _FULL - (progress < 1).astype(jnp.int32))
+        current = jnp.maximum(state[0], current)
+        # We make one call for the whole batch. Finished elements keep their old states.
+        slowest, shown = -eqxi.unvmap_max(-current), eqxi.unvmap_max(state[1])
+        least = max(1, round(self.minimum_increase * _FULL))
+        is_due = (slowest - shown >= least) & (slowest < _FULL)
+        jax.lax.cond(is_due, self._report, lambda _: None, slowest)
+        return current, jnp.where(is_due, slowest, shown)
 
-    def close(self, state: Position) -> None:
+    def close(self, state: MeterState) -> None:
         if not math.isinf(self.minimum_increase):
             self._report(-eqxi.unvmap_max(-state[0]), last=True)
 
@@ -106,16 +106,16 @@ class TextProgressMeter(ProgressMeter):
 
 
 class TqdmProgressMeter(ProgressMeter):
-    """A bar of [tqdm](https://tqdm.github.io), which moves at every `minimum_increase`."""
+    """Draws a [tqdm](https://tqdm.github.io) bar, moved at every `minimum_increase`."""
 
     def __check_init__(self):
-        found, hint = importlib.util.find_spec("tqdm"), "`pip install tqdm` installs it"
-        where, what = "traceax.TqdmProgressMeter", "tqdm must be installed"
-        require(found, where, what, "no such module", hint, ImportError)
+        spec, hint = importlib.util.find_spec("tqdm"), "`pip install tqdm` installs it"
+        where, rule = "traceax.TqdmProgressMeter", "tqdm must be installed"
+        require(spec, where, rule, "no such module", hint, ImportError)
 
     def show(self, percent, last):
         if _bars and percent < _bars[0].n:
-            _bars.pop().close()  # of a run that was cut off
+            _bars.pop().close()  # from an interrupted run
         if not _bars:
             layout = "{percentage:6.2f}%|{bar}| {elapsed}<{remaining}"
             tqdm = importlib.import_module("tqdm").tqdm
@@ -126,80 +126,80 @@ class TqdmProgressMeter(ProgressMeter):
             _bars.pop().close()
 
 
-_bars: list[Any] = []  # the bar on the screen, if there is one
+_bars: list[Any] = []  # holds at most one bar, the one on the screen
 NO_PROGRESS_METER = NoProgressMeter()
 
 
 Count = Int[Array, ""]
 Scalar = Float[Array, ""]
 
-# Error bars of m samples are multiplied by 1 + _WIDENING / m: the smallest integer for which
-# `benchmarks/tolerances.py normal` finds 95 % intervals to keep their level.
+# We multiply error bars from m samples by 1 + _WIDENING / m. This is the smallest integer
+# with which 95 % intervals keep their level in `benchmarks/tolerances.py normal`.
 _WIDENING = 2.0
-# Products before a loop may stop, and in each of its steps; after a check of so many units the
-# next one is at count // 3 more. Both are chosen, and in the rule that this script simulates.
+# A loop takes at least 8 products before it may stop, and in each step. After a check at
+# `count` units, it waits for `count // 3` more. We chose both; the same script simulates them.
 LEAST_PRODUCTS = 8
 _CHECK_DIVISOR = 3
-# Of the error of probes, what a Krylov space may leave: measured on whole fits of likelihoods.
-_SHARE_LEFT = 0.1
-# Size of an operator up to which the answer is exact at once where the budget allows it, or is
-# left out: a few steps of probes would take as many products.
+# Allowed truncation error relative to the sampling error, measured on likelihood fits.
+_TRUNCATION_SHARE = 0.1
+# Up to this n, we compute the exact answer at once if the budget allows it or is omitted,
+# because a few steps with probes would take all n products too.
 EXACT_SIZE = 32
-# Powers of the number of units by which a forecast lets error bars fall: that of Monte Carlo
-# at least, and at most one that is chosen.
+# Forecasts let error bars fall as a power of the units: at least with the Monte Carlo rate,
+# and at most with a rate that we chose.
 _LEAST_POWER, _LARGEST_POWER = 0.5, 8.0
 
 
 class Stop(eqx.Module):
-    """Condition for a loop to stop: half of an interval is at most `atol + rtol |value|`.
+    """Stops a loop when half of the interval is at most `atol + rtol |value|`.
 
-    `norm` of several values and of their half intervals, `"largest"` or
-    `"root mean square"`, is what the tolerance applies to; `None` for each value on its
-    own.
+    For several values, `norm` is `"largest"` or `"root mean square"`: the norm over values
+    and over half intervals that we compare. With `None`, each value must meet the condition.
     """
 
     rtol: Scalar
     atol: Scalar
     level: float = eqx.field(static=True)
     meter: ProgressMeter = eqx.field(static=True)
-    factor: Inexact[Array, ""]  # the value is so many times that of the loop,
-    offset: Inexact[Array, "*g"]  # plus so much
+    factor: Inexact[Array, ""]  # value = factor * (loop's value) + offset
+    offset: Inexact[Array, "*g"]
     norm: str | None = eqx.field(static=True, default=None)
-    solvers: Scalar | None = None  # the relative error of solvers within the operator
+    solvers: Scalar | None = None  # relative error from solvers within the operator
 
     @property
     def dtype(self) -> np.dtype:
         return self.rtol.dtype
 
     def ratio(self, bar: ErrorBar) -> Scalar:
-        """Ratio of the interval's length to the length asked for, the largest of several.
+        """The interval's length divided by the allowed length: the largest such ratio.
 
-        `bar` is that of the loop's value. Infinite for an unknown error.
+        `bar` belongs to the loop's value, without `factor` and `offset`. The ratio is
+        infinite if the error is unknown.
         """
         error, freedom = bar.standard_error, bar.degrees_of_freedom
         quantile = student_t_quantile(self.level, freedom)
         scaled = jnp.abs(self.factor).astype(error.dtype) * error
         half_width = jnp.where(error == 0, 0, quantile * scaled)
-        # The loop's value may be known to be real where the whole is not.
+        # The loop's value may be real although `factor` or `offset` is complex.
         dtype = np.result_type(bar.mean.dtype, self.factor.dtype, self.offset.dtype)
         value = self.factor.astype(dtype) * bar.mean.astype(dtype)
-        size = jnp.abs(value + self.offset.astype(dtype)).astype(error.dtype)
-        # A value that isn't finite has failed, and no tolerance is for it.
+        modulus = jnp.abs(value + self.offset.astype(dtype)).astype(error.dtype)
+        # A value that isn't finite has failed, so we ignore it here.
         finite = jnp.isfinite(bar.mean)
-        half_width, size = (jnp.where(finite, x, 0) for x in (half_width, size))
+        half_width, modulus = (jnp.where(finite, x, 0) for x in (half_width, modulus))
         rtol, atol = self.rtol.astype(error.dtype), self.atol.astype(error.dtype)
         norms: dict[Any, Callable[..., Array]] = {
             "largest": jnp.max,
             "root mean square": root_mean_square,
         }
         norm = norms.get(self.norm, jnp.asarray)
-        half_width, size = norm(half_width), norm(size)
-        allowed = atol + rtol * size
+        half_width, modulus = norm(half_width), norm(modulus)
+        allowed = atol + rtol * modulus
         if self.solvers is not None:
-            # Squares add up: solvers leave less for probes to make of the tolerance.
-            part = norm(quantile * self.solvers * jnp.abs(value).astype(error.dtype))
-            rest = 1 - (part / divisor(allowed)) ** 2
-            allowed = jnp.where(rest > 0, allowed * jnp.sqrt(rest), -1)
+            # Errors from solvers and probes add up in squares, so we reduce `allowed`.
+            width = norm(quantile * self.solvers * jnp.abs(value).astype(error.dtype))
+            remaining = 1 - (width / divisor(allowed)) ** 2
+            allowed = jnp.where(remaining > 0, allowed * jnp.sqrt(remaining), -1)
         ratio = jnp.where(allowed > 0, half_width / divisor(allowed), jnp.inf)
         ratio = jnp.where((half_width == 0) & (allowed >= 0), 0, ratio)
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
@@ -207,31 +207,31 @@ class Stop(eqx.Module):
     def for_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
     ) -> "Stop":
-        """The condition of a loop that finds another part of the value; `None` to keep."""
+        """The condition for a loop over another part of the value; `None` keeps a number."""
         factor = self.factor if factor is None else factor
         offset = self.offset if offset is None else offset
         return dataclasses.replace(self, factor=factor, offset=offset)
 
 
 class Depth(eqx.Module):
-    """Condition for a loop to stop: what a Krylov space leaves no longer matters."""
+    """Stops a loop when the truncation error of a Krylov space is negligible."""
 
     meter: ProgressMeter = eqx.field(static=True)
-    dtype: DTypeLike = eqx.field(static=True)  # of real numbers
-    # What doesn't matter in any case, in the unit of the value.
+    dtype: DTypeLike = eqx.field(static=True)  # a real dtype
+    # We always neglect truncation errors below this, in the unit of the value.
     negligible: float = eqx.field(static=True, default=0.0)
 
-    def ratio(self, left: Float[Array, "*g"], error: Float[Array, "*g"]) -> Scalar:
-        """Ratio of what is left to what doesn't matter beside the error of probes."""
-        allowed = jnp.maximum(_SHARE_LEFT * error, self.negligible)
-        ratio = jnp.where(left == 0, 0, left / divisor(allowed))
+    def ratio(self, bias: Float[Array, "*g"], error: Float[Array, "*g"]) -> Scalar:
+        """The truncation error `bias` over the allowed one; `error` is the sampling error."""
+        allowed = jnp.maximum(_TRUNCATION_SHARE * error, self.negligible)
+        ratio = jnp.where(bias == 0, 0, bias / divisor(allowed))
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
 
 def widened_for_loop(
     error: Float[Array, "*g"], m: int | Int[Array, ""]
 ) -> Float[Array, "*g"]:
-    """Standard error of m samples, for a loop: it stops at bars too short by chance."""
+    """Widens a loop's standard error: it tends to stop at bars too short by chance."""
     return error * (1 + _WIDENING / jnp.asarray(m).astype(error.dtype))
 
 
@@ -249,7 +249,7 @@ def make_stop(
     where: str,
     norm: str | None = None,
 ) -> Stop | None:
-    """The condition, from arguments; `None` if neither tolerance is given."""
+    """Checks the arguments and makes a `Stop`; `None` without `rtol` and `atol`."""
     if not isinstance(meter, ProgressMeter):
         raise TypeError(
             f"{where}: progress_meter must be a traceax.ProgressMeter, got "
@@ -267,17 +267,17 @@ def make_stop(
 
 
 def check_tolerance(x: Any, name: str, dtype: DTypeLike, where: str) -> Scalar:
-    """A tolerance, checked, as a real array of the precision of `dtype`."""
+    """Checks a tolerance and makes it a real array with the precision of `dtype`."""
     number = not (isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x))
-    what, hint = f"{name} must be a real number", "write 1e-2 for two digits"
-    require(number, where, what, f"{x!r}", hint, TypeError)
-    right = isinstance(x, jax.core.Tracer) or 0 <= float(np.asarray(x)) < math.inf
-    require(right, where, f"{name} must be finite and not negative", f"{x}", hint)
+    rule, hint = f"{name} must be a real number", "write 1e-2 for two digits"
+    require(number, where, rule, f"{x!r}", hint, TypeError)
+    valid = isinstance(x, jax.core.Tracer) or 0 <= float(np.asarray(x)) < math.inf
+    require(valid, where, f"{name} must be finite and not negative", f"{x}", hint)
     return jnp.asarray(x, jnp.finfo(dtype).dtype)
 
 
 def tolerance_result(stop: Stop, bar: ErrorBar, result: PyTree[RESULTS]) -> Any:
-    """`result`, or that the tolerance was not met if it is a success."""
+    """`result`, with `tolerance_not_met` for successes if `bar` misses the tolerance."""
     met = stop.ratio(bar) <= 1
     unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
     return map_results(
@@ -286,43 +286,41 @@ def tolerance_result(stop: Stop, bar: ErrorBar, result: PyTree[RESULTS]) -> Any:
 
 
 class Check(NamedTuple):
-    """Check of the units so far."""
+    """An evaluation of the units taken so far."""
 
-    bar: ErrorBar  # which `run_until` widens for a tolerance
-    extra: PyTree[
-        Any
-    ]  # anything that the caller of a loop wants to have of its last check
-    ratio: Scalar | None = None  # where that isn't `Stop.ratio`
+    bar: ErrorBar  # `run_until` widens it for a `Stop`
+    output: PyTree[Any]  # anything; the caller gets it from the last check
+    ratio: Scalar | None = None  # for a `Depth`; a `Stop` computes it from `bar`
 
 
 class Forecast(NamedTuple):
-    """Forecast of how many units meet the tolerance, as error bars fell between checks."""
+    """Extrapolates error bars from earlier checks to the number of units needed."""
 
-    first_count: Scalar  # units at the first check of a known error
-    first_ratio: Scalar  # and the ratio then; infinite before
-    needed: Scalar  # units that meet the tolerance; infinite where not known
+    first_count: Scalar  # units at the first check with a known error
+    first_ratio: Scalar  # the ratio at this check; infinite before it
+    needed: Scalar  # units that meet the tolerance; infinite if unknown
 
     def after(self, ratio: Scalar, count: Count) -> "Forecast":
-        number = count.astype(ratio.dtype)
+        units = count.astype(ratio.dtype)
         is_first = ~jnp.isfinite(self.first_ratio)
-        first_count = jnp.where(is_first, number, self.first_count)
+        first_count = jnp.where(is_first, units, self.first_count)
         first_ratio = jnp.where(is_first, ratio, self.first_ratio)
-        power = jnp.log(first_ratio / ratio) / jnp.log(number / first_count)
-        power = jnp.where(number > first_count, power, _LEAST_POWER)
+        power = jnp.log(first_ratio / ratio) / jnp.log(units / first_count)
+        power = jnp.where(units > first_count, power, _LEAST_POWER)
         power = jnp.clip(power, _LEAST_POWER, _LARGEST_POWER)
-        needed = number * jnp.exp(jnp.log(ratio) / power)
-        needed = jnp.where(ratio > 1, needed, number)
+        needed = units * jnp.exp(jnp.log(ratio) / power)
+        needed = jnp.where(ratio > 1, needed, units)
         needed = jnp.where(jnp.isnan(needed), jnp.inf, needed)
         return Forecast(first_count, first_ratio, needed)
 
 
 class Loop(eqx.Module):
-    buffers: PyTree[Any]  # what `grow` fills
-    count: Count  # how many units they hold
-    next_check: Count  # the number from which on they are checked again
-    check: Check  # the last one
-    forecast: Forecast  # after it
-    done: Bool[Array, ""]  # whether it met the tolerance, or its value isn't finite
+    buffers: PyTree[Any]  # filled by `grow`
+    count: Count  # units in the buffers
+    next_check: Count  # units at the next check
+    check: Check  # the last check
+    forecast: Forecast  # after the last check
+    done: Bool[Array, ""]  # whether the tolerance is met, or the value isn't finite
     meter: Any
 
 
@@ -338,22 +336,21 @@ def run_until(
     minimum: int,
     num_samples: int | None = None,
 ) -> Loop:
-    """The loop at its end: when the tolerance is met, or another step would exceed `limit`.
+    """Runs a loop until the tolerance is met, or until another step would exceed `limit`.
 
-    - `grow(buffers, count)`: the buffers with `width` units more.
-    - `judge(buffers, count)`: a `Check` of the first `count` units.
-    - `start`, `limit`: units in the buffers at the beginning, which are checked before the
-        first step, and at most.
-    - `minimum`: units that the first check after a step waits for. With less only a value
-        that isn't finite stops the loop.
-    - `num_samples`: the m by which error bars are widened, where it isn't the number of
-        units.
+    - `grow(buffers, count)`: a callback that adds `width` units to the buffers.
+    - `judge(buffers, count)`: a callback that returns a `Check` for `count` units.
+    - `start`: units in the buffers at the beginning. We check them before the first step.
+    - `limit`: the largest number of units.
+    - `minimum`: units at the first check after a step. With fewer units, only a value that
+        isn't finite stops the loop.
+    - `num_samples`: the m for `widened_for_loop`; by default the number of units.
     """
     meter = stop.meter
 
     def check(buffers, count, forecast):
-        found = judge(buffers, count)
-        bar, ratio = found.bar, found.ratio
+        judged = judge(buffers, count)
+        bar, ratio = judged.bar, judged.ratio
         if isinstance(stop, Stop):
             m = count if num_samples is None else num_samples
             bar = bar._replace(standard_error=widened_for_loop(bar.standard_error, m))
@@ -362,25 +359,25 @@ def run_until(
         forecast = forecast.after(ratio, jnp.asarray(count))
         done = (ratio <= 1) & (count >= minimum)
         done = done | ~jnp.isfinite(bar.mean).any()
-        return found._replace(bar=bar), forecast, done
+        return judged._replace(bar=bar), forecast, done
 
     def body(loop: Loop) -> Loop:
-        # Lanes of a `vmap` take the steps that any of them waits for.
-        def waits(run):
-            _, count, _ = run
+        # Under `vmap`, we take steps until no batch element waits for its next check.
+        def waits(carry):
+            _, count, _ = carry
             return (count < loop.next_check) & (count + width <= limit) & ~loop.done
 
-        def step(run):
-            buffers, count, shown = run
+        def step(carry):
+            buffers, count, shown = carry
             buffers, count = grow(buffers, count), count + width
             return buffers, count, meter.step(shown, count / limit)
 
-        run = loop.buffers, loop.count, loop.meter
-        buffers, count, shown = while_loop(waits, step, run)
-        last, forecast, done = check(buffers, count, loop.forecast)
+        carry = loop.buffers, loop.count, loop.meter
+        buffers, count, shown = while_loop(waits, step, carry)
+        latest, forecast, done = check(buffers, count, loop.forecast)
         next_check = count + jnp.maximum(width, count // _CHECK_DIVISOR)
         shown = meter.step(shown, jnp.where(done, 1, count / limit))
-        return Loop(buffers, count, next_check, last, forecast, done, shown)
+        return Loop(buffers, count, next_check, latest, forecast, done, shown)
 
     def proceed(loop: Loop) -> Bool[Array, ""]:
         return ~loop.done & (loop.count + width <= limit)
@@ -390,30 +387,30 @@ def run_until(
     forecast = Forecast(unknown, unknown, unknown)
     if isinstance(start, int) and start == 0:
         shapes = jax.eval_shape(lambda: check(buffers, count, forecast))
-        last, _, done = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        latest, _, done = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     else:
-        last, forecast, done = check(buffers, count, forecast)
+        latest, forecast, done = check(buffers, count, forecast)
     next_check = jnp.maximum(count + width, minimum)
-    loop = Loop(buffers, count, next_check, last, forecast, done, meter.init())
+    loop = Loop(buffers, count, next_check, latest, forecast, done, meter.init())
     loop = while_loop(proceed, body, loop)
     meter.close(loop.meter)
     return loop
 
 
 def loop_products(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
-    """How many of k products a loop may take: what the exact answer's n leave, less than n.
+    """How many products a loop may take from a budget k: all k, if k is less than n.
 
-    All of them where there are less than n. 0 where the answer is exact at once: where less
-    is left than a loop takes, and for few unknowns.
+    From k = n on, we reserve n products for the exact answer, and the loop takes the rest,
+    at most n - 1. It takes 0 if fewer than `least` remain, or for small n (`EXACT_SIZE`).
     """
     if k < size:
         return k
-    left = min(k - size, size - 1)
-    return left if size > EXACT_SIZE and left >= least else 0
+    remaining = min(k - size, size - 1)
+    return remaining if size > EXACT_SIZE and remaining >= least else 0
 
 
 def step_width(limit: int, minimum: int) -> int:
-    """Units in a step, `minimum` to less than twice that, which leave the fewest over."""
+    """Units in a step, from `minimum` to below twice that, with the smallest remainder."""
     if limit < 2 * minimum:
         return max(limit, 1)
     return min(range(minimum, 2 * minimum), key=lambda width: limit % width)

@@ -1,4 +1,4 @@
-"""The front door: checks, structure shortcuts, the choice of an estimator."""
+"""The entry point for traces: checks, exact structure, and the default estimator."""
 
 import functools as ft
 import operator as op
@@ -39,22 +39,22 @@ from ._trace_estimator import TraceEstimator
 
 
 class CHOICES(eqx.Enumeration):
-    """How [`traceax.trace`][] made an estimate, and why: `stats["choice"]`.
+    """Which estimator [`traceax.trace`][] used, and why: `stats["choice"]`.
 
     `CHOICES[estimate.stats["choice"]]` is the reason in words.
     """
 
-    given = "The estimator that the caller gave."
-    structure = "Exact: the structure of the operator gives its diagonal."
+    given = "The estimator that the caller passed."
+    structure = "Exact: the operator's structure gives its diagonal."
     budget = "Exact: the budget allows a product with every coordinate vector."
-    xnystrace = "XNysTrace: what is estimated is known to be semidefinite."
-    adaptive = "AdaptiveXTrace: what is estimated is not known to be semidefinite."
+    xnystrace = "XNysTrace: the estimated part is known to be semidefinite."
+    adaptive = "AdaptiveXTrace: the estimated part is not known to be semidefinite."
     xtrace = (
-        "XTrace: what is estimated is not known to be semidefinite, and it is a diagonal, "
-        "or the budget isn't known in advance."
+        "XTrace: the estimated part is not known to be semidefinite, and "
+        "AdaptiveXTrace supports neither diagonals nor tolerances."
     )
-    hutchinson = "Hutchinson: the budget is too small for the others."
-    signs = "Hutchinson: of a batch of derivatives signs take the least time for their error."
+    hutchinson = "Hutchinson: the budget is too small for the other estimators."
+    signs = "Hutchinson: over a batch, random signs take the least time for an error."
 
 
 def trace(
@@ -76,60 +76,56 @@ def trace(
     estimate.value, estimate.standard_error
     ```
 
-    Without an estimator:
+    If you pass no estimator:
 
-    1. parts whose diagonal is known are summed, never estimated: identity, diagonal,
-        tridiagonal, triangular and unit-diagonal operators, by class or by tag, and
-        products of these where the diagonal is the product of diagonals. Sums,
-        scalings, negations, tags and transposes are looked through, so that of
-        `K + D` only `K` is estimated, and a factor doesn't hide a semidefinite tag.
-        Of a [`traceax.InverseLinearOperator`][] two terms of a series, see there;
-    2. the rest is exact if the budget allows a product with every coordinate vector;
-    3. else [`traceax.XNysTraceEstimator`][] if it is known to be positive or negative
-        semidefinite (and `k >= 3`). If not, [`traceax.AdaptiveXTraceEstimator`][] (and
-        `k >= 8`), or [`traceax.XTraceEstimator`][] with a tolerance (and `k >= 4`);
-        [`traceax.HutchinsonEstimator`][] for smaller budgets.
+    1. `trace` sums every term with a diagonal known from structure, by class or tag:
+        identity, diagonal, tridiagonal, triangular and unit-diagonal operators,
+        products whose diagonal is the product of the diagonals, and two terms of a
+        series for a [`traceax.InverseLinearOperator`][]. It expands sums, scalings,
+        negations, tags and transposes: for `K + D` it estimates only `K`, and for `2 K`
+        it uses the semidefinite tag on `K`.
+    2. The remainder is exact if k allows a product with every coordinate vector.
+    3. Otherwise `trace` estimates the remainder. [`traceax.XNysTraceEstimator`][] takes
+        one that is known to be positive or negative semidefinite, from `k = 3` on.
+        Others go to [`traceax.AdaptiveXTraceEstimator`][] from `k = 8` on, or with a
+        tolerance to [`traceax.XTraceEstimator`][] from `k = 4` on. Smaller budgets go
+        to [`traceax.HutchinsonEstimator`][].
 
-    `stats["choice"]` tells which, a [`traceax.CHOICES`][] item.
+    `stats["choice"]`, a [`traceax.CHOICES`][] item, says which estimator was used.
 
-    Differentiable with respect to `operator`, forward and reverse, to any order: the
-    derivative of the value is an unbiased estimate of the derivative of the trace.
+    You can differentiate the value with respect to `operator`, in forward and reverse
+    mode, to any order. Its derivative is an unbiased estimate of the true derivative.
 
     **Arguments:**
 
     - `key`: a single key, typed or legacy.
-    - `operator`: a square lineax operator, over arrays or PyTrees, real or complex.
-    - `k`: a positive Python int, the budget of products. It may be left out with a
-        tolerance: then 1,000 products are the most, and fewer where blocks of 2^27
-        entries are full before; 2 n for `n <= 1000`, to end with the exact answer.
-    - `estimator`: a [`traceax.TraceEstimator`][], used on the whole operator as given.
-    - `rtol`, `atol`: if one is given, products are taken until half of the interval at
-        `level` is at most `atol + rtol |value|`, and at most k of them. If `k >= n`, the
-        last n are for the exact answer, where those before don't meet the tolerance. Each
-        a real number, which may be traced: one program serves all. The interval is
-        valid though it was judged repeatedly; see the page on tolerances. Taken by
-        [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
-        [`traceax.XNysTraceEstimator`][].
-    - `level`: of that interval, a Python number between 0 and 1.
-    - `progress_meter`: shows how far an estimate to a tolerance is; nothing by default.
-        Without a tolerance it does nothing, as `level`.
-        See [`traceax.TextProgressMeter`][].
-    - `throw`: whether a failure raises an error at run time, or is only reported in
-        `result`. A tolerance that is not met is none: the value is kept, `result` says
-        so, `stats["products_needed"]` how many products it would take at this rate, and
-        outside of a program so does a warning, unless `throw=False`.
+    - `operator`: a square lineax operator on arrays or PyTrees, real or complex.
+    - `k`: the budget of products, a positive Python int. It is optional with a
+        tolerance. The cap is then `2 n` up to `n = 1000`, the last n for the exact
+        answer, and 1,000 beyond, or fewer if a block would have more than 2^27 entries.
+    - `estimator`: a [`traceax.TraceEstimator`][]. It estimates the operator as a whole.
+    - `rtol`, `atol`: the tolerance. If you give either, `trace` takes products until
+        half of the confidence interval is at most `atol + rtol |value|`, or k are used.
+        If `k >= n`, it reserves n for the exact answer, in case the loop fails. Both
+        are real numbers that may be traced: one program serves all tolerances. The
+        interval stays valid although the loop checks it repeatedly; see the page on
+        tolerances. [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
+        [`traceax.XNysTraceEstimator`][] take a tolerance.
+    - `level`: the level of this interval, a Python number between 0 and 1.
+    - `progress_meter`: shows the progress towards a tolerance, for example a
+        [`traceax.TextProgressMeter`][]. By default nothing is shown.
+    - `throw`: whether a failure raises a run-time error. If `False`, only `result`
+        reports it. An unmet tolerance is no failure: you get the value, `result`
+        reports the miss, `stats["products_needed"]` forecasts how many products would
+        meet the tolerance, and outside of jitted code `throw=True` gives a warning.
 
-    **Returns:**
+    **Returns:** a [`traceax.Estimate`][]. Its `state` belongs to the estimator that was
+    used. If known terms or a factor were split off, `state` starts over with the whole
+    operator, because the products taken are with the remainder.
 
-    A [`traceax.Estimate`][]. Its `state` belongs to the estimator that was used. Where an
-    exact part or a factor was taken apart, it is one that begins anew, of the whole
-    operator: what was kept is of a part.
-
-    **Raises:**
-
-    - `TypeError` for a wrong key, operator, `k` or estimator, `ValueError` for an
-        operator that isn't square or mixes real and complex leaves.
-    - A run-time error for what only values can tell (see [`traceax.RESULTS`][]).
+    **Raises:** `TypeError` for a wrong key, operator, `k` or estimator; `ValueError`
+    for an operator that isn't square, or that mixes real and complex leaves; a run-time
+    error for failures that depend on values (see [`traceax.RESULTS`][]).
     """
     where = "traceax.trace"
     state = init_state(key, operator, where)
@@ -147,7 +143,7 @@ def estimate_whole(
     *,
     throw: bool,
 ) -> Estimate:
-    """The estimate of a new state's functional: exact parts, and an estimator for the rest."""
+    """Estimates a new state's functional: known terms exactly, the rest by products."""
     k = resolve_budget(k, stop, state.space.size, where)
     if estimator is not None:
         _check_estimator(estimator, state.functional, where)
@@ -161,46 +157,46 @@ def _estimate(
 ) -> Estimate:
     operator, space, functional = state.operator, state.space, state.functional
     if estimator is None:
-        # An exact answer takes as many solves without its terms apart.
+        # We expand inverses only for estimates: exact answers take n solves either way.
         split = _split(operator, k, expand=k < space.size or stop is not None)
     else:
         split = _Split(None, 0, None, operator)
     if split.remainder is None:
         choice = CHOICES.structure
-        nothing = functional.sum(jnp.zeros(space.size, space.compute_dtype))
+        zero = functional.sum(jnp.zeros(space.size, space.compute_dtype))
         stats = {"num_matvecs": jnp.asarray(0)}
-        stats["degrees_of_freedom"] = jnp.full_like(nothing, jnp.inf, space.real_dtype)
+        stats["degrees_of_freedom"] = jnp.full_like(zero, jnp.inf, space.real_dtype)
         if stop is not None:
             stats["products_needed"] = jnp.zeros((), space.real_dtype)
-        error = nothing.real
+        error = zero.real
         if split.exact is not None and split.num_matvecs:  # products are rounded
             error = exact_bar(error, functional.sum(jnp.abs(split.exact)))[1]
-        evidence = Evidence(nothing, jtu.Partial(_judge_exact))
+        evidence = Evidence(zero, jtu.Partial(_judge_exact))
         estimate = Estimate(
-            nothing, error, RESULTS.successful, stats, state, evidence=evidence
+            zero, error, RESULTS.successful, stats, state, evidence=evidence
         )
     else:
-        budget, choice, part = k - split.num_matvecs, CHOICES.given, state
+        budget, choice, start = k - split.num_matvecs, CHOICES.given, state
         if estimator is None:
             if split.remainder is not operator:
-                part = TraceState(state.key, split.remainder, functional=functional)
-            estimator, choice = _choose(part, budget, stop)
+                start = TraceState(state.key, split.remainder, functional=functional)
+            estimator, choice = _choose(start, budget, stop)
         else:
-            part = estimator.init(state.key, operator)
+            start = estimator.init(state.key, operator)
             if not isinstance(functional, Trace):
-                part = TraceState(part.key, part.operator, functional=functional)
-            part = checked_state(part, estimator, "traceax.trace")
+                start = TraceState(start.key, start.operator, functional=functional)
+            start = checked_state(start, estimator, "traceax.trace")
         if stop is not None:
             exact = None if split.exact is None else functional.sum(split.exact)
             stop = stop.for_part(split.factor, exact)
-        estimate = estimate_state(estimator, part, budget, stop)
+        estimate = estimate_state(estimator, start, budget, stop)
         if stop is not None and choice is not CHOICES.given:
             all_taken = estimate.stats["num_matvecs"] >= space.size
             choice = CHOICES.where(all_taken, CHOICES.budget, choice)
     if split.exact is not None or split.factor is not None:
-        real = space.has_real_trace
-        # What was kept is of the rest alone: the state is one that begins anew.
-        estimate = _combine(estimate, state, split, real=real)
+        is_real = space.has_real_trace
+        # The kept products are with the remainder alone, so we return the new state.
+        estimate = _combine(estimate, state, split, is_real=is_real)
     return set_choice(estimate, choice)
 
 
@@ -212,16 +208,16 @@ def _check_estimator(estimator: object, functional: Functional, where: str) -> N
         )
     if not isinstance(functional, Trace) and not estimator.gives_diagonals:
         raise TypeError(
-            f"{where}: estimator must be one that gives diagonals and traces of leaves, "
-            f"got {estimator!r}; use traceax.HutchinsonEstimator() or "
+            f"{where}: estimator must support diagonals and leaf traces, got "
+            f"{estimator!r}; use traceax.HutchinsonEstimator() or "
             "traceax.XTraceEstimator()."
         )
 
 
 def _combine(
-    estimate: Estimate, state: TraceState, split: "_Split", *, real: bool
+    estimate: Estimate, state: TraceState, split: "_Split", *, is_real: bool
 ) -> Estimate:
-    """`factor * estimate + exact part`."""
+    """Returns `factor * estimate + exact part`."""
     space = state.space
     estimate = estimate.replaced(
         value=estimate.value.astype(space.compute_dtype),
@@ -232,19 +228,19 @@ def _combine(
     value, error = estimate.value, estimate._standard_error
     if split.exact is not None:
         exact = state.functional.sum(split.exact)
-        # The sum is rounded; an error of 0 says that all of it is exact.
+        # We include the rounding in the sum. A zero error means exact, and stays.
         magnitude = jnp.abs(value) + jnp.abs(exact)
         rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
         error = jnp.where(error > 0, jnp.maximum(error, rounding), error)
         value = value + exact
-    if real:
+    if is_real:
         value = jnp.real(value)
-    used = estimate.stats["num_matvecs"] + split.num_matvecs
+    num_matvecs = estimate.stats["num_matvecs"] + split.num_matvecs
     return estimate.replaced(
         value=value,
         standard_error=error,
         result=finite_or_failed(value, estimate.result),
-        stats={**estimate.stats, "num_matvecs": used},
+        stats={**estimate.stats, "num_matvecs": num_matvecs},
         state=state,
     )
 
@@ -255,7 +251,7 @@ def _judge_exact(value: Array) -> list[ErrorBar]:
 
 
 def set_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
-    """The estimate, with a choice among its `stats`."""
+    """Adds a choice to the `stats` of an estimate."""
     stats = {**estimate.stats, "choice": choice}
     return eqx.tree_at(lambda e: e.stats, estimate, stats)
 
@@ -263,29 +259,30 @@ def set_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
 def _choose(
     state: TraceState, k: int, stop: Stop | None
 ) -> tuple[TraceEstimator, CHOICES]:
-    size, fixed = state.space.size, stop is None
-    if k >= size and (fixed or loop_products(k, size) == 0):
+    size, fixed_budget = state.space.size, stop is None
+    if k >= size and (fixed_budget or loop_products(k, size) == 0):
         return HutchinsonEstimator(), CHOICES.budget
-    # Of a single entry probes of any length see little; signs see the least of the others.
-    given = RademacherSampler(), False
+    # Probe lengths matter little to single entries, so we don't resphere for diagonals.
+    # Random signs add the least noise from other entries.
+    sampling = RademacherSampler(), False
     if isinstance(state.functional, Trace):
-        given = NormalSampler(), True
+        sampling = NormalSampler(), True
     semidefinite = state.space.is_semidefinite
-    fixed = fixed and isinstance(state.functional, Trace)
-    # Two products leave XNysTrace a single sample pair: intervals hold less often.
+    can_adapt = fixed_budget and isinstance(state.functional, Trace)
+    # With two products XNysTrace has one sample pair, and its intervals are too short.
     if semidefinite and k >= 3:
-        return XNysTraceEstimator(*given), CHOICES.xnystrace
-    if not semidefinite and fixed and k >= 8:
+        return XNysTraceEstimator(*sampling), CHOICES.xnystrace
+    if not semidefinite and can_adapt and k >= 8:
         return AdaptiveXTraceEstimator(), CHOICES.adaptive
-    if not semidefinite and not fixed and k >= 4:
-        return XTraceEstimator(*given), CHOICES.xtrace
+    if not semidefinite and not can_adapt and k >= 4:
+        return XTraceEstimator(*sampling), CHOICES.xtrace
     return HutchinsonEstimator(), CHOICES.hutchinson
 
 
 class _Split(NamedTuple):
-    """An operator as `factor * remainder` and a part of known diagonal.
+    """An operator as `factor * remainder` plus terms that have the diagonal `exact`.
 
-    `None` stands for a factor of 1, and for a part of 0.
+    `None` stands for a factor of 1, and for an absent part.
     """
 
     exact: Inexact[Array, " n"] | None
@@ -294,61 +291,62 @@ class _Split(NamedTuple):
     remainder: lx.AbstractLinearOperator | None
 
 
-class _Known(NamedTuple):
-    """A term of a sum, perhaps of known diagonal."""
+class _SplitTerm(NamedTuple):
+    """A term of a sum, with its diagonal if that is known."""
 
     term: Term
     diagonal: KnownDiagonal | None
 
 
 def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Split:
-    found = _known(Term(None, operator), most_products=2)
-    used = sum(x.diagonal.num_matvecs for x in found if x.diagonal is not None)
-    if used > k or (used == k and any(x.diagonal is None for x in found)):
-        # Too few products to read every diagonal: take those that cost none.
-        found, used = _known(Term(None, operator), most_products=0), 0
+    terms = _split_sum(Term(None, operator), most_products=2)
+    num_matvecs = sum(x.diagonal.num_matvecs for x in terms if x.diagonal is not None)
+    if num_matvecs > k or (num_matvecs == k and any(x.diagonal is None for x in terms)):
+        # The budget is too small to read every diagonal: we read those that are free.
+        terms, num_matvecs = _split_sum(Term(None, operator), most_products=0), 0
     if expand and parts_of(operator, InverseLinearOperator):
-        found = [y for x in found for y in _expanded(x)]
-    known = [x.term.times(x.diagonal.read()) for x in found if x.diagonal]
-    rest = [x.term for x in found if x.diagonal is None]
+        terms = [y for x in terms for y in _expand(x)]
+    diagonals = [x.term.times(x.diagonal.read()) for x in terms if x.diagonal]
+    remaining = [x.term for x in terms if x.diagonal is None]
     with jax.numpy_dtype_promotion("standard"):
-        exact = ft.reduce(op.add, known) if known else None
-        if not rest:
-            return _Split(exact, used, None, None)
-        # A factor hides whether the operator is semidefinite.
-        factor, inner = rest[0]
-        multiple = len(rest) == 1 and factor is not None and is_semidefinite(inner)
-        if multiple and (known or not is_semidefinite(operator)):
-            return _Split(exact, used, jnp.asarray(factor), inner)
-        if not known:
-            return _Split(None, used, None, operator)
-        rest = ft.reduce(op.add, [x.times(x.operator) for x in rest])
-        return _Split(exact, used, None, as_complex(rest))
+        exact = ft.reduce(op.add, diagonals) if diagonals else None
+        if not remaining:
+            return _Split(exact, num_matvecs, None, None)
+        # lineax drops the semidefinite tag of a multiple. We estimate the tagged
+        # operator instead, and multiply its estimate by the factor.
+        factor, base = remaining[0]
+        is_scaled = len(remaining) == 1 and factor is not None and is_semidefinite(base)
+        if is_scaled and (diagonals or not is_semidefinite(operator)):
+            return _Split(exact, num_matvecs, jnp.asarray(factor), base)
+        if not diagonals:
+            return _Split(None, num_matvecs, None, operator)
+        remaining = ft.reduce(op.add, [x.times(x.operator) for x in remaining])
+        return _Split(exact, num_matvecs, None, as_complex(remaining))
 
 
-def _known(term: Term, most_products: int) -> list[_Known]:
-    """The terms of a sum, split only as far as it tells diagonals apart."""
+def _split_sum(term: Term, most_products: int) -> list[_SplitTerm]:
+    """Splits a sum into terms, only where that separates known diagonals."""
     diagonal = known_diagonal(term.operator)
     if diagonal is not None and diagonal.num_matvecs <= most_products:
-        return [_Known(term, diagonal)]
+        return [_SplitTerm(term, diagonal)]
     inner = parts(term.operator)
     if inner[0].operator is term.operator:
-        return [_Known(term, None)]
-    found = [y for x in inner for y in _known(term.after(x), most_products)]
-    # Tags say nothing of a part.
+        return [_SplitTerm(term, None)]
+    terms = [y for x in inner for y in _split_sum(term.after(x), most_products)]
+    # A tag holds for the whole sum, not for its terms: we split it only if we gain.
     tagged = isinstance(term.operator, lx.TaggedLinearOperator)
-    if tagged and all(x.diagonal is None for x in found):
-        return [_Known(term, None)]
-    return found
+    if tagged and all(x.diagonal is None for x in terms):
+        return [_SplitTerm(term, None)]
+    return terms
 
 
-def _expanded(known: _Known) -> list[_Known]:
-    """Of an inverse the terms whose diagonal is read, and the remainder."""
+def _expand(split: _SplitTerm) -> list[_SplitTerm]:
+    """Splits an inverse into two terms with a readable diagonal, and the remainder."""
     expansion = None
-    if known.diagonal is None:
-        expansion = expand_inverse(known.term.operator)
+    if split.diagonal is None:
+        expansion = expand_inverse(split.term.operator)
     if expansion is None:
-        return [known]
+        return [split]
     diagonal = KnownDiagonal(0, lambda: expansion.diagonal)
-    remainder = known.term.after(Term(None, expansion.remainder))
-    return [_Known(known.term, diagonal), _Known(remainder, None)]
+    remainder = split.term.after(Term(None, expansion.remainder))
+    return [_SplitTerm(split.term, diagonal), _SplitTerm(remainder, None)]

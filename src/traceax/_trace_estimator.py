@@ -1,4 +1,4 @@
-"""The contracts of trace estimators: a fixed budget, or buffers that grow."""
+"""The interfaces for trace estimators: a fixed budget, or buffers that grow."""
 
 import abc
 import dataclasses
@@ -46,37 +46,36 @@ from ._tolerance import LEAST_PRODUCTS, Check, run_until, step_width
 
 
 class TraceEstimator(Estimator[TraceState]):
-    r"""Abstract base class of trace estimators.
+    r"""Abstract base class for trace estimators.
 
     A concrete estimator is a frozen module whose fields are configuration, so that
-    equal estimators compile once. It writes `compute`, and `init` where it needs set-up,
-    in plain JAX; it gets `estimate` from here, and with it exact answers for `k >= n`,
-    failure reporting, and the derivative rule: the value's derivative is `<Z, dA V>`,
-    whatever `compute` does inside. `compute` itself is never differentiated.
+    equal estimators compile once. You write `compute`, and `init` if it needs set-up,
+    in plain JAX. You inherit `estimate`, exact answers for `k >= n`, failure reports,
+    and the derivative rule: the value's derivative is `<Z, dA V>`, whatever `compute`
+    does, and `compute` is never differentiated.
 
     **Attributes:**
 
-    - `gives_diagonals`: a class variable, whether `compute` sums as `state.functional`
-        says, which [`traceax.diagonal`][] asks for, of a [`traceax.TraceState`][]. `False`
-        by default.
+    - `gives_diagonals`: a class variable, `False` by default. If `True`, `compute` must
+        sum rows with `state.functional`, and [`traceax.diagonal`][] accepts the
+        estimator.
     """
 
     gives_diagonals: ClassVar[bool] = False
     _plain_exact: ClassVar[bool] = True
 
     def init(self, key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> Any:
-        """Checks, and set-up that doesn't depend on the budget. Optional to write.
+        """Checks the arguments, and does set-up that doesn't depend on k. Optional.
 
         **Arguments:**
 
-        - `key`: as for `jax.random`; a typed key or a legacy `uint32` key.
+        - `key`: a typed `jax.random` key, or a legacy `uint32` key.
         - `operator`: a square lineax operator.
 
-        **Returns:**
-
-        A state: a PyTree with at least the attributes `.key` and `.operator`, of which
-        only `.operator` is differentiable. By default a [`traceax.TraceState`][]; one of
-        your own begins with `traceax.init_state(key, operator)`, which checks both.
+        **Returns:** a state, by default a [`traceax.TraceState`][]. A custom state is a
+        PyTree with the attributes `.key` and `.operator`; only `.operator` is
+        differentiable. Start with `traceax.init_state(key, operator)`, which checks
+        both.
         """
         where = f"{type(self).__name__}.init"
         state = init_state(key, operator, where)
@@ -95,24 +94,21 @@ class TraceEstimator(Estimator[TraceState]):
         dict[str, PyTree],
         tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]] | Any,
     ]:
-        r"""The algorithm. Called with `1 <= k < n`.
+        r"""Runs the algorithm. Called with `1 <= k < n`.
 
         **Arguments:**
 
-        - `state`: as `init` returned it.
-        - `k`: a Python int, the most products that may be used. Use all but at most
-            two.
+        - `state`: the state that `init` returned.
+        - `k`: the budget of products, a Python int. Leave at most two unused.
 
-        **Returns:**
+        **Returns:** a tuple `(value, standard_error, stats, (V, Z))`:
 
-        A tuple `(value, standard_error, stats, (V, Z))`:
-
-        - the estimate and its standard error (NaN where it cannot be known);
-        - a dictionary with at least `"num_matvecs"`. `"degrees_of_freedom"` of the
-            standard error makes the interval a Student t interval; a
-            [`traceax.RESULTS`][] item under `"result"` reports a failure. Arrays under
-            `"kept"` are handed to a later estimate that goes on from this one, as
-            `state.grown.buffers`, and `k` is then the sum of both budgets;
+        - the estimate and its standard error (NaN if that is unknown);
+        - a dictionary with at least `"num_matvecs"`. With `"degrees_of_freedom"` the
+            interval becomes a Student t interval, and a [`traceax.RESULTS`][] item
+            under `"result"` reports a failure. A later estimate that resumes from this
+            one gets the arrays under `"kept"` as `state.grown.buffers`, and k is then
+            the sum of both budgets;
         - blocks of shape `(n, p)`, in the order of the operator's flattened structure,
             with `E[V Z^*] = I`.
         """
@@ -126,9 +122,9 @@ class TraceEstimator(Estimator[TraceState]):
         entries, solves = map_columns(operator, entry)
         bar = _exact_bar(functional, space.rounding, entries)
         if solves is not None:
-            # As good as the products. Their errors may all be of one sign.
-            more = functional.sum(errors_of_solves(solves).diagonal)
-            bar = bar._replace(standard_error=bar.standard_error + more)
+            # We add solver errors without cancellation: all may have the same sign.
+            solver_error = functional.sum(errors_of_solves(solves).diagonal)
+            bar = bar._replace(standard_error=bar.standard_error + solver_error)
         evidence = None
         if isinstance(functional, Trace):
             judge = jtu.Partial(_judge_entries, functional, space.rounding)
@@ -139,15 +135,15 @@ class TraceEstimator(Estimator[TraceState]):
     def _finish(self, state, computed):
         value, error, stats, blocks = computed
         space, where = state.space, f"{type(self).__name__}.compute"
-        what, hint = '"num_matvecs" must be among stats', "see TraceEstimator.compute"
-        require("num_matvecs" in stats, where, what, f"{[*stats]}", hint)
+        rule, hint = 'stats must contain "num_matvecs"', "see TraceEstimator.compute"
+        require("num_matvecs" in stats, where, rule, f"{[*stats]}", hint)
         if not isinstance(blocks, StandIn):
             V, Z = map(jnp.shape, blocks)
-            what = f"blocks V and Z must be of one shape ({space.size}, p)"
-            right = V == Z and V[:-1] == (space.size,)
-            require(right, where, what, f"{V} and {Z}", hint)
+            rule = f"blocks V and Z must have one shape ({space.size}, p)"
+            fits = V == Z and V[:-1] == (space.size,)
+            require(fits, where, rule, f"{V} and {Z}", hint)
             blocks = Blocks([blocks])
-        # A new dictionary: `stats` may belong to the estimator.
+        # We copy `stats`, which may belong to the estimator.
         stats = {"degrees_of_freedom": jnp.inf, **stats}
         kept, result = stats.pop("kept", None), stats.pop("result", RESULTS.successful)
         real = space.has_real_trace
@@ -172,22 +168,22 @@ def _judge_entries(
 
 
 class GrowingEstimator(TraceEstimator):
-    """Abstract base class of estimators that fill buffers, a unit at a time.
+    """Abstract base class for estimators that fill buffers, one unit at a time.
 
-    A unit is what is taken together: a probe, or a few, with all of their products. A
-    subclass writes `begin`, `grow`, `judge` and `stand_in`; budgets, tolerances and going on
-    from earlier estimates are written here, once.
+    A unit is one probe, or a few that belong together, with all products. You write
+    `begin`, `grow`, `judge` and `stand_in`. You inherit fixed budgets, tolerances, and
+    resuming from earlier estimates.
 
     **Attributes:**
 
-    - `products_per_unit`: a class variable.
+    - `products_per_unit`: a class variable, the number of products in a unit.
     """
 
     products_per_unit: ClassVar[int]
 
     @abc.abstractmethod
     def begin(self, state: TraceState, room: int) -> PyTree[Array]:
-        """Buffers of zeros for `room` units, along every axis that holds units."""
+        """Makes zero buffers for `room` units, along every axis that holds units."""
 
     @abc.abstractmethod
     def grow(
@@ -197,38 +193,38 @@ class GrowingEstimator(TraceEstimator):
         count: int | Int[Array, ""],
         width: int,
     ) -> PyTree[Array]:
-        """The buffers of `count` units with the next `width` units put after these."""
+        """Puts the next `width` units into buffers that hold `count` units."""
 
     @abc.abstractmethod
     def judge(
         self, state: TraceState, buffers: PyTree[Any], count: int | Int[Array, ""]
     ) -> tuple[ErrorBar, RESULTS | None]:
-        """The error bar of `count` units, whose mean is the value, and a failure to report,
-        or `None`."""
+        """The error bar from `count` units, whose mean is the value, and a failure or
+        `None`."""
 
     @abc.abstractmethod
     def stand_in(
         self, state: TraceState, buffers: PyTree[Any], count: int | Int[Array, ""]
     ) -> list[tuple[Array, Array]] | Columns:
-        """Pairs of blocks V and Z, n x room, columns beyond `count` being 0. The derivative of
-        the value is the sum over all pairs of `<Z, dA V>`."""
+        """Pairs of n x room blocks V and Z, zero beyond `count`. The value's
+        derivative is the sum of `<Z, dA V>` over all pairs."""
 
     def fallback(self, state: TraceState, k: int) -> Any:
-        """For budgets too small for this algorithm: the result of another one, as `compute`
-        returns it; `None` to go on. Optional."""
+        """Another algorithm's result, as from `compute`, if k is too small here, else
+        `None`. Optional."""
         return None
 
     def more_stats(self, buffers: PyTree[Any]) -> dict[str, Array]:
-        """Entries of `stats` besides those of all estimators. Optional."""
+        """Additional entries for `stats`. Optional."""
         return {}
 
     def least_loop_products(self, state):
         return max(LEAST_PRODUCTS, 2 * self.products_per_unit)
 
     def compute(self, state, k):
-        other = self.fallback(state, k)
-        if other is not None:
-            return other
+        fallback = self.fallback(state, k)
+        if fallback is not None:
+            return fallback
         grown, more = self._room(state, k)
         drawn = with_drawn(self, state.key, grown.room, state.space)
         buffers, count = grown.buffers, grown.count + more
@@ -240,13 +236,13 @@ class GrowingEstimator(TraceEstimator):
     def compute_until(self, state, k, stop):
         minimum = max(LEAST_PRODUCTS // self.products_per_unit, 2)
         grown, budget = state.grown, k
-        # Counts that are arrays are of loops, which took enough.
+        # A count is an array after a loop, which has taken enough units.
         if grown is not None and isinstance(grown.count, int) and grown.count < minimum:
-            # Too few to go on from: forgotten, though their products are spent.
+            # We drop units that are too few to resume from, but count their products.
             state, k = state.resumed(None), k - grown.budget
         if k < LEAST_PRODUCTS:
             value, error, stats, blocks = self.compute(state, k)
-            # Too few products for a forecast: it is not known.
+            # We can't forecast from so few products.
             return value, error, {**stats, "products_needed": jnp.inf}, blocks
         grown, more = self._room(state, k)
         drawn = with_drawn(self, state.key, grown.room, state.space)
@@ -273,7 +269,7 @@ class GrowingEstimator(TraceEstimator):
         return value, error, stats, blocks
 
     def _room(self, state: TraceState, k: int) -> tuple[Grown, int]:
-        """What the state has, with room for k products in all, and how many units more."""
+        """The state's buffers with room for k products, and how many units to add."""
         self.check(state.operator, f"{type(self).__name__}.estimate")
         grown, units = state.grown, k // self.products_per_unit
         if grown is None:
@@ -282,7 +278,7 @@ class GrowingEstimator(TraceEstimator):
         return self._resize(state, grown, grown.room + more), more
 
     def _resize(self, state: TraceState, grown: Grown, room: int) -> Grown:
-        """The same units, with buffers cut or padded with zeros to another room."""
+        """Cuts buffers, or pads them with zeros, to another room."""
 
         def resize(x, like):
             if x.shape == like.shape:
@@ -296,7 +292,7 @@ class GrowingEstimator(TraceEstimator):
         return dataclasses.replace(grown, buffers=buffers, room=room)
 
     def _results(self, state, grown: Grown, bar: ErrorBar, result: RESULTS | None):
-        """What `compute` returns: the value, its standard error, `stats` and blocks."""
+        """The value, its standard error, `stats` and blocks, as `compute` returns."""
         stats = {
             "num_matvecs": self.products_per_unit * grown.count,
             "degrees_of_freedom": bar.degrees_of_freedom,
@@ -310,7 +306,7 @@ class GrowingEstimator(TraceEstimator):
         return bar.mean, bar.standard_error, stats, blocks
 
     def trim(self, state):
-        # Not where buffers are full, nor a count that is traced, or one of many lanes.
+        # Full buffers have an int count. We can't cut to a traced or batched count.
         grown = state.grown
         if grown is None or isinstance(grown.count, int | jax.core.Tracer):
             return state
@@ -323,14 +319,15 @@ class GrowingEstimator(TraceEstimator):
 
 
 def put_units(buffers: PyTree, new: PyTree, count: int | Int[Array, ""]) -> Any:
-    """Buffers with new units from unit `count` on, along the last axis of each."""
+    """Puts new units into buffers from unit `count` on, along their last axes."""
     return jtu.tree_map(ft.partial(put, start=count), buffers, new)
 
 
 def left_out_blocks(
     pairs: list[tuple[Array, Array]], loo: LeaveOneOut, count: int | Int[Array, ""]
 ) -> Blocks:
-    """The blocks `[Q, G]` of leave-one-out estimates, with the evidence in `V^* W`."""
+    """The blocks `[Q, G]` for leave-one-out estimates. Slopes get error bars from their
+    evidence, the products `V^* W`."""
     m, dtype = pairs[0][0].shape[1], pairs[0][0].dtype
     form = jnp.zeros((2 * m, 2 * m), dtype)
     return Blocks(pairs, Evidence((form, None), jtu.Partial(_judge_form, loo)), count)
@@ -339,7 +336,7 @@ def left_out_blocks(
 def _judge_form(
     loo: LeaveOneOut, products: tuple[Inexact[Array, "k k"], None]
 ) -> list[ErrorBar]:
-    """The error bar of leave-one-out samples, from their form on `[Q, G]`."""
+    """The error bar for leave-one-out samples, from their form on `[Q, G]`."""
     (H, L), (K, on_G) = (jnp.split(x, 2, 1) for x in jnp.split(products[0], 2))
     K = K.conj().T
     if loo.basis is not None:
@@ -359,8 +356,8 @@ def average(state: TraceState, k: int, sampler: Sampler, *, resphere: bool) -> A
     samples, first = column_dots(W, AW), AW.T[:GRAM_PROBES]
     (bar,) = _judge(W, (samples, first))
     stats = {"num_matvecs": k, "degrees_of_freedom": bar.degrees_of_freedom}
-    nothing = jnp.zeros_like(samples), jnp.zeros_like(first)
-    evidence = Evidence(nothing, jtu.Partial(_judge, W))
+    zeros = jnp.zeros_like(samples), jnp.zeros_like(first)
+    evidence = Evidence(zeros, jtu.Partial(_judge, W))
     return bar.mean, bar.standard_error, stats, Blocks([(W, W / k)], evidence)
 
 
@@ -369,7 +366,7 @@ def _judge(
     products: tuple[Inexact[Array, " k"], Inexact[Array, "few n"]],
 ) -> list[ErrorBar]:
     samples, first = products
-    # Subtracting a multiple of the identity leaves the part that causes skewness.
+    # We subtract a multiple of the identity, which causes no skewness.
     mean = samples.mean() / len(W)
     gram = gram_of(W, first.T) - mean * gram_of(W, W)
     norms = column_norms(first.T)

@@ -1,1 +1,1 @@
-"""One estimator family a file; siblings don't import each other."""
+"""One estimator family per file. Siblings don't import each other."""

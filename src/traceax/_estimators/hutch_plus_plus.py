@@ -1,4 +1,4 @@
-"""Hutch++: a randomised low-rank part, and Hutchinson on what it leaves."""
+"""Hutch++: an exact low-rank part, and Hutchinson's estimator on the remainder."""
 
 from typing import ClassVar
 
@@ -31,27 +31,27 @@ from .._trace_estimator import TraceEstimator, average
 
 
 class HutchPlusPlusEstimator(TraceEstimator):
-    r"""Hutch++: the exact trace on a sketched range, Hutchinson on the rest.
+    r"""Hutch++: the exact trace on a sketched range, plus an estimate of the rest.
 
-    A third of the products sketch the range of A, a third take the exact trace on its
-    orthonormal basis Q, and the remaining l estimate the trace of what is left:
+    One third of the products sketch A's range. Another third compute the exact trace on
+    an orthonormal basis Q. The remaining l products give Hutchinson's estimate:
 
         value = tr(Q^* A Q) + 1/l sum_j g_j^* A g_j,    g_j = (I - Q Q^*) psi_j
 
-    *Use when* an error bar from independent samples matters more than accuracy: XTrace is
-    more accurate for the same products, and Hutchinson's estimator where the spectrum is
-    flat.
+    *Use when* you need an error bar from independent samples more than accuracy. With
+    the same products XTrace is more accurate, and so is Hutchinson's estimator if the
+    spectrum is flat.
 
     | | |
     |---|---|
     | operator | any, PyTrees, complex |
     | products | k, all used: 2 (k // 3) on the range, l = k - 2 (k // 3) on the rest; all on the rest for k < 4 |
-    | beyond the products | O(n k^2) time, seven n x k/3 blocks; the derivative as many |
+    | beyond the products | O(n k^2) time; seven n x k/3 blocks, also in the derivative |
     | bias | none |
     | standard error | from the residual probes; NaN for k = 1 |
     | derivative | `<Z, dA V>` with `V = [G, Q]`, `Z = [G / l, Q]`; k - k // 3 products with dA; unbiased for any dA |
 
-    **Arguments:** `sampler`: of all probes, independent ones.
+    **Arguments:** `sampler`: draws all probes, which must be independent.
 
     **Reference:** Meyer, Musco, Musco and Woodruff, "Hutch++: Optimal Stochastic Trace
     Estimation", SOSA (2021), doi:10.1137/1.9781611976496.16, arXiv:2010.09649.
@@ -61,18 +61,18 @@ class HutchPlusPlusEstimator(TraceEstimator):
     gives_diagonals: ClassVar[bool] = True
 
     def __check_init__(self):
-        # Of one orthogonal matrix the tests would avoid the sketch.
+        # With columns from one orthogonal matrix, our tests would avoid the sketch.
         check_sampler(self.sampler, type(self).__name__, independent=True)
 
     def compute(self, state, k):
         functional = state.functional
         if k < 4 and isinstance(functional, Trace):
             return average(state, k, self.sampler, resphere=False)
-        # A single residual probe would leave the error unknown.
+        # We skip the sketch if it would leave a single residual probe and no error bar.
         m = k // 3 if k >= 4 else 0
         l = k - 2 * m  # noqa: E741
         n, dtype = state.space.size, state.space.compute_dtype
-        # Alternating columns of one sequence: there is one draw to compile.
+        # We take alternating columns from one sequence: XLA compiles a single draw.
         block = self.sampler.sample(state.key, n, 2 * max(m, l), dtype)
         Omega, Psi = block[:, ::2][:, :m], block[:, 1::2][:, :l]
         Y = apply_block(state.operator, Omega)
@@ -83,10 +83,10 @@ class HutchPlusPlusEstimator(TraceEstimator):
         evidence = None
         if isinstance(functional, Trace):
             samples = column_dots(G, AG), column_dots(Q, AQ)
-            seen, first = jnp.concatenate(samples), AG.T[:GRAM_PROBES]
-            (bar,) = _judge(G, (seen, first))
-            nothing = jnp.zeros_like(seen), jnp.zeros_like(first)
-            evidence = Evidence(nothing, jtu.Partial(_judge, G))
+            forms, first = jnp.concatenate(samples), AG.T[:GRAM_PROBES]
+            (bar,) = _judge(G, (forms, first))
+            zeros = jnp.zeros_like(forms), jnp.zeros_like(first)
+            evidence = Evidence(zeros, jtu.Partial(_judge, G))
         else:
             moments = empty_moments(functional, n, dtype)
             moments = add_samples(moments, functional, G, AG, 0)
@@ -94,7 +94,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
         stats = {
             "num_matvecs": k,
             "degrees_of_freedom": bar.degrees_of_freedom,
-            "kept": (),  # marks a state that was used
+            "kept": (),  # marks the state as used
         }
         value = functional.pair(Q, AQ) + bar.mean
         pair = side_by_side(G, Q), side_by_side(G / l, Q)
@@ -105,6 +105,6 @@ def _judge(
     G: Inexact[Array, "n l"],
     products: tuple[Inexact[Array, " p"], Inexact[Array, "few n"]],
 ) -> list[ErrorBar]:
-    (seen, first), l = products, G.shape[1]  # noqa: E741
+    (forms, first), l = products, G.shape[1]  # noqa: E741
     norms, gram = column_norms(first.T), gram_of(G, first.T)
-    return [independent_samples(seen[:l], norms, gram, seen[l:])]
+    return [independent_samples(forms[:l], norms, gram, forms[l:])]

@@ -33,14 +33,14 @@ from .._trace_estimator import GrowingEstimator
 
 
 class TraceSamples(NamedTuple):
-    """The samples `w_j^* A w_j`, or those of rounds, and what their error bar needs."""
+    """Samples `w_j^* A w_j`, or one per round, and the blocks for their error bar."""
 
     samples: Inexact[Array, " m"]
-    first: Inexact[Array, "2 few n"]  # probes and products, for ties and skewness
+    first: Inexact[Array, "2 few n"]  # first probes and products, for ties and skewness
 
 
 class SampleMoments(NamedTuple):
-    """The moments of samples, where these are long. `room` only has a length."""
+    """Moments for samples with many entries. Only the length of `room` matters."""
 
     moments: Moments
     room: Bool[Array, " m"]
@@ -49,35 +49,35 @@ class SampleMoments(NamedTuple):
 class HutchinsonEstimator(GrowingEstimator):
     r"""The Girard-Hutchinson estimator, the mean of `w_j^* A w_j` over k probes.
 
-    *Use when* the budget is a handful of products, or when the spectrum is flat. Its error
-    falls as `1 / sqrt(k)` whatever the spectrum.
+    *Use when* you have few products, or the spectrum is flat. The error falls as
+    `1 / sqrt(k)` for any spectrum.
 
     | | |
     |---|---|
     | operator | any, PyTrees, complex |
     | products | k, all used |
-    | beyond the products | O(n k) time, two n x c blocks in value and derivative, with c = `chunk_size` |
+    | beyond the products | O(n k) time; two n x c blocks in value and derivative, with c = `chunk_size` |
     | bias | none |
-    | variance | real symmetric A, signs: `2 (|A|_F^2 - sum_i A_ii^2) / k` |
+    | variance | `2 (|A|_F^2 - sum_i A_ii^2) / k` for real symmetric A and signs |
     | derivative | the exact gradient of the estimate, k products with dA |
 
-    `stats["samples"]` holds the `w_j^* A w_j` of traces. The estimate is linear in A.
+    For traces, `stats["samples"]` holds the `w_j^* A w_j`. The estimate is linear in A.
 
     **Arguments:**
 
-    - `sampler`: of the probes. With [`traceax.OrthogonalSampler`][] the variance is smaller
-        by `1 - k / n`. With [`traceax.ColouredSampler`][] k is a whole number of rounds, and
-        a sample a round's.
-    - `chunk_size`: how many probes are alive at once, so that memory does not grow with k.
-        By default as many as have 2^20 entries together, and at least 4; all of them on
-        other devices than CPUs. The value changes by rounding alone.
+    - `sampler`: draws the probes. [`traceax.OrthogonalSampler`][] multiplies the
+        variance by `1 - k / n`. With [`traceax.ColouredSampler`][], k must fill whole
+        rounds, and each round gives one sample.
+    - `chunk_size`: how many probes to hold at once, so that memory doesn't grow with k.
+        The default holds 2^20 entries and at least 4 probes, or all probes on devices
+        other than CPUs. The value changes by rounding only.
 
     **Reference:** Girard, "A fast 'Monte-Carlo cross-validation' procedure for large
     least squares problems with noisy data", Numer. Math. 56 (1989),
     doi:10.1007/BF01395775; Hutchinson, "A stochastic estimator of the trace of the
     influence matrix for Laplacian smoothing splines", Commun. Stat. Simul. Comput. 18
-    (1989), doi:10.1080/03610918908812806; of diagonals Bekas, Kokiopoulou and Saad, "An
-    estimator for the diagonal of a matrix", Appl. Numer. Math. 57 (2007),
+    (1989), doi:10.1080/03610918908812806; for diagonals Bekas, Kokiopoulou and Saad,
+    "An estimator for the diagonal of a matrix", Appl. Numer. Math. 57 (2007),
     doi:10.1016/j.apnum.2007.01.003.
     """
 
@@ -90,7 +90,7 @@ class HutchinsonEstimator(GrowingEstimator):
     def __check_init__(self):
         name = type(self).__name__
         check_sampler(self.sampler, name, rounds=True)
-        meaning = "the number of probes drawn at once"
+        meaning = "how many probes to draw at once"
         check_optional_integer(
             self.chunk_size, "chunk_size", name, least=1, meaning=meaning
         )
@@ -115,7 +115,7 @@ class HutchinsonEstimator(GrowingEstimator):
         if not isinstance(state.functional, Trace):
             moments = empty_moments(state.functional, n, dtype)
             return SampleMoments(moments, jnp.zeros(room, bool))
-        # Two rounds tell whether they differ, however many are alive at once.
+        # We keep two rounds, for any chunk size, to detect whether rounds differ.
         least = 2 if self._detects_off_diagonal else 1
         few = min(room, GRAM_PROBES, max(self._columns(n), least))
         return TraceSamples(
@@ -139,14 +139,15 @@ class HutchinsonEstimator(GrowingEstimator):
                 return buffers._replace(moments=moments)
             return _add_probes(buffers, Omega, Y, start)
 
-        # No loop for one chunk: on a CPU convolutions are ten times slower in one.
+        # We take one chunk without a loop: CPUs run convolutions 10 times slower in
+        # one.
         buffers = take(buffers, count, chunk)
-        chunks, left = divmod(width - chunk, chunk)
+        chunks, remainder = divmod(width - chunk, chunk)
         if chunks:
             starts = jnp.arange(1, chunks + 1, dtype=jnp.int32) * chunk + count
             buffers = fold(lambda x, start: take(x, start, chunk), buffers, starts)
-        if left:
-            buffers = take(buffers, count + width - left, left)
+        if remainder:
+            buffers = take(buffers, count + width - remainder, remainder)
         return buffers
 
     def judge(self, state, buffers, count):
@@ -168,12 +169,12 @@ class HutchinsonEstimator(GrowingEstimator):
             variation = bar.standard_error
         else:
             samples, (Omega, Y) = buffers
-            active, few, variation = None, None, None
+            active, first_active, variation = None, None, None
             if not isinstance(count, int):
                 active = jnp.arange(len(samples), dtype=jnp.int32) < count
-                few = active[: len(Omega)]
+                first_active = active[: len(Omega)]
             if self._detects_off_diagonal:
-                variation = off_diagonal_size(Omega.T, Y.T, few)
+                variation = off_diagonal_size(Omega.T, Y.T, first_active)
             bar = independent_samples(
                 samples,
                 column_norms(Y.T),
@@ -184,15 +185,15 @@ class HutchinsonEstimator(GrowingEstimator):
                 may_miss=self.sampler.round_size == 1,
             )
         if not self.sampler.independent:
-            # Samples of a part of an orthogonal basis, whose sum over all is known.
+            # Our probes belong to an orthogonal basis, which has no error as a whole.
             remaining = 1 - jnp.asarray(count).astype(bar.standard_error.dtype) / n
             error = bar.standard_error * jnp.sqrt(remaining)
             bar = bar._replace(standard_error=error)
         if self.sampler._is_exact and variation is not None:
-            exact = exact_bar(bar.mean, rounding * _size_of_sum(buffers, count))
-            # Rounds that differ by more disprove the claim; a single round shows nothing.
-            seen = jnp.isfinite(variation)
-            is_wrong = seen & (variation > exact.standard_error)
+            exact = exact_bar(bar.mean, rounding * _magnitude(buffers, count))
+            # Rounds that differ by more disprove exactness. A single round cannot.
+            is_known = jnp.isfinite(variation)
+            is_wrong = is_known & (variation > exact.standard_error)
             bar = jtu.tree_map(ft.partial(jnp.where, is_wrong), bar, exact)
         return bar
 
@@ -200,15 +201,15 @@ class HutchinsonEstimator(GrowingEstimator):
         space, room = state.space, _room(buffers)
         evidence = None
         if isinstance(buffers, TraceSamples):
-            nothing = jtu.tree_map(jnp.zeros_like, (buffers.samples, buffers.first[1]))
+            zeros = jtu.tree_map(jnp.zeros_like, (buffers.samples, buffers.first[1]))
             parts = self, count, space.rounding, buffers.first[0]
-            evidence = Evidence(nothing, jtu.Partial(_judge_products, *parts))
+            evidence = Evidence(zeros, jtu.Partial(_judge_products, *parts))
         chunk = self._chunk(space.size)
         return Probes(state.key, self.sampler, count, room, chunk, space, evidence)
 
     def more_stats(self, buffers):
-        known = isinstance(buffers, TraceSamples)
-        return {"samples": buffers.samples} if known else {}
+        has_samples = isinstance(buffers, TraceSamples)
+        return {"samples": buffers.samples} if has_samples else {}
 
     def _columns(self, n: int) -> int:
         return columns_at_once(n) if self.chunk_size is None else self.chunk_size
@@ -223,10 +224,10 @@ def _room(buffers: TraceSamples | SampleMoments) -> int:
     return len(buffers.samples)
 
 
-def _size_of_sum(
+def _magnitude(
     buffers: TraceSamples | SampleMoments, count: int | Int[Array, ""]
 ) -> Float[Array, "*g"]:
-    """The size of what was added up, for the error of rounding."""
+    """How large the added terms are, for rounding errors."""
     if isinstance(buffers, SampleMoments):
         moments = buffers.moments
         number = jnp.asarray(count).astype(moments.unit.dtype)
@@ -250,7 +251,7 @@ def _judge_products(
 def _add_probes(
     buffers: TraceSamples, Omega: Inexact[Array, "n c"], Y: Inexact[Array, "n c"], start
 ) -> TraceSamples:
-    """The buffers with the samples of probes from `start` on."""
+    """Writes new samples into the buffers, from probe `start` on."""
     samples, first = buffers
     new = column_dots(Omega, Y)
     if samples.shape != new.shape:
@@ -258,7 +259,7 @@ def _add_probes(
     few = first.shape[1]
     if not isinstance(start, int) or start < few:
         block = jnp.stack([block[:, :few].T for block in (Omega, Y)])
-        # Rows beyond the last are dropped.
+        # JAX drops rows beyond the last.
         rows = jnp.arange(block.shape[1], dtype=jnp.int32) + start
         is_all = isinstance(start, int) and start == 0 and block.shape == first.shape
         first = block if is_all else first.at[:, rows].set(block, mode="drop")
@@ -266,7 +267,7 @@ def _add_probes(
 
 
 class Probes(Columns):
-    """The blocks `V = Omega` and `Z = Omega / count`, drawn again when needed."""
+    """The blocks `V = Omega` and `Z = Omega / count`, redrawn when needed."""
 
     key: Key[Array, ""]
     sampler: Sampler
@@ -274,7 +275,6 @@ class Probes(Columns):
     most: int = eqx.field(static=True)
     size: int = eqx.field(static=True)
     space: Space = eqx.field(static=True)
-
     evidence: Evidence | None
 
     def __init__(
@@ -288,11 +288,11 @@ class Probes(Columns):
         evidence: Evidence | None,
     ):
         self.key, self.sampler, self.count, self.most = key, sampler, count, most
-        # In chunks of equal size.
+        # We make all chunks equally long.
         number = math.ceil(most / min(chunk, most))
         self.size = math.ceil(most / number)
         if not isinstance(count, int):
-            # So that a loop that stopped early pays for what it took.
+            # Short chunks avoid zero columns if our loop stopped early.
             self.size = min(self.size, max(8, most // 8))
         self.space, self.evidence = space, evidence
         self.size = max(self.size, self._num_first)

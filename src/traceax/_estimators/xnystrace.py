@@ -18,7 +18,7 @@ from .._trace_estimator import GrowingEstimator, left_out_blocks, put_units
 
 
 class XNysTraceBuffers(NamedTuple):
-    """Probes `Omega = U T`, with an orthonormal U, and products."""
+    """Probes `Omega = U T` with an orthonormal U, and their products."""
 
     U: Inexact[Array, "n k"]
     T: Inexact[Array, "k k"]
@@ -28,29 +28,29 @@ class XNysTraceBuffers(NamedTuple):
 class XNysTraceEstimator(GrowingEstimator):
     r"""XNysTrace, for positive or negative semidefinite operators.
 
-    Builds the Nystrom approximation of A from all of k orthonormalised probes U but one,
-    and tests what it misses on the one left out, for each in turn:
+    For each of k orthonormalised probes `u_i`, the other probes make the Nystrom
+    approximation `A_(i)`, and `u_i` tests the remainder:
 
         tr_i = tr A_(i) + (n - k + 1) u_i^* (A - A_(i)) u_i,    value = mean of tr_i
 
-    *Use when* the operator is known to be semidefinite: a covariance, a Gauss-Newton
-    or Fisher matrix, a Hessian at a minimum. The most accurate estimator per product.
+    *Use when* you know that the operator is semidefinite: a covariance, a Gauss-Newton
+    or Fisher matrix, a Hessian at a minimum. It has the smallest error per product.
 
     | | |
     |---|---|
     | operator | tagged positive or negative semidefinite, any dtype, PyTrees |
     | products | k, all used |
-    | beyond the products | O(n k^2) time, five n x k blocks; the derivative holds seven |
-    | bias | none, but for rounding |
-    | standard error | as of [`traceax.XTraceEstimator`][] |
-    | derivative | `<Z, dA V>` with the leave-one-out blocks of the range of `A Omega`, 2k products with dA; unbiased for any dA |
+    | beyond the products | O(n k^2) time; five n x k blocks, seven in the derivative |
+    | bias | none except rounding |
+    | standard error | as for [`traceax.XTraceEstimator`][] |
+    | derivative | `<Z, dA V>` with leave-one-out blocks from the range of `A Omega`, 2k products with dA; unbiased for any dA |
 
-    **Arguments:** `sampler` and `resphere` of [`traceax.XTraceEstimator`][]. Without
-    resphering the probes themselves are left out and tested, of factor 1.
+    **Arguments:** `sampler` and `resphere` are as for [`traceax.XTraceEstimator`][].
+    Without resphering, the original probes are left out and tested, with factor 1.
 
-    **Raises:** `ValueError` from `init` for an operator that isn't tagged semidefinite.
+    **Raises:** `ValueError` from `init` if the operator isn't tagged semidefinite.
 
-    **Reference:** section 2.3 of that of [`traceax.XTraceEstimator`][].
+    **Reference:** section 2.3 in the paper under [`traceax.XTraceEstimator`][].
     """
 
     sampler: Sampler = NormalSampler()
@@ -90,7 +90,7 @@ class XNysTraceEstimator(GrowingEstimator):
     def judge(self, state, buffers, count):
         U, T, AU = buffers
         probes = make_probe_set(U, count, self.resphere)
-        # Zero is both.
+        # A zero operator has both signs, so we may take either.
         sign = 1 if state.space.is_positive else -1
         factor = nystrom_factor(U, T, AU, sign, probes)
         if isinstance(state.functional, Trace):

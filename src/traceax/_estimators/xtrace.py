@@ -1,4 +1,4 @@
-"""XTrace: a low-rank part from every probe, tested on the probe that it left out."""
+"""XTrace: low-rank approximations from all probes but one, tested on that probe."""
 
 from typing import ClassVar, NamedTuple
 
@@ -23,7 +23,7 @@ from .._trace_estimator import GrowingEstimator, average, left_out_blocks, put_u
 
 
 class XTraceBuffers(NamedTuple):
-    """Probes, and the orthonormal basis Q of their products, `A Omega = Q R`."""
+    """Probes, and an orthonormal basis Q for their products `A Omega = Q R`."""
 
     Omega: Inexact[Array, "n m"]
     Q: Inexact[Array, "n m"]
@@ -35,29 +35,28 @@ class XTraceBuffers(NamedTuple):
 class XTraceEstimator(GrowingEstimator):
     r"""XTrace, for any square operator.
 
-    Applies the operator to m = k/2 probes and to an orthonormal basis of what comes
-    out. The trace on the basis that the other probes span is exact; the probe left out
-    estimates the rest:
+    The operator is applied to m = k/2 probes, and to an orthonormal basis of the
+    products. For each probe in turn, the trace on the basis from the other probes is
+    exact, and the probe left out estimates the rest:
 
         tr_i = tr(P_i A) + a_i g_i^* A g_i,   g_i = (I - P_i) w_i,   value = mean of tr_i
 
-    *Use when* the spectrum decays. Where it doesn't the variance is up to about twice that
-    of Hutchinson's estimator.
+    *Use when* the spectrum decays. If it doesn't, the variance is up to about twice as
+    large as for Hutchinson's estimator.
 
     | | |
     |---|---|
     | operator | any, PyTrees, complex |
-    | products | 2 (k // 2); all k for k < 4, where it is Hutchinson's estimator |
-    | beyond the products | O(n k^2) time, eight n x k/2 blocks; the derivative holds ten |
+    | products | 2 (k // 2); Hutchinson's estimator with all k for k < 4 |
+    | beyond the products | O(n k^2) time; eight n x k/2 blocks, ten in the derivative |
     | bias | none |
-    | standard error | from leaving out pairs of probes, so that correlations count; NaN for k = 1 |
+    | standard error | from leaving out pairs of probes, which captures correlations; NaN for k = 1 |
     | derivative | `<Z, dA V>`, k products with dA; unbiased for any dA |
 
     **Arguments:**
 
-    - `sampler`: of the probes, independent ones. Rotation invariant if `resphere`.
-    - `resphere`: whether to divide by the length of each projected probe, which
-        removes its fluctuation.
+    - `sampler`: draws independent probes. Rotation invariant if `resphere` is set.
+    - `resphere`: whether to divide by each projected probe's length, which fluctuates.
 
     **Reference:** Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample
     in Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),
@@ -78,14 +77,14 @@ class XTraceEstimator(GrowingEstimator):
         )
 
     def fallback(self, state, k):
-        # Of two probes each leaves the other a single direction to find, and a single
-        # probe none: test all, project none.
+        # With a single probe we would have no other probe for a basis. We average plain
+        # samples instead.
         if k >= 4:
             return None
         if not isinstance(state.functional, Trace):
             raise ValueError(
-                "XTraceEstimator needs at least 4 products for diagonals and traces of "
-                f"leaves, got {k}; use traceax.HutchinsonEstimator."
+                "XTraceEstimator.estimate: k must be at least 4 for diagonals and leaf "
+                f"traces, got {k}; use traceax.HutchinsonEstimator."
             )
         return average(state, k, self.sampler, resphere=self.resphere)
 
@@ -112,7 +111,7 @@ class XTraceEstimator(GrowingEstimator):
 
     def judge(self, state, buffers, count):
         Omega, Q, AQ, R, _ = buffers
-        loo = self._left_out(buffers, count)
+        loo = self._downdates(buffers, count)
         if isinstance(state.functional, Trace):
             T = R if state.space.is_hermitian else inner(AQ, Omega)
             forms = column_dots(inner(Q, Omega), R)  # Omega^* A Omega = Omega^* Q R
@@ -122,10 +121,10 @@ class XTraceEstimator(GrowingEstimator):
         return leave_one_out_bar(samples, loo.probes.active), None
 
     def stand_in(self, state, buffers, count):
-        loo = self._left_out(buffers, count)
+        loo = self._downdates(buffers, count)
         return left_out_blocks(stand_in(buffers.Omega, buffers.Q, loo), loo, count)
 
-    def _left_out(self, buffers: XTraceBuffers, count) -> LeaveOneOut:
+    def _downdates(self, buffers: XTraceBuffers, count) -> LeaveOneOut:
         probes = make_probe_set(buffers.Q, count, self.resphere)
         W = inner(buffers.Q, buffers.Omega)
         return leave_one_out(W, buffers.squares, buffers.R, probes)

@@ -1,7 +1,7 @@
 """Dense linear algebra: small matrices by LAPACK, and tall blocks of vectors.
 
-Under `vmap` LAPACK calls run one after the other: batched calls can block each other's threads
-in XLA's CPU scheduler, so that a program hangs. The products around them stay batched.
+Under `vmap` we run LAPACK calls one after the other: batched calls can block each
+other in XLA's CPU scheduler, and hang. Products around them stay batched.
 """
 
 import jax
@@ -13,17 +13,17 @@ from .types import while_loop
 
 
 def matmul(x: Inexact[Array, "*b n k"], y: Inexact[Array, "k *m"]) -> Array:
-    """`X Y` in full precision, also where an accelerator's default is lower."""
+    """`X Y` in full precision, even if an accelerator's default is lower."""
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def divisor(x: Inexact[Array, "*s"]) -> Inexact[Array, "*s"]:
-    """`x` with 1 for 0."""
+    """`x` with zeros replaced by 1."""
     return jnp.where(x == 0, jnp.ones_like(x), x)
 
 
 def ratio(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """`x / y`, and 0 where y is too small to divide by."""
+    """`x / y`, or 0 if y is too small to divide by."""
     safe = y > jnp.finfo(y.dtype).tiny
     return jnp.where(safe, x / jnp.where(safe, y, 1), 0)
 
@@ -38,7 +38,7 @@ def squares(x: Inexact[Array, "*s"]) -> Float[Array, "*s"]:
 
 
 def leading(x: Inexact[Array, "k *s"], active: Array | None) -> Inexact[Array, "k *s"]:
-    """The rows that are active, with zeros for the others; `None` for all."""
+    """`x` with zeros in inactive rows. With `None` all rows are active."""
     if active is None:
         return x
     return jnp.where(active.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
@@ -46,19 +46,19 @@ def leading(x: Inexact[Array, "k *s"], active: Array | None) -> Inexact[Array, "
 
 @sequential_vmap
 def householder(block: Inexact[Array, "n k"]) -> tuple[Array, Array]:
-    """The thin QR factorisation by reflections, of columns that are not near overflow."""
+    """The thin QR factorisation by reflections. Columns must not be near overflow."""
     return jnp.linalg.qr(block)
 
 
 @sequential_vmap
 def triangular_factor(block: Inexact[Array, "n k"]) -> Inexact[Array, "k k"]:
-    """R of the QR factorisation, in the time of `Y^* Y`."""
+    """R from the QR factorisation, in the time that `Y^* Y` takes."""
     return jnp.linalg.qr(block, mode="r")
 
 
 @sequential_vmap
 def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
-    """`L` and its inverse, with `gram = L L^*`. NaN where `gram` is not definite."""
+    """`L` and its inverse, with `gram = L L^*`. NaN if `gram` is not definite."""
     lower = jax.lax.linalg.cholesky(gram, symmetrize_input=False)
     eye = jnp.eye(len(gram), dtype=gram.dtype)
     return lower, jax.scipy.linalg.solve_triangular(lower, eye, lower=True)
@@ -66,20 +66,20 @@ def cholesky(gram: Inexact[Array, "k k"]) -> tuple[Array, Array]:
 
 @sequential_vmap
 def eigh(matrix: Inexact[Array, "k k"]) -> tuple[Float[Array, " k"], Array]:
-    """Eigenvalues, ascending, and eigenvectors of a Hermitian matrix."""
+    """Ascending eigenvalues, and eigenvectors, of a Hermitian matrix."""
     return jnp.linalg.eigh(matrix, symmetrize_input=False)
 
 
 @sequential_vmap
 def svd(matrix: Inexact[Array, "k m"]) -> tuple[Array, Float[Array, " k"], Array]:
-    """`U`, singular values, descending, and `V^*`; the thin factors."""
+    """The thin factors: `U`, descending singular values, and `V^*`."""
     u, values, vh = jnp.linalg.svd(matrix, full_matrices=False)
     return u, values, vh
 
 
 @sequential_vmap
 def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, "k k"]:
-    """`R^-*` of an upper triangular `R` with a nonzero diagonal."""
+    """`R^-*` for an upper triangular `R` with a nonzero diagonal."""
     eye = jnp.eye(upper.shape[0], dtype=upper.dtype)
     return jax.scipy.linalg.solve_triangular(upper, eye, trans="C")
 
@@ -87,10 +87,10 @@ def inverse_conjugate_transpose(upper: Inexact[Array, "k k"]) -> Inexact[Array, 
 def inverse_root(
     hermitian: Inexact[Array, "k k"], floor: Float[Array, ""]
 ) -> tuple[Inexact[Array, "k k"], Float[Array, ""]]:
-    """`C` with `C^* C = H^-1`, and the least eigenvalue of H, or 0 if it is positive.
+    """`C` with `C^* C = H^-1`, and H's least eigenvalue, or 0 if it is positive.
 
-    From eigenvalues, none of which is taken for less than the floor; where H is far from
-    singular from Cholesky's factors, in half of the time of XNysTrace on 1,000 unknowns.
+    We raise eigenvalues to the floor. If H is far from singular, we take a Cholesky
+    factor instead, which halves XNysTrace's time for 1,000 unknowns.
     """
     _, inverse = cholesky(hermitian)
     eps = float(jnp.finfo(hermitian.dtype).eps)
@@ -102,7 +102,7 @@ def inverse_root(
         root = scales[:, None].astype(hermitian.dtype) * vectors.conj().T
         return root, jnp.minimum(values[0], 0)
 
-    # NaN where H isn't positive.
+    # `inverse` is NaN, and we take eigenvalues, if H is not positive definite.
     regular = frobenius(inverse) ** 2 * lowest < 1
     cholesky_root = inverse, jnp.zeros_like(floor)
     return jax.lax.cond(regular, lambda: cholesky_root, from_eigenvalues)
@@ -111,9 +111,9 @@ def inverse_root(
 Block = Inexact[Array, "n k"]
 Start = int | Int[Array, ""]
 
-# Rows up to which reflections compile several times faster than products, and run as fast.
+# Up to this many rows, reflections compile several times faster and run as fast.
 _FEW_ROWS = 8192
-_MOST_PASSES = 10  # two or three is the rule for blocks that lack rank
+_MOST_PASSES = 10  # rank-deficient blocks usually take two or three
 _MOST_EXTENSIONS = 5
 
 
@@ -123,7 +123,7 @@ def inner(x: Block, y: Inexact[Array, "n m"]) -> Inexact[Array, "k m"]:
 
 
 def combine(block: Block, small: Inexact[Array, "k m"]) -> Array:
-    """`block small`, laid out in memory as blocks are."""
+    """`block small`, in the memory layout that blocks have."""
     return matmul(small.T, block.T).T
 
 
@@ -134,7 +134,7 @@ def side_by_side(*blocks: Inexact[Array, "n _"]) -> Block:
 def put(
     buffer: Inexact[Array, "*n most"], new: Inexact[Array, "*n width"], start: Start
 ) -> Inexact[Array, "*n most"]:
-    """A buffer with new columns from `start` on."""
+    """`buffer` with new columns from `start` on."""
     if buffer.shape == new.shape:
         return new
     return jax.lax.dynamic_update_slice_in_dim(buffer.T, new.T, start, 0).T
@@ -146,7 +146,7 @@ def column_dots(x: Block, y: Block) -> Array:
 
 
 def column_norms(x: Block) -> Float[Array, " k"]:
-    """`|x_i|` for every column i, safe against under- and overflow of squares."""
+    """`|x_i|` for every column i. Squares neither underflow nor overflow."""
     scale = power_of_two_scale(x)
     return scale * jnp.linalg.norm(x.T / scale.astype(x.dtype), axis=1)
 
@@ -159,7 +159,7 @@ def power_of_two_scale(block: Inexact[Array, "..."]) -> Float[Array, ""]:
     """A power of two within a factor 4 below the largest entry; 1 for a zero block."""
     largest = largest_entry(block)
     info = jnp.finfo(largest.dtype)
-    # Rounded to no digits behind the leading one, and not up to infinity.
+    # We round to one binary digit. Halving first avoids infinity.
     scale = jax.lax.reduce_precision(largest / 2, info.nexp, 0)
     return jnp.where(jnp.isfinite(largest), divisor(scale), largest)
 
@@ -167,21 +167,20 @@ def power_of_two_scale(block: Inexact[Array, "..."]) -> Float[Array, ""]:
 def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
     r"""The thin QR factorisation, `Q (n, k)` and an upper triangular `R (k, k)`.
 
-    `Q` is orthonormal to rounding for blocks of any rank. Long blocks are factorised by
-    products: with `Y^* Y = V D V^*` and `D^1/2 V^* = U R` the block `Y V D^-1/2 U` is
-    orthonormal up to the condition of D. A second pass over that block gains as many digits
-    as the first. Shifted Cholesky-QR repeats passes in the same way (Fukaya, Kannan,
-    Nakatsukasa, Yamamoto and Yanagisawa, SIAM J. Sci. Comput. 42 (2020),
+    `Q` is orthonormal up to rounding for any rank. We factorise long blocks with
+    products: for `Y^* Y = V D V^*` and `D^1/2 V^* = U R`, the block `Y V D^-1/2 U` is
+    orthonormal up to the condition number of D times rounding. A second pass gains the
+    same number of digits. Shifted Cholesky-QR repeats passes in the same way (Fukaya,
+    Kannan, Nakatsukasa, Yamamoto and Yanagisawa, SIAM J. Sci. Comput. 42 (2020),
     doi:10.1137/18M1218212).
 
-    - No entry of D is taken for less than its rounding errors. The next pass finds what is
-        missing.
-    - One well-conditioned pass is enough, and is recognised from D.
-    - A block that lacks rank is given random signs of size eps. Its own rounding errors
-        need not fill all of Q, if entries are exactly 0.
+    - We floor entries in D at their rounding errors. The next pass corrects the rest.
+    - One well-conditioned pass is enough, and D reveals it.
+    - We add random signs of size eps to a rank-deficient block, whose own rounding
+        errors need not fill all of Q if entries are exactly 0.
 
-    NaN if the last pass has not found an orthonormal block. `k <= n`. O(n k^2) a pass; one
-    block besides the given one and the result.
+    Returns NaN if the last pass finds no orthonormal block. Requires `k <= n`. A pass
+    takes O(n k^2) time. Memory holds one more block.
     """
     (n, k), dtype = block.shape, block.dtype
     largest, scale = largest_entry(block), power_of_two_scale(block).astype(dtype)
@@ -193,11 +192,11 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
     def another_pass(state):
         rows, R, _, i = state
         values, vectors = eigh(inner(rows.T, rows.T))
-        # Above the errors of the Gram matrix, of n rows, and of its eigenvalues.
+        # This exceeds rounding in the Gram matrix (n rows) and in its eigenvalues.
         floor = divisor((k + 32 + n**0.25) * eps * values[-1])
         regular = values[0] >= 4 * floor
         settled = regular & (16 * values[0] >= values[-1])
-        # Before the first pass of a block that lacks rank, so that the next ones see it.
+        # We fill rank-deficient blocks before the first pass: all passes need it.
         fill = ~regular & (i == 0)
         rows = jax.lax.cond(
             fill,
@@ -219,7 +218,7 @@ def orthonormalise(block: Block) -> tuple[Block, Inexact[Array, "k k"]]:
         another_pass,
         (block.T / scale, one, jnp.array(False), 0),
     )
-    # 0 for a block of zeros, of which Q is the fill.
+    # For a zero block Q is the fill, and we set R to 0.
     return rows.T, R * jnp.where(largest == 0, 0, scale)
 
 
@@ -230,10 +229,10 @@ def signs(words: UInt32[Array, " w"], n: int, dtype) -> Float[Array, " n"]:
 
 
 def hashed_signs(k: int, n: int, dtype, number: Start) -> Inexact[Array, "k n"]:
-    """Rows of signs, the same ones for the same number.
+    """Rows of signs, the same signs for the same number.
 
-    From a hash of positions (the first half of the last step of MurmurHash3, by Appleby): a
-    few operations an entry, where a generator of random numbers is a program of its own.
+    We hash positions with the first half of MurmurHash3's last step (Appleby). This
+    takes a few operations per entry. A random number generator compiles to much more.
     """
     number = jnp.asarray(number).astype(jnp.uint32)
     row, column = (jax.lax.broadcasted_iota(jnp.uint32, (k, n), i) for i in (0, 1))
@@ -246,16 +245,15 @@ def hashed_signs(k: int, n: int, dtype, number: Start) -> Inexact[Array, "k n"]:
 def extend(
     basis: Inexact[Array, "n most"], block: Inexact[Array, "n m"], start: Start
 ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "most m"]]:
-    r"""Columns `start, ..., start + m - 1` of an orthonormal basis, and of its factor R.
+    r"""Columns `start, ..., start + m - 1` for an orthonormal basis and its factor R.
 
-    `basis` is 0 from column `start` on. With the result Q in place the given block is
+    `basis` is 0 from column `start` on. With the result Q in place, the given block is
     `[basis, Q] R`, up to rounding.
 
-    Each pass takes out what the block shares with the basis, and orthonormalises the rest.
-    A second pass is enough where an orthonormal block has at most half of its length in
-    common with the basis. A rest that was rounding, or 0, because the basis spans the block
-    already, points anywhere: signs of rounding size are added, others for each `start`, and
-    it is taken again.
+    Each pass subtracts the block's projection onto the basis, and orthonormalises the
+    rest. A second pass is enough if the projection has at most half the length of an
+    orthonormal block. If the basis already spans the block, the rest is rounding or 0.
+    So we add signs of rounding size, different for each `start`, and repeat the pass.
     """
     (n, m), most = block.shape, basis.shape[1]
     if isinstance(start, int) and start == 0:
@@ -269,26 +267,26 @@ def extend(
 
     def another_pass(state):
         Q, common, factor, _, i = state
-        inside = inner(basis, Q)
-        rest = Q - combine(basis, inside)
+        coordinates = inner(basis, Q)
+        rest = Q - combine(basis, coordinates)
         largest = largest_entry(rest)
         rounding = jnp.where(largest == 0, 1, eps * largest).astype(dtype)
-        shared = frobenius(inside)
-        # NaN, as of a block without an orthonormal basis.
+        shared = frobenius(coordinates)
+        # We return NaN, as `orthonormalise` does, if passes fail.
         failed = (shared > 0.5) & (i == _MOST_EXTENSIONS - 1)
         rounding = jnp.where(failed, jnp.nan, rounding)
         Q, R = orthonormalise(rest + rounding * fill)
-        common = common + matmul(inside, factor)
+        common = common + matmul(coordinates, factor)
         factor = matmul(jnp.where(largest == 0, 0, R), factor)
         return Q, common, factor, shared, i + 1
 
     scale = power_of_two_scale(block).astype(dtype)
-    nothing = jnp.zeros((basis.shape[1], m), dtype)
+    zeros = jnp.zeros((basis.shape[1], m), dtype)
     unknown = jnp.zeros((), jnp.finfo(dtype).dtype)
     Q, common, factor, *_ = while_loop(
         lambda x: (x[4] < 2) | ((x[3] > 0.5) & (x[4] < _MOST_EXTENSIONS)),
         another_pass,
-        (block / scale, nothing, jnp.eye(m, dtype=dtype), unknown, 0),
+        (block / scale, zeros, jnp.eye(m, dtype=dtype), unknown, 0),
     )
     columns = jnp.pad(common, ((0, most - common.shape[0]), (0, 0)))
     columns = jax.lax.dynamic_update_slice_in_dim(columns, factor, start, 0)

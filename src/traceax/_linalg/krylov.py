@@ -1,20 +1,19 @@
-r"""Krylov spaces: Arnoldi, block Lanczos, Lanczos of many vectors at once.
+r"""Krylov spaces: Arnoldi, block Lanczos, and Lanczos for many vectors at once.
 
-`product` maps an (n, m) block to the products of its columns. Every new block is
-orthogonalised against all before it, to rounding, and `T = K^* A K` is what it says.
+`product` maps an (n, m) block to the products with its columns. We orthogonalise every
+new block against all earlier blocks, so that `T = K^* A K` holds up to rounding.
 
-Breakdown is a success. Where a Krylov space stops growing, the residual is rounding, of
-which `extend` makes a direction that is orthogonal to the space. The projected matrix stays
-a projection of A, and does not couple the space to that direction.
+If a Krylov space stops growing, T is exact on it, and the residual is rounding.
+`extend` then returns an orthogonal direction, to which T has no coupling.
 
 | name | shape | |
 |---|---|---|
-| K | (n, k), k = m s | basis, the block of step j in columns `j m, ..., (j + 1) m - 1` |
-| H | (k, k + m) | factor, `[Omega, A K] = K H` up to what is orthogonal to K |
+| K | (n, k), k = m s | basis; step j fills columns `j m, ..., (j + 1) m - 1` |
+| H | (k, k + m) | factor, `[Omega, A K] = K H` up to a part orthogonal to K |
 | T | (k, k) | projected matrix, block tridiagonal up to rounding |
-| omega | (k, m) | coordinates of the m starting vectors, the columns of Omega |
-| R | (m, m) | coupling to a next block Z, `Z R = (I - K K^*) A K_s`, up to a rotation of Z |
-| E | (k + m, k + m) | the smallest matrix that A can be on `[K, Z]` (see `smallest_extension`) |
+| omega | (k, m) | coordinates of the m starting vectors in Omega |
+| R | (m, m) | coupling from the last block `K_s` to a next block Z: `Z R = (I - K K^*) A K_s`, Z up to rotation |
+| E | (k + m, k + m) | the smallest matrix, in the Loewner order, that A can be on `[K, Z]` (see `smallest_extension`) |
 """
 
 import functools as ft
@@ -50,54 +49,54 @@ Product = Callable[[Block], Block]
 
 
 class Arnoldi(NamedTuple):
-    """A run of Arnoldi's method, of which some steps are done."""
+    """Arnoldi's method after some steps."""
 
-    basis: Inexact[Array, "n k"]  # K; zeros where there is none yet
-    factor: Inexact[Array, "k km"]  # H, but for the products with the last block
-    pending: Block  # these products, which make the next block
+    basis: Inexact[Array, "n k"]  # K; zeros beyond the steps taken
+    factor: Inexact[Array, "k km"]  # H, without the products with the last block
+    last_products: Block  # products with the last block; Omega before the first step
 
 
-def arnoldi_start(start: Block, most: int) -> Arnoldi:
-    """Before the first of at most so many steps."""
-    (n, m), k = start.shape, start.shape[1] * most
+def arnoldi_start(start: Block, max_steps: int) -> Arnoldi:
+    """The state before the first step, with room for `max_steps` steps."""
+    (n, m), k = start.shape, start.shape[1] * max_steps
     basis = jnp.zeros((k, n), start.dtype).T
     return Arnoldi(basis, jnp.zeros((k, k + m), start.dtype), start)
 
 
-def arnoldi_step(product: Product, run: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
-    """After step `j = 0, 1, ...`, of m products."""
-    basis, factor, pending = run
-    start = j * pending.shape[1]
-    Q, R = extend(basis, pending, start)
-    factor = jax.lax.dynamic_update_slice_in_dim(factor, R, start, 1)
-    return Arnoldi(put(basis, Q, start), factor, product(Q))
+def arnoldi_step(product: Product, state: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
+    """The state after step `j = 0, 1, ...`, which takes m products."""
+    basis, factor, last_products = state
+    column = j * last_products.shape[1]
+    Q, R = extend(basis, last_products, column)
+    factor = jax.lax.dynamic_update_slice_in_dim(factor, R, column, 1)
+    return Arnoldi(put(basis, Q, column), factor, product(Q))
 
 
-def arnoldi_factor(run: Arnoldi, steps: Steps) -> tuple[Array, Array]:
-    """H after so many steps, zeros beyond; and R."""
-    basis, factor, pending = run
-    last, start = inner(basis, pending), steps * pending.shape[1]
-    factor = jax.lax.dynamic_update_slice_in_dim(factor, last, start, 1)
-    return factor, triangular_factor(pending - combine(basis, last))
+def arnoldi_factor(state: Arnoldi, steps: Steps) -> tuple[Array, Array]:
+    """H after `steps` steps, with zeros beyond them, and R."""
+    basis, factor, last_products = state
+    coefficients, column = inner(basis, last_products), steps * last_products.shape[1]
+    factor = jax.lax.dynamic_update_slice_in_dim(factor, coefficients, column, 1)
+    return factor, triangular_factor(last_products - combine(basis, coefficients))
 
 
 def arnoldi(product: Product, start: Block, steps: int) -> tuple[Array, Array, Array]:
-    """K, H and R of any operator, in `m * steps <= n` products and O(n k^2) time."""
-    run = arnoldi_start(start, steps)
-    run = fori_loop(steps, lambda j, run: arnoldi_step(product, run, j), run)
-    return run.basis, *arnoldi_factor(run, steps)
+    """K, H and R for any operator, in `m * steps <= n` products and O(n k^2) time."""
+    state = arnoldi_start(start, steps)
+    state = fori_loop(steps, lambda j, state: arnoldi_step(product, state, j), state)
+    return state.basis, *arnoldi_factor(state, steps)
 
 
 class Projected(NamedTuple):
-    """A Hermitian operator in coordinates of a block Krylov space."""
+    """A Hermitian operator, projected to a block Krylov space."""
 
     T: Square
     omega: Inexact[Array, "k m"]
-    asymmetry: Float[Array, ""]  # of the skew-Hermitian part, relative to T
+    asymmetry: Float[Array, ""]  # Frobenius norm of the skew part, relative to T
 
 
 def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
-    """Block Lanczos: what Arnoldi's factor is of a Hermitian operator."""
+    """Block Lanczos for a Hermitian operator, from Arnoldi's factor H."""
     m = factor.shape[1] - len(factor)
     omega, H = factor[:, :m], factor[:, m:]
     T, skew = (H + H.conj().T) / 2, (H - H.conj().T) / 2
@@ -108,31 +107,31 @@ def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
 def ritz_pairs(
     T: Square, count: Steps, sizes: tuple[int, ...] = ()
 ) -> tuple[Float[Array, " k"], Square]:
-    """Eigenvalues and eigenvectors of the leading block of order `count` of T.
+    """Eigenvalues and eigenvectors of T's leading block with order `count`.
 
-    Only the lower triangle of T is read. Eigenvalues beyond `count` are copies of the
-    largest one, at which functions are finite, and their vectors are 0. The smallest of the
-    ascending `sizes` that is enough, in all lanes of a `vmap`, is decomposed, or all of T.
+    We read only the lower triangle. Eigenvalues beyond `count` repeat the largest one,
+    where functions are finite, and their vectors are 0. From the ascending `sizes` we
+    decompose the first that suffices for all batch elements under `vmap`, or all of T.
     """
     k = T.shape[0]
 
-    def of_size(size, T):
+    def decompose(size, T):
         values, vectors = eigh(T[:size, :size])
-        more = k - size
-        return jnp.pad(values, (0, more), mode="edge"), jnp.pad(vectors, (0, more))
+        rest = k - size
+        return jnp.pad(values, (0, rest), mode="edge"), jnp.pad(vectors, (0, rest))
 
     if isinstance(count, int):
-        return of_size(count, T)
+        return decompose(count, T)
     active = jnp.arange(k, dtype=jnp.int32) < count
-    # Decoupled, and above all that there is: the ones beyond come last.
-    above = divisor(2 * k * largest_entry(T)).astype(T.dtype) * jnp.eye(
+    # We pad with decoupled eigenvalues above the spectrum, which come last.
+    padding = divisor(2 * k * largest_entry(T)).astype(T.dtype) * jnp.eye(
         k, dtype=T.dtype
     )
-    filled = jnp.where(active[:, None] & active[None, :], T, above)
-    # How many of the sizes are too small.
-    which = jnp.sum(eqxi.unvmap_max(count) > jnp.asarray(sizes, count.dtype))
-    branches = [ft.partial(of_size, size) for size in (*sizes, k)]
-    values, vectors = jax.lax.switch(which, branches, filled)
+    padded = jnp.where(active[:, None] & active[None, :], T, padding)
+    # We skip the sizes that are too small.
+    branch = jnp.sum(eqxi.unvmap_max(count) > jnp.asarray(sizes, count.dtype))
+    branches = [ft.partial(decompose, size) for size in (*sizes, k)]
+    values, vectors = jax.lax.switch(branch, branches, padded)
     values = jnp.where(active, values, values[count - 1])
     return values, jnp.where(active[None, :], vectors, 0)
 
@@ -140,16 +139,16 @@ def ritz_pairs(
 def residual_norms(
     R: Inexact[Array, "m m"], vectors: Square, steps: Steps
 ) -> Float[Array, " k"]:
-    """`|A v_i - theta_i v_i|` of the Ritz pairs: an eigenvalue is that close to theta_i."""
+    """`|A v_i - theta_i v_i|`, which bounds theta_i's distance to an eigenvalue."""
     return column_norms(_residuals(R, vectors, steps))
 
 
 def _residuals(
     R: Inexact[Array, "m m"], vectors: Square, steps: Steps
 ) -> Inexact[Array, "m k"]:
-    """Residuals of the Ritz pairs, as coordinates in the next block Z."""
-    last = jax.lax.dynamic_slice_in_dim(vectors, len(R) * (steps - 1), len(R), 0)
-    return matmul(R, last)
+    """Residuals for Ritz pairs, in coordinates of the next block Z."""
+    last_rows = jax.lax.dynamic_slice_in_dim(vectors, len(R) * (steps - 1), len(R), 0)
+    return matmul(R, last_rows)
 
 
 def smallest_extension(
@@ -159,47 +158,48 @@ def smallest_extension(
     lower: Float[Array, ""],
     steps: Steps,
 ) -> Inexact[Array, "km km"]:
-    r"""E: block Gauss-Radau, given R, and the Ritz pairs of T.
+    r"""The block Gauss-Radau matrix E, from T, its Ritz pairs and R.
 
         E = [ T   C^*                                        ]
             [ C   lower I + C (T - lower I)^-1 C^*           ],     C = [0 ... 0 R].
 
-    The lower triangle of E is filled. Rows and columns beyond the steps taken are 0.
+    We fill E's lower triangle. Rows and columns beyond the steps taken are 0.
 
-    With no eigenvalue of A below `lower`, and E continued by `lower I` outside of `[K, Z]`,
-    `A - E` is 0 but for a Schur complement of `A - lower I`, which is semidefinite. So for
-    f operator monotone, thus concave (Hansen and Pedersen, doi:10.1112/S0024609303002200),
+    If no eigenvalue of A is below `lower`, and E acts as `lower I` outside `[K, Z]`,
+    then `A - E` is a semidefinite Schur complement of `A - lower I`, padded with zeros.
+    If f is operator monotone on `(lower, oo)`, f is also operator concave there (Hansen
+    and Pedersen, doi:10.1112/S0024609303002200), and
 
-        f(E)[K, K] <= K^* f(A) K <= f(T),
+        f(E)[K, K] <= K^* f(A) K <= f(T)
 
-    whatever basis Z is: f(E)[K, K] depends on `R^* R` alone. Golub and Meurant (2010),
+    for any basis Z: f(E)[K, K] depends on `R^* R` alone. Golub and Meurant (2010),
     doi:10.1515/9781400833889; for blocks Zimmerling, Druskin and Simoncini,
-    doi:10.1007/s10915-025-02799-z. The inverse is a pseudo-inverse: Ritz values may be
+    doi:10.1007/s10915-025-02799-z. We use a pseudo-inverse: Ritz values may equal
     `lower` up to rounding.
     """
     values, vectors = pairs
     m = R.shape[0]
-    inside = _residuals(R, vectors, steps)
+    residuals = _residuals(R, vectors, steps)
     distance = values - lower
-    found = distance <= 10 * jnp.finfo(T.dtype).eps * largest_entry(values)
-    inverse = jnp.where(found, 0, 1 / jnp.where(found, 1, distance)).astype(T.dtype)
-    corner = matmul(inside * inverse[None, :], inside.conj().T)
-    corner = corner + lower.astype(T.dtype) * jnp.eye(m, dtype=T.dtype)
-    E, row = jnp.pad(T, (0, m)), m * steps
-    E = jax.lax.dynamic_update_slice(E, R, (row, row - m))
-    return jax.lax.dynamic_update_slice(E, corner, (row, row))
+    is_zero = distance <= 10 * jnp.finfo(T.dtype).eps * largest_entry(values)
+    inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, distance)).astype(T.dtype)
+    lower_right = matmul(residuals * inverse[None, :], residuals.conj().T)
+    lower_right = lower_right + lower.astype(T.dtype) * jnp.eye(m, dtype=T.dtype)
+    E, order = jnp.pad(T, (0, m)), m * steps
+    E = jax.lax.dynamic_update_slice(E, R, (order, order - m))
+    return jax.lax.dynamic_update_slice(E, lower_right, (order, order))
 
 
 class RitzPairs(eqx.Module):
-    """Ritz pairs of one or more Krylov spaces of a Hermitian operator.
+    """Ritz pairs from one or more Krylov spaces, for a Hermitian operator.
 
-    `probes` are Ritz coordinates of the starting vectors, scaled so that
-    `D = probes probes^*` has `E[V D V^*] = I`.
+    `probes` holds the starting vectors in coordinates of the Ritz vectors `V = K S`,
+    scaled so that `D = probes probes^*` has `E[V D V^*] = I`.
     """
 
     basis: Inexact[Array, "n p"]  # K
     values: Float[Array, " p"]
-    vectors: Inexact[Array, "p p"]  # S; the Ritz vectors are V = K S
+    vectors: Inexact[Array, "p p"]  # S
     probes: Inexact[Array, "p m"]
 
     @property
@@ -210,36 +210,36 @@ class RitzPairs(eqx.Module):
 class KrylovSpaces(NamedTuple):
     """A Krylov space for each of m starting vectors.
 
-    `basis[j, i]` is vector j of the space of starting vector i, 0 where that has fewer
-    dimensions. `asymmetry` is the largest coefficient that a Hermitian operator would not
-    have, relative to the largest norm of a product.
+    `basis[j, i]` is vector j in space i, or 0 if the space has fewer dimensions.
+    `asymmetry` is the largest entry by which `K^* A K` differs from the tridiagonal
+    matrix, relative to the largest product norm.
     """
 
     basis: Inexact[Array, "s m n"]
     projected: Float[Array, "m s s"]  # tridiagonal matrices
-    following: Float[Array, " m"]  # their next entry beside the diagonal
-    norms: Float[Array, " m"]  # of the starting vectors, `norms * basis[0]`
+    following: Float[Array, " m"]  # their next off-diagonal entry
+    norms: Float[Array, " m"]  # the starting vectors are `norms * basis[0]`
     asymmetry: Float[Array, ""]
 
     def ritz_pairs(self) -> RitzPairs:
-        """Those of all spaces; pair r of starting vector i at `i s + r`."""
+        """Pairs from all spaces. Pair r from starting vector i has index `i s + r`."""
         (steps, m, n), dtype = self.basis.shape, self.basis.dtype
         values, vectors = jax.vmap(eigh)(self.projected)
-        own = jnp.eye(m, dtype=bool)
+        is_own = jnp.eye(m, dtype=bool)
         first = vectors[:, 0, :] * (self.norms / jnp.sqrt(1.0 * m))[:, None]
-        probes = jnp.where(own[:, None, :], first[:, :, None], 0)
-        # In the Krylov basis vector j of i comes at `j m + i`.
-        S = jnp.where(own[None, :, :, None], vectors.swapaxes(0, 1)[:, :, None], 0)
+        probes = jnp.where(is_own[:, None, :], first[:, :, None], 0)
+        # We put Krylov vector j from starting vector i at index `j m + i`.
+        S = jnp.where(is_own[None, :, :, None], vectors.swapaxes(0, 1)[:, :, None], 0)
         p, values = m * steps, values.reshape(-1)
         S, probes = (x.reshape(p, -1).astype(dtype) for x in (S, probes))
         return RitzPairs(self.basis.reshape(p, n).T, values, S, probes)
 
 
 def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
-    """Lanczos from each of m vectors, independently; a product a step for all of them.
+    """Lanczos from m vectors, independently, with one block product per step.
 
-    A space that stops growing is continued by zeros, and its matrix by a multiple of the
-    identity within the range of A, decoupled. O(n m s^2) time.
+    If a space stops growing, we continue its basis with zeros, and its matrix with a
+    decoupled multiple of the identity in A's numerical range. O(n m s^2) time.
     """
     n, m = start.shape
     dtype, real = start.dtype, jnp.finfo(start.dtype).dtype
@@ -248,40 +248,40 @@ def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
     def normalised(vectors, lengths):
         return vectors / divisor(lengths)[:, None].astype(dtype)
 
-    def inside(basis, vectors):
-        # The part of each vector in its own space.
+    def coordinates(basis, vectors):
+        # We project each vector onto its own space.
         return einsum("jmn,mn->jm", basis.conj(), vectors)
 
-    def without(basis, vectors):
-        return vectors - einsum("jmn,jm->mn", basis, inside(basis, vectors))
+    def orthogonalise(basis, vectors):
+        return vectors - einsum("jmn,jm->mn", basis, coordinates(basis, vectors))
 
     def step(j, carry):
-        basis, T, alive, scale, foreign, _ = carry
+        basis, T, alive, largest_norms, deviation, _ = carry
         W = product(basis[j].T).T
-        parts = inside(basis, W)
-        alpha = jnp.where(alive, jnp.real(parts[j]), T[:, 0, 0])
+        coefficients = coordinates(basis, W)
+        alpha = jnp.where(alive, jnp.real(coefficients[j]), T[:, 0, 0])
         T = T.at[:, j, j].set(alpha)
-        scale = jnp.maximum(scale, column_norms(W.T))
-        # A Hermitian operator couples a vector to its neighbours only, and alike.
-        unexpected = jnp.abs(parts - T[:, :, j].T.astype(dtype))
-        foreign = jnp.maximum(foreign, jnp.max(jnp.where(alive, unexpected, 0)))
-        residual = without(basis, without(basis, W))
+        largest_norms = jnp.maximum(largest_norms, column_norms(W.T))
+        # A Hermitian operator couples neighbours only, with a symmetric matrix.
+        difference = jnp.abs(coefficients - T[:, :, j].T.astype(dtype))
+        deviation = jnp.maximum(deviation, jnp.max(jnp.where(alive, difference, 0)))
+        residual = orthogonalise(basis, orthogonalise(basis, W))
         beta = column_norms(residual.T)
-        alive = beta > 10 * jnp.finfo(dtype).eps * scale
+        alive = beta > 10 * jnp.finfo(dtype).eps * largest_norms
         beta = jnp.where(alive, beta, 0)
-        following = without(basis, normalised(residual, beta))
-        following = normalised(following, column_norms(following.T))
-        following = jnp.where(alive[:, None], following, 0)
-        # The last step writes nothing: there is no vector after it.
-        basis = basis.at[j + 1].set(following, mode="drop")
+        next_vectors = orthogonalise(basis, normalised(residual, beta))
+        next_vectors = normalised(next_vectors, column_norms(next_vectors.T))
+        next_vectors = jnp.where(alive[:, None], next_vectors, 0)
+        # The last step has no next vector, so we drop these writes.
+        basis = basis.at[j + 1].set(next_vectors, mode="drop")
         T = T.at[:, j, j + 1].set(beta, mode="drop")
         T = T.at[:, j + 1, j].set(beta, mode="drop")
-        return basis, T, alive, scale, foreign, beta
+        return basis, T, alive, largest_norms, deviation, beta
 
     norms = column_norms(start)
     basis = jnp.zeros((steps, m, n), dtype).at[0].set(normalised(start.T, norms))
     T, zeros = jnp.zeros((m, steps, steps), real), jnp.zeros(m, real)
     carry = (basis, T, jnp.ones(m, bool), zeros, jnp.zeros((), real), zeros)
-    basis, T, _, scale, foreign, beta = fori_loop(steps, step, carry)
-    asymmetry = foreign / divisor(jnp.max(scale))
+    basis, T, _, largest_norms, deviation, beta = fori_loop(steps, step, carry)
+    asymmetry = deviation / divisor(jnp.max(largest_norms))
     return KrylovSpaces(basis, T, beta, norms, asymmetry)

@@ -1,20 +1,20 @@
 r"""Leaving one probe out of a low-rank approximation: downdates and resphering.
 
-Names are those of Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample in
-Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024), doi:10.1137/23M1548323,
-arXiv:2301.07825:
+Names follow Epperly, Tropp and Webber, "XTrace: Making the Most of Every Sample in
+Stochastic Trace Estimation", SIAM J. Matrix Anal. Appl. 45 (2024),
+doi:10.1137/23M1548323, arXiv:2301.07825:
 
 | symbol | shape | meaning |
 |---|---|---|
 | `Omega` | n x m | probes, a column `w_i` each |
 | `Y` | n x m | `A Omega = Q R` |
 | `Q`, `R` | n x m, m x m | thin QR factorisation of `Y` |
-| `S` | m x m | `s_i` spans what `Y` loses from its range without column i |
-| `P_i` | n x n | `Q (I - s_i s_i^*) Q^*`, the projector on the range of `Y` without column i |
+| `S` | m x m | `s_i`, the direction that `Y`'s range loses without column i |
+| `P_i` | n x n | `Q (I - s_i s_i^*) Q^*`, the projector onto `Y`'s range without column i |
 | `X` | m x m | `x_i`, coordinates of `P_i w_i` in `Q` |
-| `g_i` | n | `(I - P_i) w_i`, the part of probe i that the others don't explain |
+| `g_i` | n | `(I - P_i) w_i`, the remainder of probe i |
 | `a` | m | resphering factors |
-| `t_i` | | the trace estimated by testing probe i on what the others built |
+| `t_i` | | the trace estimate that is tested on probe i |
 """
 
 from collections.abc import Callable
@@ -43,12 +43,12 @@ Active = Bool[Array, " m"] | None
 
 
 class ProbeSet(NamedTuple):
-    """Probes of length n, of which each is left out in turn."""
+    """Probes with n entries, each left out in turn."""
 
     n: int
-    room: int  # how many columns a block of them has
-    active: Active  # which of these are probes, the others being 0
-    resphere: bool  # whether a probe's direction is uniform in what the others leave
+    room: int  # columns in a block
+    active: Active  # which columns are probes; the others are 0
+    resphere: bool  # whether directions are uniform in the complement
 
     def number(self, dtype) -> int | Float[Array, ""]:
         if self.active is None:
@@ -56,7 +56,7 @@ class ProbeSet(NamedTuple):
         return jnp.sum(self.active).astype(jnp.finfo(dtype).dtype)
 
     def complement(self, dtype, left_out: int = 1) -> int | Float[Array, ""]:
-        """The dimension of what all but so many probes leave; 1 without resphering."""
+        """The dimension outside all but `left_out` probes; 1 without resphering."""
         return self.n - self.number(dtype) + left_out if self.resphere else 1
 
 
@@ -68,7 +68,7 @@ def make_probe_set(
 
 
 def active_units(room: int, count: int | Int[Array, ""]) -> Active:
-    """Which of the units that buffers have room for are taken; `None` for all."""
+    """A mask for `count` units in buffers with `room`; `None` if all are taken."""
     if isinstance(count, int):
         return None
     return jnp.arange(room, dtype=jnp.int32) < count
@@ -77,16 +77,16 @@ def active_units(room: int, count: int | Int[Array, ""]) -> Active:
 class PairedSamples(NamedTuple):
     """Leave-one-out samples, each with partners: all others, or its neighbours.
 
-    `magnitude` is that of what is added up to a sample, for the error of rounding.
-    `dimension` is that of the complement of all probes but two, where these are orthogonal
-    to each other; `None` for independent probes.
+    `magnitude` is the size of the terms that are added up, for rounding errors. For
+    orthogonal probes, `dimension` counts dimensions outside all probes but two. It is
+    `None` for independent probes.
     """
 
     samples: Inexact[Array, "*g m"]  # t_i
-    partners: Inexact[Array, "*g m d"]  # t_j, for each of the d partners j of sample i
+    partners: Inexact[Array, "*g m d"]  # t_j, for d partners j per sample i
     without: Inexact[Array, "*g m d"]  # t_ij, sample i with probe j left out as well
     swapped: Inexact[Array, "*g m d"]  # t_ji
-    is_pair: Bool[Array, "m d"]  # which pairs are given
+    is_pair: Bool[Array, "m d"]  # which pairs exist
     magnitude: Float[Array, "*g"]
     dimension: ArrayLike | None = None
 
@@ -98,23 +98,23 @@ def all_pairs(
     active: Active = None,
     dimension: ArrayLike | None = None,
 ) -> PairedSamples:
-    """Samples with all others as partners; `pairs[i, j]` is `t_ij`."""
+    """Pairs every sample with all others. `pairs[i, j]` is `t_ij`."""
     is_pair = ~jnp.eye(len(samples), dtype=bool)
     if active is not None:
         is_pair = is_pair & active[:, None] & active[None, :]
     partners = jnp.broadcast_to(samples[None, :], pairs.shape)
-    of_pairs = partners, pairs, pairs.T, is_pair
-    return PairedSamples(samples, *of_pairs, magnitude, dimension)
+    fields = partners, pairs, pairs.T, is_pair
+    return PairedSamples(samples, *fields, magnitude, dimension)
 
 
 def neighbour_pairs(
     samples: Inexact[Array, "*g m"],
-    # Every sample i with probe j_i left out as well, given j.
+    # Maps indices j to all samples i with probe j_i left out as well.
     without_partner: Callable[[Int[Array, " m"]], Inexact[Array, "*g m"]],
     active: Active,
     dimension: ArrayLike | None = None,
 ) -> PairedSamples:
-    """Samples with the next one as partner, the first being next to the last."""
+    """Pairs every sample with the next one, and the last with the first."""
     m = samples.shape[-1]
     position = jnp.arange(m, dtype=jnp.int32)
     is_active = jnp.ones(m, bool) if active is None else active
@@ -124,28 +124,29 @@ def neighbour_pairs(
     sizes = jnp.where(is_active, jnp.abs(samples), 0)
     magnitude = jnp.sum(sizes, axis=-1) / jnp.sum(is_active).astype(sizes.dtype)
     swapped = without_partner(before)[..., after]
-    of_pairs = samples[..., after], without_partner(after), swapped, is_active
-    of_pairs = (x[..., None] for x in of_pairs)
-    return PairedSamples(samples, *of_pairs, magnitude, dimension)
+    fields = samples[..., after], without_partner(after), swapped, is_active
+    fields = (x[..., None] for x in fields)
+    return PairedSamples(samples, *fields, magnitude, dimension)
 
 
 class LeaveOneOut(NamedTuple):
-    """The downdates of Q, one for each probe."""
+    """Downdates of Q, one for each probe."""
 
     probes: ProbeSet
-    R: Square  # as X in coordinates of `basis`
+    R: Square  # like X, in coordinates of `basis`
     S: Square
     X: Square
     a: Float[Array, " m"]
     residual_squares: Float[Array, " m"]  # |g_i|^2
-    basis: Square | None  # a change of basis of Q
+    basis: Square | None  # changes the basis Q
 
 
 def floor_diagonal(R: Square, factor: float = 1.0) -> Square:
     """`R` with diagonal entries of modulus at least `factor eps |R|_F`.
 
-    A diagonal entry below that is rounding of `|Y|_F = |R|_F`: the triangle is safe to
-    invert, and `Q R` moved by no more than rounding has moved it already, times the factor.
+    Smaller entries are rounding errors in `|Y|_F = |R|_F`. The result is safe to
+    invert. `Q R` changes by no more than rounding has changed it already, times the
+    factor.
     """
     floor = factor * jnp.finfo(R.dtype).eps * divisor(frobenius(R))
     small = jnp.eye(len(R), dtype=bool) & (jnp.abs(R) < floor)
@@ -155,14 +156,13 @@ def floor_diagonal(R: Square, factor: float = 1.0) -> Square:
 def left_out_of_dependent(R: Square) -> tuple[Square, Square]:
     r"""`R^-* e_i` for probes that may be linearly dependent, and a change of basis.
 
-    Signs can be dependent, which a small n makes likely. Columns of Q beyond the rank are
-    rounding then, orthogonal to all of `Y`: not independent of the probe they are tested
-    on.
+    Signs may be dependent, which is likely for small n. Q's columns beyond the rank are
+    then rounding and orthogonal to `Y`, so they depend on the probe that tests them.
 
-    With `R = W Sigma V^*`, `Q W` has the range of `Y` in its leading columns; the basis
-    zeroes the others. Column i is in the span of the others, and its column 0, unless `e_i`
-    is of length 1 in the leading columns of V, orthogonal to the null space of R. Then its
-    column is `Sigma^-1 V^* e_i`, in coordinates of `Q W`.
+    With `R = W Sigma V^*`, the leading columns of `Q W` span `Y`'s range. The basis
+    zeroes the others. If `e_i` is orthogonal to R's null space, so that it has length 1
+    in V's leading columns, the result has column `Sigma^-1 V^* e_i`, in coordinates of
+    `Q W`. Otherwise column i is in the span of the others, and the result has column 0.
     """
     W, singular_values, VH = svd(R)
     eps = jnp.finfo(R.dtype).eps
@@ -184,20 +184,21 @@ def leave_one_out(
 ) -> LeaveOneOut:
     r"""The downdate of `Q` for every probe, in `O(m^3)`.
 
-    From `W = Q^* Omega` and the squares of the lengths of probes.
+    We take `W = Q^* Omega` and the probes' squared lengths.
 
     *Downdate.* `R^-* e_i` is orthogonal to every column of `R` but the i-th, since
-    `(R^-* e_i)^* R e_j = e_i^* e_j`. So its direction `s_i` is what the range of `Y` loses
-    with column i, and `P_i` projects on the rest.
+    `(R^-* e_i)^* R e_j = e_i^* e_j`. So `Y`'s range loses its direction `s_i` with
+    column i, and `P_i` projects onto the rest.
 
-    *Resphering.* Given the other probes `P_i` is fixed, of rank m - 1, and the direction of
-    `g_i` is uniform on the unit sphere of its complement, of dimension `N = n - m + 1`. For
-    a unit vector u uniform there `E[u u^*] = (I - P_i) / N`, so
+    *Resphering.* Given the other probes, `P_i` is fixed with rank m - 1, and `g_i` has
+    a uniform direction in the complement, of dimension `N = n - m + 1`. A uniform unit
+    vector u there has `E[u u^*] = (I - P_i) / N`, so
 
         a_i g_i g_i^*  with  a_i = N / |g_i|^2
 
-    has mean `I - P_i`, without the fluctuation of `|g_i|^2`, that of the projected probe:
-    with `n` for `|w_i|^2` the mean would be off by percents. Without resphering, `a_i = 1`.
+    has mean `I - P_i`, and `|g_i|^2` no longer fluctuates. We divide by the projected
+    probe's length: with `n / |w_i|^2` the mean would be off by percents. Without
+    resphering, `a_i = 1`.
     """
     active = probes.active
     scaled = R / power_of_two_scale(R).astype(R.dtype)
@@ -228,22 +229,22 @@ def leave_one_out_traces(
     forms: Inexact[Array, " m"],
     loo: LeaveOneOut,
 ) -> PairedSamples:
-    r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij`: the same with probe j left out.
+    r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij` with probe j left out as well.
 
-    With `H = Q^* A Q`, `T = (A Q)^* Omega`, which is R for a Hermitian A, and the quadratic
-    forms `w_i^* A w_i`; from `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
+    We take `H = Q^* A Q`, `T = (A Q)^* Omega` (R for a Hermitian A), and the quadratic
+    forms `w_i^* A w_i`. From `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
 
         g_i^* A g_i = w_i^* A w_i - w_i^* A Q x_i - x_i^* r_i + x_i^* H x_i .
 
-    *Leaving out j as well* takes the unit vector t, the part of `s_j` orthogonal to `s_i`,
-    out of the projector too, and gives what it held of `w_i` back:
+    *Leaving out j as well.* The projector loses the unit vector t, along the part of
+    `s_j` orthogonal to `s_i`, and `g_ij` regains the part of `w_i` along t:
 
         t = (s_j - c s_i) / sqrt(1 - |c|^2),        c = s_i^* s_j,
         g_ij = g_i + b Q t,                         b = t^* x_i,
         tr(P_ij A) = tr(P_i A) - t^* H t,           |g_ij|^2 = |g_i|^2 + |b|^2 .
 
-    Arrays below have index `[i, j]`. Where `s_i` and `s_j` are parallel to rounding (the
-    block has lost rank) t is rounding, and so is what A does on it.
+    Arrays below have index `[i, j]`. If `s_i` and `s_j` are parallel up to rounding
+    (the block has lost rank), t is rounding, and so is A's action on it.
     """
     R, X, basis = loo.R, loo.X, loo.basis
     if basis is not None:
@@ -262,8 +263,8 @@ def leave_one_out_forms(
     quadratics: Inexact[Array, " m"],
     loo: LeaveOneOut,
 ) -> PairedSamples:
-    """The same, linear in `H = Q^* A Q`, `L = Q^* A G`, `K = Q^* A^* G` and `g_i^* A g_i`,
-    of the changed basis."""
+    """The same samples, linear in `H = Q^* A Q`, `L = Q^* A G`, `K = Q^* A^* G` and
+    `g_i^* A g_i`, in the changed basis."""
     probes, _, S, X, a, residual_squares, _ = loo
     HS = matmul(H, S)
     on_s = column_dots(S, HS)
@@ -275,7 +276,7 @@ def leave_one_out_forms(
 
     c, SHS = inner(S, S), inner(S, HS)
     eps = jnp.finfo(residual_squares.dtype).eps
-    # 1 / (1 - |c|^2). Below b and the others lack their roots: each comes in pairs.
+    # 1 / (1 - |c|^2). Below, b and similar terms lack its root: they come in pairs.
     inverse = (1 / jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(H.dtype)
 
     def on_t(x):
@@ -286,15 +287,15 @@ def leave_one_out_forms(
     c_squared = jnp.abs(c).astype(H.dtype) ** 2
     t_H_t = on_s[None, :] - c * SHS.T - c.conj() * SHS + c_squared * on_s[:, None]
     t_H_t = inverse * t_H_t
-    longer = inverse * jnp.abs(b).astype(H.dtype) ** 2
-    with_b = quadratics[:, None] + inverse * (b.conj() * t_L + b * t_K.conj())
-    with_b = with_b + longer * t_H_t
+    b_squared = inverse * jnp.abs(b).astype(H.dtype) ** 2
+    forms_of_pairs = quadratics[:, None] + inverse * (b.conj() * t_L + b * t_K.conj())
+    forms_of_pairs = forms_of_pairs + b_squared * t_H_t
     weight = jnp.ones_like(residual_squares)[:, None]
     if probes.resphere:
         weight = probes.complement(H.dtype, 2) / (
-            residual_squares[:, None] + jnp.real(longer)
+            residual_squares[:, None] + jnp.real(b_squared)
         )
-    pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * with_b
+    pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * forms_of_pairs
     return all_pairs(samples, pairs, magnitude, probes.active)
 
 
@@ -305,10 +306,8 @@ def stand_in(Omega: Block, Q: Block, loo: LeaveOneOut) -> list[tuple[Block, Bloc
 
         V = [Q, G],    Z = [Q (I - S S^* / m), G diag(a) / m].
 
-    Each term has mean `I` for any fixed matrix it is paired with, so `E <Z, B V> = tr B`
-    for every B that does not depend on the probes.
-
-    The pairs of Q and of G are returned. Columns that are not active are 0.
+    Each term has mean `I`, so `E <Z, B V> = tr B` for every B that does not depend on
+    the probes. We return the pairs for Q and for G. Inactive columns are 0.
     """
     S, X, active = loo.S, loo.X, loo.probes.active
     number = jnp.asarray(loo.probes.number(S.dtype)).astype(S.dtype)
@@ -325,11 +324,11 @@ def stand_in(Omega: Block, Q: Block, loo: LeaveOneOut) -> list[tuple[Block, Bloc
 def leave_one_out_sums(
     Omega: Block, Q: Block, AQ: Block, loo: LeaveOneOut, functional: Functional
 ) -> PairedSamples:
-    r"""The samples of `leave_one_out_traces` before they are summed over rows r,
+    r"""The samples from `leave_one_out_traces`, not summed over rows r,
 
         t_i(r) = (A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r),
 
-    of mean `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`, or their sums over groups of rows.
+    or their sums over groups. The mean is `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`.
     """
     probes, R, S, X, a, residual_squares, basis = loo
     if basis is not None:

@@ -1,22 +1,22 @@
 r"""Leaving one starting vector out of a block Krylov space.
 
-The space `K_s([B, Omega])` of m probes, and of a block B of vectors that are no probes,
-holds that of B and any m - 1 of the probes. There the operator is the projected matrix T,
-so every space without one or two probes is found by block Lanczos on T, without a product.
+The space `K_s([B, Omega])` starts from m probes Omega and a block B of other vectors.
+It contains the spaces from B and any m - 1 probes. On it the operator is the projected
+matrix T. Block Lanczos on T finds every space without one or two probes, at no product.
 
 | name | shape | |
 |---|---|---|
 | T | (k, k), k = (q + m) s | projected matrix |
-| omega | (k, q + m) | coordinates of the vectors of B, q of them, and of the probes |
-| Y | (k, p), p = (q + m - 1) s | orthonormal basis of a space without one or two probes; zero columns where it is smaller |
-| d | | the dimension of its complement, in all n dimensions |
-| g | (k,) | unit vector along `(I - Y Y^*) omega_i`, of a probe i left out |
-| C_i | (k, k) | `Y Y^* + d g g^*` of the space without probe i, which stands for the identity |
+| omega | (k, q + m) | coordinates of the q vectors in B and the m probes |
+| Y | (k, p), p = (q + m - 1) s | orthonormal basis for a space without one or two probes; zero columns if it is smaller |
+| d | | the dimension of its complement in all n dimensions |
+| g | (k,) | unit vector along `(I - Y Y^*) omega_i`, for a probe i left out |
+| C_i | (k, k) | `Y Y^* + d g g^*` for the space without probe i; a stand-in for the identity |
 
-An array "3 m ..." is of samples and of pairs: of sample i, made with `C_i`; of sample i with
-probe i + 1 left out as well; of sample i + 1 with probe i left out as well.
+An array "3 m ..." has a row for samples i, made with `C_i`, and two for pairs: sample i
+with probe i + 1 left out as well, and sample i + 1 with probe i left out as well.
 
-Fewer steps may be taken than T and omega, which are 0 beyond, have room for.
+T and omega may have room for more steps than are taken. They are 0 beyond these.
 """
 
 from typing import NamedTuple
@@ -30,14 +30,14 @@ from .leave_one_out import PairedSamples
 from .types import fori_loop
 
 Steps = int | Int[Array, ""]
-Samples = Inexact[Array, "3 m"]  # and those of pairs
+Samples = Inexact[Array, "3 m"]  # samples, and two rows of pairs
 
 
 class LeftOut(NamedTuple):
-    """Spaces without probe i, and without i and i + 1; what they leave of the probes."""
+    """Spaces without probe i, and without i and i + 1, and the probes' remainders."""
 
-    spaces: Inexact[Array, "2 m p k"]  # the columns of Y as rows
-    tests: Inexact[Array, "3 m k"]  # g, of samples and of pairs
+    spaces: Inexact[Array, "2 m p k"]  # Y^T
+    tests: Inexact[Array, "3 m k"]  # g, for samples and pairs
     dimensions: Float[Array, "2 m"]  # d
 
 
@@ -50,49 +50,49 @@ def leave_probes_out(
 ) -> LeftOut:
     """`LeftOut` for m probes, in O(k^3 m) time and O(k^2 m) memory.
 
-    A direction is kept if it is more than rounding: what depends on the probe left out must
-    not enter its space, not even as noise.
+    We drop directions that are rounding: they depend on the probe left out, and must
+    not enter its space even as noise.
     """
     k, width = omega.shape
     m = width - q
-    size = frobenius(T)
+    norm = frobenius(T)
     tiny = 30 * jnp.finfo(T.dtype).eps
-    # A lane leaves out one probe, or two. Its space starts from rows of omega^*, of which the
-    # last is a row of zeros if two are left out, and is tested on two probes.
-    lanes = [(i, number) for number in (1, 2) for i in range(m)]
+    # We leave out one probe or two, and test on two. Spaces start from rows in omega^*,
+    # with a zero row if two are left out.
+    cases = [(i, number) for number in (1, 2) for i in range(m)]
     starts = [
         [*range(q), *(q + (i + j) % m for j in range(number, m)), width][: width - 1]
-        for i, number in lanes
+        for i, number in cases
     ]
-    tested = [(q + i, q + (i + 1) % m) for i, _ in lanes]
+    tested = [(q + i, q + (i + 1) % m) for i, _ in cases]
     rows = jnp.pad(omega.T, ((0, 1), (0, 0)))
 
-    def lane(of_lane):
-        start, tested = (rows[x] for x in of_lane)
+    def leave_out(indices):
+        start, tested = (rows[x] for x in indices)
 
         def step(j, carry):
             Y, W, scale = carry
-            # Right singular vectors; the sizes tell what is rounding.
-            _, sizes, new = svd(_without(Y, W))
-            Q = _unit_rows(_without(Y, leading(new, sizes > tiny * scale)))
+            # We take right singular vectors whose singular values exceed rounding.
+            _, values, directions = svd(_without(Y, W))
+            Q = _unit_rows(_without(Y, leading(directions, values > tiny * scale)))
             Y = jax.lax.dynamic_update_slice_in_dim(Y, Q, j * (width - 1), 0)
-            # Of the second block on, what is rounding is told by the size of T.
-            return Y, matmul(Q, T.T), size
+            # From the second block on, rounding is relative to T's norm.
+            return Y, matmul(Q, T.T), norm
 
         Y = jnp.zeros(((width - 1) * (k // width), k), T.dtype)
         Y, _, _ = fori_loop(steps, step, (Y, start, frobenius(omega)))
-        return Y, _tested(Y, tested), _complement(Y, n)
+        return Y, _unit_remainders(Y, tested), _complement_dimension(Y, n)
 
-    indices = jnp.asarray(starts, jnp.int32), jnp.asarray(tested, jnp.int32)
-    spaces, tests, dimensions = jax.lax.map(lane, indices)
+    case_indices = jnp.asarray(starts, jnp.int32), jnp.asarray(tested, jnp.int32)
+    spaces, tests, dimensions = jax.lax.map(leave_out, case_indices)
     spaces, tests, dimensions = (
         x.reshape(2, m, *x.shape[1:]) for x in (spaces, tests, dimensions)
     )
-    of_pairs = tests[1].swapaxes(0, 1)
-    return LeftOut(spaces, jnp.concatenate([tests[:1, :, 0], of_pairs]), dimensions)
+    pair_tests = tests[1].swapaxes(0, 1)
+    return LeftOut(spaces, jnp.concatenate([tests[:1, :, 0], pair_tests]), dimensions)
 
 
-# Of rows: Y is that of the table, transposed.
+# The next functions take rows: we transpose the Y from the table above.
 
 
 def _without(Y, W):
@@ -103,20 +103,20 @@ def _unit_rows(x):
     return x / divisor(jnp.linalg.norm(x, axis=1, keepdims=True)).astype(x.dtype)
 
 
-def _tested(Y: Inexact[Array, "p k"], probes: Inexact[Array, "_ k"]):
-    # Along what the space leaves of the probes.
+def _unit_remainders(Y: Inexact[Array, "p k"], probes: Inexact[Array, "_ k"]):
+    # We project twice, so that no rounding error remains in the space.
     return _unit_rows(_without(Y, _without(Y, probes)))
 
 
-def _complement(Y: Inexact[Array, "p k"], n: int) -> Float[Array, ""]:
+def _complement_dimension(Y: Inexact[Array, "p k"], n: int) -> Float[Array, ""]:
     return n - jnp.round(jnp.sum(squares(Y)))
 
 
 def coupling_of(left_out: LeftOut) -> Inexact[Array, "k k"]:
-    """`C = mean_i C_i`, `E[K C K^*] = I`.
+    """`C = mean_i C_i`, with `E[K C K^*] = I`.
 
-    With the unit vector `g_i`, uniform in the d_i-dimensional complement of the space
-    without probe i, `E[d_i g_i g_i^*]` is the projector to that complement.
+    The unit vector `g_i` is uniform in the d_i-dimensional complement of the space
+    without probe i, so `E[d_i g_i g_i^*]` is the projector onto the complement.
     """
     return _coupling(*(x[0] for x in left_out))
 
@@ -124,14 +124,14 @@ def coupling_of(left_out: LeftOut) -> Inexact[Array, "k k"]:
 def coupling_of_fewer(
     left_out: LeftOut, omega: Inexact[Array, "k qm"], n: int, steps: Steps
 ) -> Inexact[Array, "k k"]:
-    """The same, of spaces of so many steps."""
+    """`coupling_of` for spaces with fewer steps."""
     width, spaces = omega.shape[1], left_out.spaces[0]
 
-    def lane(Y, probe):
+    def shorten(Y, probe):
         Y = leading(Y, jnp.arange(Y.shape[0], dtype=jnp.int32) < (width - 1) * steps)
-        return Y, _tested(Y, probe[None])[0], _complement(Y, n)
+        return Y, _unit_remainders(Y, probe[None])[0], _complement_dimension(Y, n)
 
-    return _coupling(*jax.vmap(lane)(spaces, omega.T[width - len(spaces) :]))
+    return _coupling(*jax.vmap(shorten)(spaces, omega.T[width - len(spaces) :]))
 
 
 def _coupling(spaces, g, dimensions) -> Inexact[Array, "k k"]:
@@ -140,50 +140,50 @@ def _coupling(spaces, g, dimensions) -> Inexact[Array, "k k"]:
     return (matmul(rows.T, rows.conj()) + matmul(g.T, weights * g.conj())) / len(g)
 
 
-def _of_pairs(x: Inexact[Array, "2 m *s"]) -> Inexact[Array, "3 m *s"]:
-    """What spaces tell, of samples and of pairs."""
+def _repeat_pairs(x: Inexact[Array, "2 m *s"]) -> Inexact[Array, "3 m *s"]:
+    """Values for spaces, repeated for samples and both rows of pairs."""
     return jnp.concatenate([x, x[1:]])
 
 
 def sample_weights(
     left_out: LeftOut, vectors: Inexact[Array, "k c"]
 ) -> Float[Array, "3 m c"]:
-    """The diagonals of `S^* C_i S`: weights of `tr(C_i S diag(f) S^*) = sum_j w_ij f_j`.
+    """Diagonals of `S^* C_i S`: weights w in `tr(C_i S diag(f) S^*) = sum_j w_ij f_j`.
 
-    S may be Ritz vectors; the first k rows of eigenvectors of an extension of T;
-    coordinates of a block F, where the sums of the weights are `tr(C_i F F^*)`.
+    S may hold Ritz vectors, or the first k rows of an extended T's eigenvectors, or
+    coordinates of a block F. For F the weights add up to `tr(C_i F F^*)`.
     """
     rows = left_out.spaces.reshape(-1, len(vectors))
-    inside = squares(matmul(rows, vectors.conj()))
-    inside = inside.reshape(*left_out.spaces.shape[:3], vectors.shape[1])
-    return _of_pairs(jnp.sum(inside, axis=2)) + tested_weights(left_out, vectors)
+    weights = squares(matmul(rows, vectors.conj()))
+    weights = weights.reshape(*left_out.spaces.shape[:3], vectors.shape[1])
+    return _repeat_pairs(jnp.sum(weights, axis=2)) + tested_weights(left_out, vectors)
 
 
 def tested_weights(
     left_out: LeftOut, vectors: Inexact[Array, "k c"]
 ) -> Float[Array, "3 m c"]:
-    """The part of `sample_weights` that is estimated, `d_i |g_i^* S|^2`."""
-    d = _of_pairs(left_out.dimensions)[..., None]
+    """The estimated part in `sample_weights`, `d_i |g_i^* S|^2`."""
+    d = _repeat_pairs(left_out.dimensions)[..., None]
     return d * squares(matmul(left_out.tests, vectors.conj()))
 
 
 def sample_forms(
     left_out: LeftOut, B: Inexact[Array, "k k"]
 ) -> tuple[Samples, Samples]:
-    """`tr(C_i B)`, and the part of it that is estimated."""
+    """`tr(C_i B)`, and its estimated part."""
     spaces, tests, d = left_out
 
     def forms(rows):
         return jnp.sum(rows.conj() * matmul(rows, B.T), axis=-1)
 
-    lanes = spaces.reshape(d.size, *spaces.shape[2:])
-    known = jax.lax.map(lambda Y: jnp.sum(forms(Y)), lanes)
-    tested = _of_pairs(d).astype(tests.dtype) * forms(tests)
-    return _of_pairs(known.reshape(d.shape)) + tested, tested
+    flat = spaces.reshape(d.size, *spaces.shape[2:])
+    exact = jax.lax.map(lambda Y: jnp.sum(forms(Y)), flat)
+    tested = _repeat_pairs(d).astype(tests.dtype) * forms(tests)
+    return _repeat_pairs(exact.reshape(d.shape)) + tested, tested
 
 
 def paired_samples(samples: Samples, magnitude: Float[Array, ""]) -> PairedSamples:
-    """Samples with both neighbours as partners."""
+    """Pairs every sample with both neighbours."""
     t, first, second = samples
     partners = jnp.roll(t, -1), jnp.roll(t, 1)
     without, swapped = (first, jnp.roll(second, 1)), (second, jnp.roll(first, 1))

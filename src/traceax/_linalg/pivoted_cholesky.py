@@ -1,7 +1,7 @@
 r"""Randomly pivoted Cholesky factorisation, in blocks with rejection.
 
-Of a positive semidefinite K and noise N, everything here is about the scaled matrix
-`K' = N^-1/2 K N^-1/2`, beside which the noise is the identity.
+For a positive semidefinite K and noise N, we work on the scaled matrix
+`K' = N^-1/2 K N^-1/2`. The scaled noise is the identity.
 """
 
 from collections.abc import Callable
@@ -16,24 +16,24 @@ from .types import fori_loop, while_loop
 
 Diagonal = Float[Array, " n"]
 
-# No more pivots where the mean of the residual diagonal is below this part of the noise.
+# We stop when the mean residual diagonal is below this part of the noise.
 _ENOUGH = 1e-3
-# A round of columns is kept if it lowers the residual trace by this much more than as many
-# columns of a multiple of the identity do.
+# We keep a round if it lowers the residual trace this many times more than the same
+# number of identity columns would.
 _GAIN = 1.5
-# Candidates of a round. More of them are rejected more often, fewer take more rounds.
+# Candidates per round. With more we reject more, with fewer we need more rounds.
 _WIDTH = 64
-# Rounding errors of a diagonal, in units of eps times its entries.
+# Rounding errors in a diagonal, in units of eps times its entries.
 _ROUNDING = 32
 
 Columns = Callable[[Int[Array, " b"]], Inexact[Array, "n b"]]
 
 
 class Rounding(NamedTuple):
-    """What rounding makes of entries of a residual diagonal.
+    """Rounding errors in a residual diagonal.
 
-    Up to `floor` they are taken for 0. Below `-negative` no rounding takes them: an error d
-    of a column c changes `c^2 / p`, of a pivot p, by up to `2 d sqrt(residual / p)`.
+    We treat entries up to `floor` as 0. Rounding stays above `-negative`: an error d in
+    a column c with pivot p changes `c^2 / p` by up to `2 d sqrt(residual / p)`.
     """
 
     floor: Diagonal
@@ -48,12 +48,12 @@ def rounding_of(diagonal: Diagonal) -> Rounding:
 
 
 class Pivots(NamedTuple):
-    """Pivots of a factorisation `K' ~ F F^*`."""
+    """Pivots for a factorisation `K' ~ F F^*`."""
 
-    indices: Int[Array, " most"]  # -1 behind the last one
-    residual_trace: Float[Array, ""]  # of K' - F F^*
-    semidefinite: Bool[Array, ""]  # whether its diagonal and residuals aren't negative
-    finite: Bool[Array, ""]  # whether the diagonal and the columns that were read are
+    indices: Int[Array, " most"]  # -1 after the last pivot
+    residual_trace: Float[Array, ""]  # tr (K' - F F^*)
+    semidefinite: Bool[Array, ""]  # whether diagonal and residuals are nonnegative
+    finite: Bool[Array, ""]  # whether the diagonal and the columns we read are
 
 
 class _Search(NamedTuple):
@@ -69,17 +69,17 @@ class _Search(NamedTuple):
 def choose(
     key: Key[Array, ""], columns: Columns, diagonal: Diagonal, most: int
 ) -> Pivots:
-    r"""Pivots of a randomly pivoted Cholesky factorisation of K', at most `most <= n`.
+    r"""Pivots from randomly pivoted Cholesky factorisation of K', at most `most <= n`.
 
-    A pivot is drawn with probability its entry of the residual diagonal (Chen, Epperly,
-    Tropp and Webber, arXiv:2207.06503). A round draws b candidates from the diagonal as it
-    stands, and accepts each with probability its residual after those accepted before, over
-    its residual when it was drawn: pivots have the same distribution as one by one, and all
-    else is matrix products (Epperly, Tropp and Webber, arXiv:2410.03969). O(n r^2) time,
+    We draw pivots with probabilities proportional to the residual diagonal (Chen,
+    Epperly, Tropp and Webber, arXiv:2207.06503). Each round draws b candidates. The
+    probability to accept one is its residual after earlier acceptances, divided by its
+    residual when drawn. Pivots have the same distribution as one by one, and the rest
+    is matrix products (Epperly, Tropp and Webber, arXiv:2410.03969). O(n r^2) time,
     O(n r) memory.
 
-    Ends where the residual is small beside the noise, and before a round that buys nothing.
-    `columns` and `diagonal` are those of K', not to be differentiated.
+    The search ends when the residual is small relative to the noise, or a round gains
+    too little. `columns` and `diagonal` belong to K', and are not differentiated.
     """
     n, real = diagonal.shape[0], diagonal.dtype
     width = min(_WIDTH, -(-most // 4))
@@ -100,21 +100,21 @@ def choose(
         new = jnp.where(accepted[:, None], matmul(inverse.conj(), block.T), 0)
         gains = jnp.sum(squares(new), axis=0)
         count = jnp.sum(accepted, dtype=jnp.int32)
-        alone = count.astype(real) * jnp.mean(residual)
-        worthwhile = ~(jnp.sum(gains) < _GAIN * alone)  # also where NaN is
+        identity_gain = count.astype(real) * jnp.mean(residual)
+        worthwhile = ~(jnp.sum(gains) < _GAIN * identity_gain)  # true for NaN too
         accepted, new = accepted & worthwhile, jnp.where(worthwhile, new, 0)
         gains, count = jnp.where(worthwhile, gains, 0), jnp.where(worthwhile, count, 0)
-        # Those accepted come first. The next round writes over the others.
+        # We put accepted candidates first. The next round overwrites the others.
         order = jnp.argsort(~accepted, stable=True)
         drawn_now = jnp.where(accepted, drawn, -1)[order]
         put = jax.lax.dynamic_update_slice_in_dim
         rows = put(rows, new[order], number, 0)
         indices = put(indices, drawn_now, number, 0)
-        # As computed anew: a round accepts the first candidate or strikes it out.
+        # We recompute residuals, so a round accepts its first candidate or removes it.
         residual = residual.at[drawn].min(jnp.real(jnp.diagonal(H)))
         residual = residual - gains
         semidefinite = semidefinite & ~jnp.any(residual < -negative)
-        # NaN and infinity stay.
+        # This keeps NaN and infinity.
         residual = jnp.where(residual <= floor, 0, residual)
         residual = residual.at[jnp.where(accepted, drawn, n)].set(0, mode="drop")
         number = number + count
@@ -137,7 +137,7 @@ def choose(
     search = while_loop(needs_more, another_round, start)
     trace = jnp.sum(search.residual)
     finite = jnp.isfinite(trace)
-    # Numbers that left the range say nothing about K.
+    # If squares overflow, we cannot judge whether K is semidefinite.
     semidefinite = search.semidefinite | ~jnp.isfinite(jnp.sum(diagonal**2))
     return Pivots(search.indices[:most], trace, semidefinite, finite)
 
@@ -145,43 +145,43 @@ def choose(
 def spread(
     key: Key[Array, ""], columns: Columns, diagonal: Diagonal, pivots: Pivots
 ) -> Pivots:
-    """As many pivots more as there is room for, spread over the rows. O(n r) time.
+    """Fills the remaining room with pivots spread over the rows, in O(n r) time.
 
-    Of a row the pivot nearest to it, alone, leaves `K_jj - |K_ij|^2 / K_ii`, which keeps
-    its digits where all pivots together leave rounding. One is drawn with a probability
-    that is its square. Where length scales shrank (13 kernels, 1 to 6 dimensions) such
-    pivots left 0.5 to 1.3 of what those of a factorisation to rounding do, and 0.002 to 1.1
-    of random rows; without the square up to 1.6 times as much.
+    For row j the nearest pivot i alone leaves `K_jj - |K_ij|^2 / K_ii`, which keeps its
+    digits when all pivots together leave rounding. We draw rows with probabilities
+    proportional to its square. When length scales shrank (13 kernels, 1 to 6
+    dimensions), residuals were 0.5 to 1.3 times those from a factorisation to rounding,
+    0.002 to 1.1 times those from random rows, and without the square up to 1.6 times.
     """
     n, most = diagonal.shape[0], pivots.indices.shape[0]
     floor, _ = rounding_of(diagonal)
 
     def another(i, state):
-        left, indices = state
-        chances = (left / divisor(jnp.max(left))) ** 2
-        chances = chances / divisor(jnp.sum(chances))
-        drawn = jax.random.choice(jax.random.fold_in(key, i), n, p=chances)
-        given, fresh = indices[i] >= 0, left[drawn] > 0
-        pivot = jnp.where(given, indices[i], drawn.astype(indices.dtype))
+        rest, indices = state
+        probabilities = (rest / divisor(jnp.max(rest))) ** 2
+        probabilities = probabilities / divisor(jnp.sum(probabilities))
+        drawn = jax.random.choice(jax.random.fold_in(key, i), n, p=probabilities)
+        is_chosen, is_useful = indices[i] >= 0, rest[drawn] > 0
+        pivot = jnp.where(is_chosen, indices[i], drawn.astype(indices.dtype))
         column = columns(pivot[None])[:, 0]
         after = diagonal - squares(column) / divisor(diagonal[pivot])
-        left = jnp.where(after <= floor, 0, jnp.minimum(left, after)).at[pivot].set(0)
-        return left, indices.at[i].set(jnp.where(given | fresh, pivot, -1))
+        rest = jnp.where(after <= floor, 0, jnp.minimum(rest, after)).at[pivot].set(0)
+        return rest, indices.at[i].set(jnp.where(is_chosen | is_useful, pivot, -1))
 
     start = jnp.where(diagonal <= floor, 0, diagonal), pivots.indices
     last = jnp.where(pivots.indices[-1] < 0, most, 0)
-    left, indices = fori_loop(last, another, start)
-    finite = pivots.finite & jnp.isfinite(jnp.sum(left))
+    rest, indices = fori_loop(last, another, start)
+    finite = pivots.finite & jnp.isfinite(jnp.sum(rest))
     return pivots._replace(indices=indices, finite=finite)
 
 
 def _eliminate(
     H: Inexact[Array, "b b"], least: Float[Array, " b"], room: Int[Array, ""]
 ) -> tuple[Inexact[Array, "b b"], Bool[Array, " b"]]:
-    """`L^-1` of a Cholesky factorisation that leaves out small pivots, and which are in.
+    """`L^-1` from a Cholesky factorisation without small pivots, and the accepted mask.
 
-    Pivot i is accepted if it is above `least[i]` after the elimination of those before, and
-    if there is room. Rows and columns of the others are those of the identity.
+    We accept pivot i if it exceeds `least[i]` after eliminating earlier pivots, and
+    room is left. Rejected rows and columns come from the identity.
     """
     b = H.shape[0]
 

@@ -1,7 +1,7 @@
-"""Types of arrays on meshes of devices: layouts, and what differs between devices.
+"""Array types on device meshes: layouts, and axes along which devices differ.
 
-Inside `jax.shard_map` the type of an array has the axes of the mesh along which it varies,
-and on a mesh of explicit axes its layout.
+Inside `jax.shard_map`, an array's type holds the mesh axes along which it varies. On a
+mesh with explicit axes, the type also holds a layout.
 """
 
 import contextlib
@@ -22,24 +22,24 @@ T = TypeVar("T")
 
 
 def is_explicit(x: PyTree[Any]) -> bool:
-    """Whether the type of an array has a layout on a mesh of explicit axes."""
+    """Whether an array's type has a layout, on a mesh with explicit axes."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
 def on_mesh(tree: PyTree[Any]) -> bool:
-    """Whether types of arrays here have more than a shape and a dtype."""
+    """Whether array types here hold more than a shape and a dtype."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty or any(map(is_explicit, jtu.tree_leaves(tree)))
 
 
 def axes_of(tree: PyTree[Any]) -> frozenset[str]:
-    """The axes of `jax.shard_map` along which any of the arrays varies."""
+    """The `jax.shard_map` axes along which any array varies."""
     types = [jax.typeof(x).manual_axis_type for x in jtu.tree_leaves(tree)]
     return frozenset().union(*[x.varying for x in types])
 
 
 def widened(tree: PyTree[Any], axes: frozenset[str]) -> Any:
-    """The same arrays, which may vary along more axes."""
+    """The same arrays, allowed to vary along more axes."""
 
     def widen(x):
         missing = tuple(sorted(axes - axes_of(x)))
@@ -49,19 +49,19 @@ def widened(tree: PyTree[Any], axes: frozenset[str]) -> Any:
 
 
 def check_axes(tree: PyTree[Any], axes: frozenset[str]) -> None:
-    """Refuses vectors that vary along more axes than a function of them is traced for."""
-    beyond = axes_of(tree) - axes
-    if beyond:
+    """Raises an error if vectors vary along more axes than the operator allows."""
+    extra_axes = axes_of(tree) - axes
+    if extra_axes:
         raise ValueError(
-            "traceax: vectors vary between the devices of jax.shard_map, along "
-            f"{sorted(beyond)}, and the operator takes vectors that do not; pass the same "
-            "key on every device, or let the operator's x vary, by "
+            "traceax: the operator's input must not vary between jax.shard_map devices, "
+            f"got vectors that vary along {sorted(extra_axes)}; pass the same key on every "
+            "device, or let the operator's x vary with "
             "jax.lax.pcast(x, axes, to='varying')."
         )
 
 
 def cast(tree: PyTree[Any], like: PyTree[Any]) -> Any:
-    """Vectors with the types of arrays of the same shapes."""
+    """Vectors with the array types of `like`, which has the same shapes."""
 
     def convert(x, y):
         check_axes(x, axes_of(y))
@@ -74,22 +74,22 @@ def cast(tree: PyTree[Any], like: PyTree[Any]) -> Any:
 
 @contextlib.contextmanager
 def annotate_layout_errors():
-    """Adds a note to errors on a mesh of explicit axes."""
+    """Adds a note to errors on a mesh with explicit axes."""
     try:
         yield
     except Exception as error:
         if jax.sharding.get_abstract_mesh().explicit_axes:
             error.add_note(
                 "traceax: the mesh has explicit axes; if layouts are the cause, make the "
-                "operator and the estimate inside of jax.sharding.auto_axes."
+                "operator and the estimate inside jax.sharding.auto_axes."
             )
         raise
 
 
 def automatic(fn: Callable[..., T]) -> Callable[..., T]:
-    """`fn`, for which the compiler finds layouts where the mesh has explicit axes.
+    """`fn`, with layouts from the compiler if the mesh has explicit axes.
 
-    What it returns is on every device then.
+    Its results are then on every device.
     """
 
     @ft.wraps(fn)
@@ -108,9 +108,9 @@ def automatic(fn: Callable[..., T]) -> Callable[..., T]:
             constants.append(others)
             return results
 
-        everywhere = NamedSharding(meshes[0], PartitionSpec())
+        replicated = NamedSharding(meshes[0], PartitionSpec())
         with annotate_layout_errors():
-            spread = jax.sharding.auto_axes(arrays_of, out_sharding=everywhere)
+            spread = jax.sharding.auto_axes(arrays_of, out_sharding=replicated)
             results = spread(arrays)
         return eqx.combine(results, constants[0])
 
@@ -118,7 +118,7 @@ def automatic(fn: Callable[..., T]) -> Callable[..., T]:
 
 
 def same_layouts(*branches: Callable) -> list[Callable]:
-    """Branches of a condition whose results vary along the same axes."""
+    """Branches for a condition, with results that vary along the same axes."""
 
     def wide(branch, *args):
         results = [jax.eval_shape(fn, *args) for fn in branches]
@@ -133,9 +133,9 @@ def same_layouts(*branches: Callable) -> list[Callable]:
 def if_any(
     needed: Any, fn: Callable[..., T], shapes: PyTree[jax.ShapeDtypeStruct], *args: Any
 ) -> T:
-    """`fn(*args)`, of these shapes, or zeros where no lane of a `vmap` needs it.
+    """`fn(*args)`, or zeros of these shapes if no batch element under `vmap` needs it.
 
-    A condition that differs between lanes would be no condition.
+    JAX would evaluate both branches if the condition differed between batch elements.
     """
     zeros = jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return jax.lax.cond(
@@ -146,7 +146,7 @@ def if_any(
 def in_loop(
     body: Callable[..., Carry], carry: Carry, *first: PyTree[Any]
 ) -> tuple[Callable[..., Carry], Carry]:
-    """A body `body(*first, carry)` of a loop and its carry, made to vary along the same axes."""
+    """A loop body `body(*first, carry)` and its carry, varying along the same axes."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return body, carry
 
@@ -162,21 +162,21 @@ def in_loop(
 def while_loop(
     proceed: Callable[[Carry], Any], body: Callable[[Carry], Carry], carry: Carry
 ) -> Carry:
-    """`jax.lax.while_loop`; what it makes of the carry may vary between devices."""
+    """`jax.lax.while_loop`, whose body may make the carry vary between devices."""
     return jax.lax.while_loop(proceed, *in_loop(body, carry))
 
 
 def fori_loop(
     steps: Any, body: Callable[[Any, Carry], Carry], carry: Carry, start: int = 0
 ) -> Carry:
-    """`jax.lax.fori_loop`, in the same way."""
+    """`jax.lax.fori_loop`, likewise."""
     return jax.lax.fori_loop(start, steps, *in_loop(body, carry, jnp.int32(0)))
 
 
 def scan(
     step: Callable[[Carry, Any], tuple[Carry, T]], carry: Carry, xs: PyTree[Any]
 ) -> Any:
-    """`jax.lax.scan`, in the same way."""
+    """`jax.lax.scan`, likewise."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return jax.lax.scan(step, carry, xs)
     first = jtu.tree_map(lambda x: x[0], xs)
@@ -190,5 +190,5 @@ def scan(
 
 
 def fold(step: Callable[[Carry, Any], Carry], carry: Carry, xs: PyTree[Any]) -> Carry:
-    """The carry of a `jax.lax.scan`, in the same way."""
+    """The final carry from `scan`."""
     return scan(lambda carry, x: (step(carry, x), None), carry, xs)[0]

@@ -1,4 +1,4 @@
-"""What operators and arguments of them are accepted, and how algorithms see them."""
+"""Checks of operators and their arguments, and the forms that algorithms work on."""
 
 import functools as ft
 from collections.abc import Callable
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def accept_any_layout(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator, in which lineax's functions take vectors of any type on a mesh."""
+    """Replaces lineax's functions in an operator, to take any vector type on a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.explicit_axes and not mesh.manual_axes:
         return operator
@@ -52,8 +52,8 @@ def accept_any_layout(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearO
     def convert(x):
         if not is_function(x):
             return x
-        of_x = isinstance(x, lx.JacobianLinearOperator)
-        return linear_function(x.mv, x.x if of_x else x.in_structure(), tags_of(x))
+        jacobian = isinstance(x, lx.JacobianLinearOperator)
+        return linear_function(x.mv, x.x if jacobian else x.in_structure(), tags_of(x))
 
     return jtu.tree_map(convert, operator, is_leaf=is_function)
 
@@ -63,17 +63,17 @@ def accept_any_layout(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearO
 def checked_operator(
     operator: object, where: str, arguments: str = "(key, operator)"
 ) -> lx.AbstractLinearOperator:
-    """A square lineax operator as algorithms see it, see `as_complex`."""
+    """Checks that an operator is square and from lineax, and returns it `as_complex`."""
     if not isinstance(operator, lx.AbstractLinearOperator):
         raise TypeError(
             f"{where}: operator must be a lineax linear operator, got "
-            f"{kind_of(operator)}; traceax.as_operator(x) makes one of a matrix, dense "
-            "or sparse, and of SciPy's operators, traceax.as_operator(fn, example) of a "
-            f"linear function. The arguments start {arguments}."
+            f"{kind_of(operator)}; convert dense and sparse matrices and SciPy operators "
+            "with traceax.as_operator(x), and linear functions with "
+            f"traceax.as_operator(fn, example). The arguments start {arguments}."
         )
     for x in parts_of(operator, lx.MatrixLinearOperator):
-        what = "lineax.MatrixLinearOperator must hold a dense array"
-        hint = "make an operator of it by traceax.as_operator(x) instead"
+        what = "operator, a lineax.MatrixLinearOperator, must hold a dense array"
+        hint = "convert the array with traceax.as_operator(x) instead"
         require(eqx.is_array(x.matrix), where, what, x.matrix, hint, TypeError)
     operator = accept_any_layout(operator)
     in_structure = operator.in_structure()
@@ -93,17 +93,17 @@ def checked_operator(
     for leaf in in_leaves:
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
         what = "operator must act on floating-point or complex leaves"
-        got = f"one of dtype {leaf.dtype}"
+        received = f"one of dtype {leaf.dtype}"
         hint = "cast it, or leave it out of the operator's structure"
-        require(inexact, where, what, got, hint, TypeError)
+        require(inexact, where, what, received, hint, TypeError)
     operator = as_complex(operator)
     in_leaves = jtu.tree_leaves(operator.in_structure())
     kinds = {jnp.issubdtype(leaf.dtype, jnp.complexfloating) for leaf in in_leaves}
     if len(kinds) == 2:
         raise ValueError(
             f"{where}: operator must act on leaves that are all real or all complex, got "
-            f"{_describe(in_structure)}; make the real leaves complex, or estimate the "
-            "blocks one by one."
+            f"{_describe(in_structure)}; make the real leaves complex, or estimate each "
+            "block separately."
         )
     return operator
 
@@ -124,7 +124,7 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
     if data and jax.sharding.get_abstract_mesh().empty:
         products = eqxi.cached_filter_eval_shape(operator.mv, structure)
     else:
-        # Of other leaves the products may have changed since.
+        # We don't cache: with other leaves, the products may have changed since.
         products = jax.eval_shape(operator.mv, structure)
     pairs = zip(*map(jtu.tree_leaves, (structure, products)), strict=False)
     if any(x.dtype != y.dtype and complex_dtype(x.dtype) == y.dtype for x, y in pairs):
@@ -133,65 +133,65 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
 
 
 def shift_of(shift: Any, space: Space, where: str, hint: str) -> Float[Array, "*n"]:
-    """A scalar or a vector `(n,)` from a scalar, a vector, or a PyTree in the operator's
-    structure. Leaves of a PyTree are scalars, or have the shapes of the operator's leaves.
+    """A scalar or a vector `(n,)` from a scalar, a vector, or a PyTree with the operator's
+    structure, whose leaves may be scalars or have the operator leaves' shapes.
     """
     leaves, treedef = jtu.tree_flatten(shift)
     numbers = int | float | complex | np.number | np.ndarray | jax.Array
     what = "shift must be a real number or array"
     for x in leaves or [shift]:
-        number = isinstance(x, numbers) and not isinstance(x, bool)
-        require(number, where, what, x, hint, TypeError)
-    given = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
+        is_number = isinstance(x, numbers) and not isinstance(x, bool)
+        require(is_number, where, what, x, hint, TypeError)
+    arrays = [x if isinstance(x, jax.Array) else np.asarray(x) for x in leaves]
     single = treedef == jtu.tree_structure(0)
-    flat = single and given[0].shape in ((), (space.size,))
+    flat = single and arrays[0].shape in ((), (space.size,))
     fits = flat or (
         treedef == space.treedef
         and all(
-            x.shape in ((), y.shape) for x, y in zip(given, space.leaves, strict=True)
+            x.shape in ((), y.shape) for x, y in zip(arrays, space.leaves, strict=True)
         )
     )
     kinds = jnp.floating, jnp.integer
-    real = all(any(jnp.issubdtype(x.dtype, kind) for kind in kinds) for x in given)
+    real = all(any(jnp.issubdtype(x.dtype, kind) for kind in kinds) for x in arrays)
     what = f"shift must be real and of shape () or ({space.size},)"
     if space.treedef != jtu.tree_structure(0):
-        what += ", or a PyTree in the structure of the operator"
+        what += ", or a PyTree with the operator's structure"
     require(fits and real, where, what, shift, hint)
-    # NumPy converts its own arrays, for which JAX would compile a program.
+    # We convert NumPy arrays in NumPy, because JAX would compile a program.
     dtype = space.real_dtype
-    given = [
+    arrays = [
         jnp.asarray(x if isinstance(x, jax.Array) else x.astype(dtype), dtype)
-        for x in given
+        for x in arrays
     ]
     if flat:
-        return given[0]
-    pairs = zip(given, space.leaves, strict=True)
+        return arrays[0]
+    pairs = zip(arrays, space.leaves, strict=True)
     return jnp.concatenate([jnp.broadcast_to(x, y.shape).reshape(-1) for x, y in pairs])
 
 
 def with_leading_axis(
     tree: PyTree[Any], where: str, name: str, items: str, fn: str
 ) -> Any:
-    """The argument `name`, arrays of one length over `items`, each of which `fn` takes."""
+    """Checks that the leaves of argument `name` are arrays over `items`, for `fn`."""
 
     def as_array(x):
         check_integers(x, name, where)
         x = jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
         what = f"the leaves of {name} must be arrays with a leading axis of {items}"
-        hint = f"let {fn} close over what they share"
+        hint = f"let {fn} close over shared values"
         require(eqx.is_array(x) and x.ndim > 0, where, what, x, hint)
         return x
 
     tree = jtu.tree_map(as_array, tree)
     numbers = sorted({leaf.shape[0] for leaf in jtu.tree_leaves(tree)})
     what = f"the leaves of {name} must have a leading axis of one length, at least 1"
-    right, hint = len(numbers) == 1 and numbers[0] > 0, f"stack {items} along it"
-    require(right, where, what, f"lengths {numbers}", hint)
+    is_valid, hint = len(numbers) == 1 and numbers[0] > 0, f"stack {items} along it"
+    require(is_valid, where, what, f"lengths {numbers}", hint)
     return tree
 
 
 def first_of(tree: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
-    """The structure of the entries along the leading axis."""
+    """The structure of one entry along the leading axis."""
 
     def first(x):
         return widened(jnp.zeros(x.shape[1:], x.dtype), axes_of(x))
@@ -204,13 +204,13 @@ def length_of(tree: PyTree[Array]) -> int:
 
 
 def is_real(x: Any) -> bool:
-    """Whether it is, or stands for, an array of real floating-point numbers."""
+    """Whether `x` is a real floating-point array, or stands for one."""
     array = eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
     return array and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def check_scalar(fn: Any, args: tuple, name: str, where: str, hint: str) -> Any:
-    """What the function `name` returns; an error if that is no real scalar."""
+    """Checks that the function `name` returns a real scalar. Returns its structure."""
     out = eqx.filter_eval_shape(fn, *args)
     what = f"{name} must return a real floating-point array of shape ()"
     require(is_real(out) and out.shape == (), where, what, out, hint, TypeError)
@@ -218,27 +218,27 @@ def check_scalar(fn: Any, args: tuple, name: str, where: str, hint: str) -> Any:
 
 
 def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """An operator whose arrays are its leaves, also those that its functions close over.
+    """An operator whose leaves include the arrays that its functions close over.
 
-    A program that is kept sees array leaves alone, and what a Python function, or any other
-    object, reads may have changed since: an operator with such leaves is traced anew. Jitted
-    functions are JAX's to keep, unless they close over tracers.
+    A compiled program depends on array leaves only. The data behind a Python function,
+    or any other object, may have changed since, so we trace an operator with such
+    leaves again. JAX caches jitted functions itself, unless they close over tracers.
     """
     leaves = jtu.tree_leaves(operator)
     data = all(is_data(x) for x in leaves)
     if data and not any(isinstance(x, jax.stages.Wrapped) for x in leaves):
         return operator
     if isinstance(operator, _EXPRESSIONS):
-        # Part by part: an inverse next to a function stays an inverse.
+        # We convert part by part: an inverse next to a function stays an inverse.
         return with_data(operator)
     tags = tags_of(operator) | solver_tags(operator)
-    made = linear_function(operator.mv, structure_of(operator.in_structure()), tags)
-    traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
-    return operator if data and not traced else made
+    new = linear_function(operator.mv, structure_of(operator.in_structure()), tags)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(new))
+    return operator if data and not traced else new
 
 
 def with_data(tree: T) -> T:
-    """The PyTree with `as_data` of the operators in it, of an operator of its parts."""
+    """Applies `as_data` to the operators in a PyTree, or to an operator's parts."""
 
     def inside(x):
         return x is not tree and isinstance(x, lx.AbstractLinearOperator)
@@ -247,15 +247,15 @@ def with_data(tree: T) -> T:
 
 
 def is_data(leaf: object) -> bool:
-    """Whether a leaf is what it is for good, as arrays and constants are."""
+    """Whether a leaf can't change later, such as an array or a constant."""
     constant = str | jax.extend.core.Jaxpr | jax.stages.Wrapped
-    norms = lxi.max_norm, lxi.rms_norm, lxi.two_norm  # of lineax's solvers
+    norms = lxi.max_norm, lxi.rms_norm, lxi.two_norm  # in lineax's solvers
     is_norm = any(leaf is norm for norm in norms)
     return is_norm or eqx.is_array_like(leaf) or isinstance(leaf, constant)
 
 
 def jitted(fn: Callable[P, T]) -> Callable[P, T]:
-    """`eqx.filter_jit`, with the device of data that isn't traced for the default one."""
+    """`eqx.filter_jit`, with the concrete arrays' device as the default device."""
     compiled = eqx.filter_jit(fn)
 
     @ft.wraps(fn)
@@ -273,7 +273,7 @@ def jitted(fn: Callable[P, T]) -> Callable[P, T]:
 
 @jitted
 def product_size(operator: lx.AbstractLinearOperator) -> Float[Array, ""]:
-    """A power of two of the size of the product with a vector of signs, or 1."""
+    """A power of two near the size of a product with a sign vector; 1 if that is 0."""
     space = space_of(operator)
     signs = hashed_signs(1, space.size, space.compute_dtype, 0).T
     return jax.lax.stop_gradient(power_of_two_scale(apply_block(operator, signs)))

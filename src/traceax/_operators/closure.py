@@ -1,4 +1,4 @@
-"""Functions as data, called with arrays of the types that they were traced for."""
+"""Functions traced into PyTrees, and called with arrays of the traced types."""
 
 import contextlib
 import functools as ft
@@ -16,7 +16,7 @@ from .._linalg.types import axes_of, check_axes, is_explicit, widened
 
 
 def _arrays_of(tree: PyTree[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays of a PyTree, and a function that puts others in their places."""
+    """The arrays in a PyTree, and a function that puts other arrays in their places."""
     numpy = np.ndarray | np.generic
     arrays, static = eqx.partition(
         tree, lambda x: eqx.is_array(x) or isinstance(x, numpy | jax.ShapeDtypeStruct)
@@ -26,9 +26,9 @@ def _arrays_of(tree: PyTree[Any]) -> tuple[list[Any], Callable[[list[Any]], Any]
 
 
 class Closure(eqx.Module):
-    """A function traced on a mesh of devices, once for each type of its last argument.
+    """A function traced on a device mesh, once for each type of its last argument.
 
-    Estimates on a mesh of explicit axes use automatic ones. The function does not.
+    On a mesh with explicit axes, estimates make them automatic. The function doesn't.
     """
 
     traced: list[Callable]
@@ -61,15 +61,15 @@ class Closure(eqx.Module):
 
 
 def closure(fn: Callable, *args: PyTree[Any], vectors: bool = False) -> Any:
-    """`fn` with what it closes over as leaves; `vectors`: the last argument is one.
+    """Traces `fn` into a PyTree, and makes the arrays that it closes over leaves.
 
-    Inside `jax.shard_map` vectors may be equal on all devices, or vary.
+    `vectors`: the last argument is a vector, which `jax.shard_map` may vary.
     """
     mesh, (arrays, fill) = jax.sharding.get_abstract_mesh(), _arrays_of(args)
     explicit = bool(mesh.explicit_axes) or any(map(is_explicit, arrays))
     if explicit:
-        # Scalars outside of a program have no mesh.
-        here = (
+        # We search the arrays for a mesh: scalars outside a program have none.
+        input_mesh = (
             mesh
             if mesh.explicit_axes
             else next(
@@ -78,7 +78,7 @@ def closure(fn: Callable, *args: PyTree[Any], vectors: bool = False) -> Any:
                 if m.explicit_axes
             )
         )
-        specs = [NamedSharding(here, jax.typeof(x).sharding.spec) for x in arrays]
+        specs = [NamedSharding(input_mesh, jax.typeof(x).sharding.spec) for x in arrays]
         reshard = ft.partial(jax.sharding.reshard, out_shardings=specs)
         args = fill(jax.eval_shape(reshard, arrays))
     elif mesh.empty:
@@ -91,7 +91,7 @@ def closure(fn: Callable, *args: PyTree[Any], vectors: bool = False) -> Any:
         last = jax.eval_shape(lambda x, more=more: widened(x, more), last)
         if axes_of(last) in axes:
             continue
-        # A function with collectives inside may take no vectors that vary.
+        # We skip this type if `fn` refuses it: collectives may take no varying vectors.
         with contextlib.suppress(*([ValueError, TypeError] if axes else [])):
             traced.append(eqx.filter_closure_convert(fn, *others, last))
             arrays, _ = _arrays_of((traced[-1], (*others, last)))

@@ -1,4 +1,4 @@
-"""Linear operators from matrices, sparse matrices, SciPy's operators and functions."""
+"""Linear operators from matrices, sparse matrices, SciPy operators and functions."""
 
 import contextlib
 import sys
@@ -24,39 +24,38 @@ _SCIPY = "scipy.sparse.linalg", "LinearOperator"
 def as_operator(
     x: object, like: PyTree[Any] = None, *, tags: object = ()
 ) -> lx.AbstractLinearOperator:
-    """A lineax operator from whatever stands for one.
+    """Converts a matrix, a SciPy operator or a linear function to a lineax operator.
 
     ```python
-    traceax.as_operator(matrix)  # of NumPy, JAX or SciPy, dense or sparse
+    traceax.as_operator(matrix)  # from NumPy, JAX or SciPy, dense or sparse
     traceax.as_operator(matrix, tags=lineax.positive_semidefinite_tag)
     traceax.as_operator(lambda v: 2 * v, jnp.zeros(10))
     ```
 
     | `x` | a product is | differentiable |
     |---|---|---|
-    | 2-dimensional JAX or NumPy array, of shape `(m, n)` | a dense product | yes |
-    | `BCOO` or `BCSR` of `jax.experimental.sparse` | O(nse), gather and scatter | with respect to the entries |
-    | sparse matrix or array of SciPy | the same, of its entries on the device | no |
-    | `LinearOperator` of SciPy, or an object like it | its `matmat`, or `matvec` for each `(n,)`, on the host | in forward mode |
-    | linear function of what is like `like` | a call of it | as the function is |
-    | lineax operator | its own | as it is |
+    | JAX or NumPy array with shape `(m, n)` | a dense product | yes |
+    | `BCOO` or `BCSR` from `jax.experimental.sparse` | O(nse), gather and scatter | with respect to the entries |
+    | SciPy sparse matrix or array | the same, with its entries on the device | no |
+    | SciPy `LinearOperator`, or a similar object | its `matmat`, or `matvec` for each `(n,)`, on the host | in forward mode |
+    | linear function of inputs like `like` | a call | if the function is |
+    | lineax operator | its own product | if the operator is |
 
-    An object is like one of SciPy's if it has `shape`, `dtype` and `matvec`, as in PyLops.
-    Operators of one shape and dtype compile once, whatever their entries. Functions, and
-    SciPy's operators, compile for each operator. Integers become floating-point numbers;
-    without 64-bit mode, 64 bits become 32.
+    A similar object has `shape`, `dtype` and `matvec`, as in PyLops. Operators with
+    equal shapes and dtypes compile once; each function or SciPy operator compiles anew.
+    Integers become floating-point numbers; without 64-bit mode, 64 bits become 32.
 
     **Arguments:**
 
-    - `x`: what to make an operator from.
-    - `like`: of functions only, an example of their input: a PyTree of arrays or of
-        `jax.ShapeDtypeStruct`s.
-    - `tags`: what is known of it, such as `lineax.symmetric_tag`. It isn't checked.
+    - `x`: the object to convert.
+    - `like`: an example input for a function, with arrays or `jax.ShapeDtypeStruct`s.
+    - `tags`: known properties, such as `lineax.symmetric_tag`. They aren't checked.
 
-    **Returns:** a `lineax.AbstractLinearOperator`; `x` itself if it is one without tags.
+    **Returns:** a `lineax.AbstractLinearOperator`; without tags, `x` itself if it is
+    one.
 
-    **Raises:** `TypeError` for any other `x` or `like`; `ValueError` for arrays that aren't
-    2-dimensional, or sparse ones with batch or dense dimensions.
+    **Raises:** `TypeError` for any other `x` or `like`; `ValueError` for arrays that
+    aren't 2-dimensional, or sparse arrays with batch or dense dimensions.
     """
     operator = _convert(x, like)
     return lx.TaggedLinearOperator(operator, tags) if tags != () else operator
@@ -69,17 +68,17 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     is_bcoo = is_a(x, "jax.experimental.sparse", "BCOO")
     kinds = "sparray", "spmatrix"
     if is_bcoo:
-        got = x.n_batch, x.n_dense
+        received = x.n_batch, x.n_dense
         what = "x must have no batch and no dense dimensions"
         hint = "use jax.vmap over batches, and bcoo_update_layout for dense ones"
-        require(got == (0, 0), _WHERE, what, "{} and {}".format(*got), hint)
+        require(received == (0, 0), _WHERE, what, "{} and {}".format(*received), hint)
     if is_bcoo or eqx.is_array(x) or any(is_a(x, "scipy.sparse", y) for y in kinds):
-        what, got = "x must be a 2-dimensional array", f"one of shape {x.shape}"
+        what, received = "x must be a 2-dimensional array", f"one of shape {x.shape}"
         hint = (
             "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a "
             "diagonal"
         )
-        require(x.ndim == 2, _WHERE, what, got, hint)
+        require(x.ndim == 2, _WHERE, what, received, hint)
         if eqx.is_array(x):
             return lx.MatrixLinearOperator(inexact(x))
         x = x if is_bcoo else x.tocoo()
@@ -91,25 +90,25 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     known = is_matrix and callable(getattr(x, "matvec", None))
     if is_a(x, *_SCIPY) or (known and (like is None or not callable(x))):
         return SciPyLinearOperator(x)
-    what = "x must be a matrix, dense or sparse, a linear function, or an operator of "
+    what = "x must be a dense or sparse matrix, a linear function, or an operator from "
     hint = "turn it into an array by jax.numpy.asarray, or write a function that multiplies"
-    right = callable(x) and not isinstance(x, type)
-    if right and is_matrix and like is None:
-        # A call need not be a product: a `hamiltonian` of quspin evaluates itself.
-        right, way = False, "x.toarray() or x.full()"
-        hint = f"pass its array, such as {way}, or a function that multiplies"
-    require(right, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
+    valid = callable(x) and not isinstance(x, type)
+    if valid and is_matrix and like is None:
+        # We refuse it: a call need not multiply, as quspin's `hamiltonian` shows.
+        valid, array = False, "x.toarray() or x.full()"
+        hint = f"pass its array, such as {array}, or a function that multiplies"
+    require(valid, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
     return linear_function(x, _structure(like), solver_tags(x))
 
 
 def is_a(x: object, module: str, name: str) -> bool:
-    """Whether x is of a class, whose module is imported where there is such an object."""
+    """Whether x is an instance of a class, whose module any instance has imported."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(x, getattr(loaded, name))
 
 
 class SparseLinearOperator(ByProducts):
-    """A matrix by its entries, of which those at one place add up, and others are padding."""
+    """A sparse matrix: entries at one place add up, and entries outside are padding."""
 
     data: Inexact[Array, " nse"]
     rows: Int[Array, " nse"]
@@ -126,14 +125,14 @@ class SparseLinearOperator(ByProducts):
         return zeros.at[self.rows, self.columns].add(self.data, mode="drop")
 
     def columns_at(self, indices: Int[Array, " r"]) -> Inexact[Array, "m r"]:
-        """Columns of the matrix, in O(nse + m r)."""
+        """Reads matrix columns in O(nse + m r) time."""
         r = indices.shape[0]
         place = jnp.full(self.shape[1], r).at[indices].set(jnp.arange(r))
         places = place.at[self.columns].get(mode="fill", fill_value=r)
         zeros = jnp.zeros((self.shape[0], r), self.data.dtype)
-        found = zeros.at[self.rows, places].add(self.data, mode="drop")
-        # Of an index that is repeated one place has the column.
-        return found.T[place[indices]].T
+        distinct = zeros.at[self.rows, places].add(self.data, mode="drop")
+        # We copy, because only one place has the column if an index repeats.
+        return distinct.T[place[indices]].T
 
     def transpose(self):
         m, n = self.shape
@@ -150,7 +149,7 @@ class SparseLinearOperator(ByProducts):
 
 
 class SciPyLinearOperator(ByProducts):
-    """A `scipy.sparse.linalg.LinearOperator`, or what is like one, applied on the host."""
+    """A SciPy `LinearOperator`, or a similar object, applied on the host."""
 
     operator: Any = eqx.field(static=True)
 
@@ -191,22 +190,22 @@ class SciPyLinearOperator(ByProducts):
         return jax.ShapeDtypeStruct(self.operator.shape[:1], self._dtype())
 
     def _dtype(self) -> np.dtype:
-        given = self.operator.dtype
-        dtype = np.result_type(float if given is None else given, np.float32)
+        own = self.operator.dtype
+        dtype = np.result_type(float if own is None else own, np.float32)
         return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _takes_blocks(operator: Any) -> bool:
-    """Whether a SciPy operator has a `matmat` of its own: others call `matvec` of `(n, 1)`."""
+    """Whether a SciPy operator has its own `matmat`, which doesn't call `matvec`."""
     if not is_a(operator, *_SCIPY):
         return callable(getattr(operator, "matmat", None))
     base = sys.modules["scipy.sparse.linalg"].LinearOperator
     cls = type(operator)
     if cls.__module__ != base.__module__:
         return cls._matmat is not base._matmat or cls.matmat is not base.matmat
-    # SciPy's own: of a matrix, of functions, or made of other operators.
-    given = vars(operator).get("_CustomLinearOperator__matmat_impl")
-    return given is not None or cls.__name__ == "MatrixLinearOperator"
+    # We inspect SciPy's own classes: they hold a matrix, functions, or other operators.
+    matmat = vars(operator).get("_CustomLinearOperator__matmat_impl")
+    return matmat is not None or cls.__name__ == "MatrixLinearOperator"
 
 
 @lx.diagonal.register(SparseLinearOperator)
@@ -217,7 +216,7 @@ def _(operator: SparseLinearOperator) -> Inexact[Array, " n"]:
 
 
 def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
-    what = "of a function, like must be an example of its input"
+    what = "like must be given for a function, as an example of its input"
     hint = "pass as_operator(fn, jax.numpy.zeros(n)), or a jax.ShapeDtypeStruct"
     require(like is not None, _WHERE, what, "None", hint, TypeError)
 
@@ -231,11 +230,11 @@ def _structure(like: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
 
     leaves, treedef = jtu.tree_flatten(like)
     structs = [struct(leaf) for leaf in leaves]
-    kept = False
-    with contextlib.suppress(Exception):  # of a class that converts its leaves
+    is_kept = False
+    with contextlib.suppress(Exception):  # a class may convert its leaves
         held = jtu.tree_leaves(treedef.unflatten(structs))
-        kept = all(x is y for x, y in zip(held, structs, strict=True))
+        is_kept = all(x is y for x, y in zip(held, structs, strict=True))
     what = "like must be a PyTree that keeps its leaves as they are"
-    hint = "pass a function of the flat vector of jax.flatten_util.ravel_pytree(like)"
-    require(kept, _WHERE, what, like, hint, TypeError)
+    hint = "pass a function of the flat vector from jax.flatten_util.ravel_pytree(like)"
+    require(is_kept, _WHERE, what, like, hint, TypeError)
     return treedef.unflatten(structs)

@@ -1,4 +1,4 @@
-"""Hessians and Gauss-Newton matrices of functions of PyTrees."""
+"""Hessians and Gauss-Newton matrices with respect to PyTrees."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ _HINT = "return a mean or a sum, and nothing else"
 
 
 class Curvature(ByProducts):
-    """Abstract base class of symmetric operators on the floating-point arrays of `x`."""
+    """Abstract base class for symmetric operators on floating-point arrays in `x`."""
 
     x: eqx.AbstractVar[PyTree[Float[Array, "..."]]]
 
@@ -43,29 +43,29 @@ class HessianLinearOperator(Curvature):
     hessian = traceax.HessianLinearOperator(loss, model, batch)
     ```
 
-    It acts on the floating-point arrays of `x`, JAX's and NumPy's: vectors have the
-    structure of `x`, with `None` for all else, which is held fixed.
+    The Hessian acts on the floating-point arrays in `x`, from JAX or NumPy. Vectors
+    have the structure of `x`, with `None` for every other leaf, which is held fixed.
 
     | | |
     |---|---|
-    | product | forward over reverse: two to four evaluations of the gradient |
-    | memory | that of the gradient of `fn`, twice, for each vector at once |
-    | known to be | symmetric; where `fn` is convex, or `x` a minimum, tag it positive semidefinite |
-    | differentiable | with respect to `x`, `args` and what `fn` closes over, to any order |
+    | product | forward over reverse, which costs two to four gradients |
+    | memory | twice a gradient's memory, for each vector in a block |
+    | known to be | symmetric; if `fn` is convex, or `x` a minimum, tag it positive semidefinite |
+    | differentiable | with respect to `x`, `args` and arrays that `fn` closes over, to any order |
 
-    If `fn` solves an inner problem by lineax or optimistix, this is the implicit Hessian.
-    `lineax.linearise` evaluates what all products share, and keeps it in memory.
-    [`traceax.MeanLinearOperator`][] takes the mean over minibatches. `fn` is traced when the
-    operator is made: outside of jitted functions each new one compiles again.
+    If `fn` solves an inner problem with lineax or optimistix, this is the implicit
+    Hessian. `lineax.linearise` evaluates the part that all products share, and keeps it
+    in memory. [`traceax.MeanLinearOperator`][] takes the mean over minibatches. `fn` is
+    traced when you make the operator: outside `jax.jit`, each new one compiles again.
 
     **Arguments:**
 
     - `fn`: a twice differentiable function that returns a real scalar.
-    - `x`: a PyTree, such as the parameters of a network, or an `equinox.Module`.
-    - `args`: a PyTree of what else `fn` depends on, such as a minibatch; left out if `None`.
+    - `x`: a PyTree, such as network parameters, or an `equinox.Module`.
+    - `args`: a PyTree with other inputs to `fn`, such as a minibatch; `None` if none.
 
-    **Raises:** `TypeError` for an `fn` that doesn't return a real floating-point array of
-    shape `()`, or complex leaves of `x`; `ValueError` if `x` has no floating-point arrays.
+    **Raises:** `TypeError` if `fn` doesn't return a real floating-point array of shape
+    `()`, or `x` has complex leaves; `ValueError` if `x` has no floating-point arrays.
     """
 
     fn: Callable
@@ -88,27 +88,27 @@ class HessianLinearOperator(Curvature):
 class GaussNewtonLinearOperator(Curvature):
     r"""The Gauss-Newton matrix `J^T H J` of `loss(model(x))` at `x`.
 
-    J is the Jacobian of `model`, and H the Hessian of `loss` at what that returns. For the
-    negative log-likelihood of an exponential family in its natural parameters, such as
-    cross-entropy in logits, it is the Fisher matrix.
+    J is the Jacobian of `model`, and H the Hessian of `loss` at the model's outputs. If
+    `loss` is the negative log-likelihood of an exponential family in its natural
+    parameters, such as cross-entropy in logits, this is the Fisher matrix.
 
     ```python
     matrix = traceax.GaussNewtonLinearOperator(model, loss, network, batch)
     ```
 
-    What it acts on, minibatches, `lineax.linearise` and errors are as for
-    [`traceax.HessianLinearOperator`][], and so are memory and derivatives. A product is one
-    with J, one with H, one with `J^T`: two to four gradients. Known to be symmetric and
-    positive semidefinite.
+    The operator is known to be symmetric and positive semidefinite. A product
+    multiplies by J, H and `J^T`, which costs two to four gradients. Vectors,
+    minibatches, memory, derivatives, `lineax.linearise` and errors are as in
+    [`traceax.HessianLinearOperator`][].
 
     **Arguments:**
 
-    - `model`: a function of `x`, or of `(x, args)`, that returns a PyTree of real
-        floating-point arrays, differentiable in forward mode too.
-    - `loss`: a twice differentiable function of the outputs, or of `(outputs, args)`, that
-        returns a real scalar. It must be convex in the outputs, which isn't checked: for
-        any other the estimates may be wrong.
-    - `x`, `args`: what `model` depends on, and what else both do.
+    - `model`: a function `model(x)`, or `model(x, args)`, that returns a PyTree of real
+        floating-point arrays. It must be differentiable in forward mode too.
+    - `loss`: a twice differentiable function `loss(outputs)`, or `loss(outputs, args)`,
+        that returns a real scalar. It must be convex in the outputs, which isn't
+        checked: otherwise estimates may be wrong.
+    - `x`, `args`: the input to `model`, and other inputs to both functions.
     """
 
     model: Callable
@@ -127,8 +127,8 @@ class GaussNewtonLinearOperator(Curvature):
         self.model = _converted(model, self.x, fixed, args, where)
         outputs = eqx.filter_eval_shape(self.model, self.x, args)
         _check_real(outputs, "the outputs of model", where)
-        nothing = jtu.tree_map(lambda _: None, outputs)
-        self.loss = _converted(loss, outputs, nothing, args, where)
+        none_fixed = jtu.tree_map(lambda _: None, outputs)
+        self.loss = _converted(loss, outputs, none_fixed, args, where)
         check_scalar(self.loss, (outputs, args), "loss", where, _HINT)
 
     def mv(self, vector):
@@ -139,35 +139,35 @@ class GaussNewtonLinearOperator(Curvature):
 
 
 def _arrays_of(x: PyTree[Any], where: str) -> tuple[PyTree[Array], PyTree[Any]]:
-    """The floating-point arrays of `x`, and all else."""
+    """The floating-point arrays in `x`, and everything else."""
 
     def is_inexact(leaf):
         return eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
     arrays, fixed = eqx.partition(x, is_inexact)
     what = "x must have floating-point arrays among its leaves"
-    hint = "turn Python numbers into arrays by jax.numpy.asarray"
+    hint = "turn Python numbers into arrays with jax.numpy.asarray"
     require(jtu.tree_leaves(arrays), where, what, "none", hint)
     _check_real(arrays, "the floating-point arrays of x", where)
     return jtu.tree_map(jnp.asarray, arrays), fixed
 
 
 def _converted(fn: Any, x: PyTree, fixed: PyTree, args: PyTree, where: str) -> Any:
-    """`fn` of the arrays and `args`. What it closes over, and what is fixed, are leaves."""
+    """Traces `fn(arrays, args)`. Fixed values and closed-over arrays become leaves."""
     for leaf in jtu.tree_leaves(args):
         check_integers(leaf, "args", where)
 
-    def of_arrays(x, args):
+    def call_with_arrays(x, args):
         x = eqx.combine(x, fixed)
         return fn(x) if args is None else fn(x, args)
 
-    return closure(of_arrays, x, args)
+    return closure(call_with_arrays, x, args)
 
 
 def _check_functions(where: str, more: tuple, **functions: object) -> None:
-    what, got = "args must be a single argument", f"{1 + len(more)} of them"
-    hint = "pass a tuple, such as (X, Y), which fn(x, args) takes apart"
-    require(not more, where, what, got, hint, TypeError)
+    what, received = "args must be a single argument", f"{1 + len(more)} of them"
+    hint = "pass a tuple, such as (X, Y), which fn(x, args) unpacks"
+    require(not more, where, what, received, hint, TypeError)
     hint = f"pass ({', '.join(functions)}, x, args)"
     for name, fn in functions.items():
         require(callable(fn), where, f"{name} must be a function", fn, hint, TypeError)
@@ -175,7 +175,7 @@ def _check_functions(where: str, more: tuple, **functions: object) -> None:
 
 def _check_real(x: PyTree[Any], what: str, where: str) -> None:
     what = f"{what} must be real floating-point arrays"
-    hint = "give complex numbers by their real and imaginary parts"
+    hint = "give complex numbers as real and imaginary parts"
     for leaf in jtu.tree_leaves(x):
         require(is_real(leaf), where, what, leaf, hint, TypeError)
 

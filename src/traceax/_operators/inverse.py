@@ -1,4 +1,4 @@
-"""The inverse of an operator as an operator."""
+"""The inverse as a linear operator."""
 
 from typing import Any, NamedTuple
 
@@ -36,19 +36,19 @@ class InverseLinearOperator(Dense):
     inverse = traceax.InverseLinearOperator(operator, lx.CG(rtol=1e-6, atol=1e-6))
     ```
 
-    A product is a solve, NaN if it fails: a budget of k is k solves. Differentiable to any
-    order. It is semidefinite, symmetric, diagonal or triangular where A is.
+    A product is one solve, NaN if it fails, so k counts solves. `A^-1` is semidefinite,
+    symmetric, diagonal or triangular if A is. It is differentiable to any order.
 
-    Where the diagonal of A is read, as of matrices dense and sparse, of kernels, of sums and
-    of multiples of these, or known by a tag, [`traceax.diagonal`][] and [`traceax.trace`][]
-    estimate less than all of `A^-1`, at as many solves: they take two terms of a series
-    apart, whose diagonal is exact.
+    If traceax can read A's diagonal, [`traceax.diagonal`][] and [`traceax.trace`][]
+    split off two series terms whose diagonal is exact, and estimate the remainder with
+    the same number of solves. They read it from dense and sparse matrices, kernels,
+    sums and multiples of these, and operators with a structure tag.
 
-    The error bar of an exact answer holds the error of an iterative solver, by residuals,
-    which take products with A; it is unknown where the inverse is a factor of a product, or
-    in several terms of a sum. With fewer products, and in loops to a tolerance, the bar holds
-    the solver's tolerance times the value. Products scale their vectors: an absolute
-    tolerance is for a largest entry of about 1. Solves that a function takes don't show.
+    Error bars include an iterative solver's error. Exact answers measure it from
+    residuals, which take products with A; it is unknown if the inverse is a factor in a
+    product, or in several terms of a sum. With fewer products, and in loops to a
+    tolerance, the bar includes the solver's tolerance times the value. Absolute
+    tolerances apply to vectors scaled to size 1. Solves in functions go undetected.
 
     **Arguments:**
 
@@ -67,16 +67,16 @@ class InverseLinearOperator(Dense):
         options: dict[str, Any] | None = None,
     ):
         operator = checked_operator(operator, _WHERE, "(operator, solver)")
-        right = isinstance(solver, lx.AbstractLinearSolver)
+        is_solver = isinstance(solver, lx.AbstractLinearSolver)
         hint = "pass lineax.CG(rtol=1e-6, atol=1e-6), for example"
         what = "solver must be a lineax solver"
-        require(right, _WHERE, what, solver, hint, TypeError)
+        require(is_solver, _WHERE, what, solver, hint, TypeError)
         self.operator, self.solver = as_data(operator), solver
         self.options = with_data({} if options is None else options)
 
     @automatic
     def mv(self, vector):
-        # An absolute tolerance is for entries of size 1: the product stays homogeneous.
+        # We scale entries to size 1: absolute tolerances then keep products homogeneous.
         real, leaves = space_of(self).real_dtype, jtu.tree_leaves(vector)
         sizes = [jnp.max(jnp.abs(x), initial=0).astype(real) for x in leaves]
         unit = jax.lax.stop_gradient(power_of_two_scale(jnp.stack(sizes)))
@@ -97,7 +97,7 @@ class InverseLinearOperator(Dense):
         return self.operator.in_structure()
 
     def _satisfies(self, check):
-        # An inverse need not share the others.
+        # We exclude the two properties that an inverse need not share.
         inherited = check not in (lx.is_tridiagonal, lx.has_unit_diagonal)
         return inherited and is_known(self.operator, check)
 
@@ -105,7 +105,7 @@ class InverseLinearOperator(Dense):
         return eqx.tree_at(lambda x: x.operator, self, lx.conj(self.operator))
 
 
-# Steps of the power method, for a size that need not be right to more than a digit.
+# Steps of the power method: we need only one digit.
 _STEPS = 8
 _INHERITED = (
     lx.is_symmetric,
@@ -115,17 +115,17 @@ _INHERITED = (
 
 
 class InverseRemainder(Dense):
-    r"""The remainder `D^-1 O A^-1 O D^-1` of an inverse, for a diagonal D and `O = A - D`.
+    r"""The remainder `D^-1 O A^-1 O D^-1` for a diagonal D and `O = A - D`.
 
-    Two terms of the Neumann series leave it:
+    Two terms of the Neumann series have this remainder:
 
         A^-1 = D^-1 - D^-1 O D^-1 + D^-1 O A^-1 O D^-1 .
 
-    A product is a solve and two products with A. Symmetric or semidefinite where `A^-1` is:
-    D must be real where A is Hermitian.
+    A product takes one solve and two products with A. The remainder is symmetric or
+    semidefinite if `A^-1` is. D must be real if A is Hermitian.
     """
 
-    inverse: lx.AbstractLinearOperator  # an `InverseLinearOperator`, perhaps in tags
+    inverse: lx.AbstractLinearOperator  # an `InverseLinearOperator`, perhaps tagged
     diagonal: Inexact[Array, " n"]  # D
 
     @property
@@ -137,17 +137,17 @@ class InverseRemainder(Dense):
     def mv(self, vector):
         A, d = self.operator, unflatten(self.diagonal, self.in_structure())
 
-        def over(x):
+        def divide(x):
             return jtu.tree_map(lambda x, d: x / d.astype(x.dtype), x, d)
 
-        def off(x):
+        def apply_off(x):
             y = A.mv(x)
             return jtu.tree_map(lambda y, x, d: y - d.astype(x.dtype) * x, y, x, d)
 
-        return over(off(self.inverse.mv(off(over(vector)))))
+        return divide(apply_off(self.inverse.mv(apply_off(divide(vector)))))
 
     def terms(self, unit: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
-        """The product of the two terms with a vector, `D^-1 (2 v - A D^-1 v)`."""
+        """Multiplies the two terms by a vector: `D^-1 (2 v - A D^-1 v)`."""
         d = self.diagonal
         product = apply_block(self.operator, (unit / d)[:, None])[:, 0]
         return (2 * unit - product) / d
@@ -160,18 +160,18 @@ class InverseRemainder(Dense):
 
 
 class Expansion(NamedTuple):
-    """The diagonal of two terms of an inverse, `2 D^-1 - D^-1 A D^-1`, and what they leave."""
+    """The diagonal of two terms, `2 D^-1 - D^-1 A D^-1`, and the remainder."""
 
     diagonal: Inexact[Array, " n"]
     remainder: InverseRemainder
 
 
 def expand_inverse(operator: lx.AbstractLinearOperator) -> Expansion | None:
-    """Two terms of an inverse; `None` if it isn't one, or if A's diagonal isn't read.
+    """Splits two terms off `A^-1`; `None` for other operators, or an unreadable diagonal.
 
-    **Reference:** Siden, Lindgren, Bolin and Villani, "Efficient Covariance Approximations
-    for Large Sparse Precision Matrices", J. Comput. Graph. Stat. 27 (2018),
-    arXiv:1705.08656, where the remainder is estimated from samples of a normal distribution.
+    **Reference:** Siden, Lindgren, Bolin and Villani, "Efficient Covariance
+    Approximations for Large Sparse Precision Matrices", J. Comput. Graph. Stat. 27
+    (2018), arXiv:1705.08656, which estimates the remainder from normal samples.
     """
     inverse = operator
     while isinstance(inverse, lx.TaggedLinearOperator):
@@ -192,13 +192,13 @@ def expand_inverse(operator: lx.AbstractLinearOperator) -> Expansion | None:
 def _divisors(
     A: lx.AbstractLinearOperator, entries: Inexact[Array, " n"], semidefinite: bool
 ) -> Inexact[Array, " n"]:
-    """D: a multiple of the diagonal of A, without what is too small to divide by.
+    """D: a multiple of A's diagonal, with entries that are safe to divide by.
 
-    Where `A <= 2 D` the remainder of a semidefinite A is at most `A^-1`, as a form: the diagonal
-    is enough if A is diagonally dominant, and of covariances of long rows it is many times
-    the diagonal, or errors would be up to twice those of `A^-1`. The larger D, the more of
-    `A^-1` remains. Of another A entries smaller than the root mean square of rows of O are
-    replaced by 4 times that.
+    If `A <= 2 D`, the remainder for a semidefinite A is at most `A^-1`, as a quadratic
+    form. The diagonal is enough if A is diagonally dominant. For covariances with long
+    rows D is many times the diagonal; with less, errors would be up to twice the errors
+    for `A^-1`. The larger D is, the larger is the remainder. For any other A, we
+    replace entries below the root mean square norm of O's rows by 4 times that norm.
     """
     n, dtype = entries.shape[0], entries.dtype
     signs = hashed_signs(1, n, dtype, 0).T
@@ -210,7 +210,7 @@ def _divisors(
     d = jnp.where(d == 0, 1, d)
 
     def step(_, state):
-        # Iterates of the power method, whose norms are the size of D^-1 A.
+        # We iterate the power method: its norms estimate the size of D^-1 A.
         block, _ = state
         block = apply_block(A, block) / d
         size = column_norms(block)[0]
@@ -222,14 +222,14 @@ def _divisors(
 
 
 class SolveErrors(NamedTuple):
-    """What solves make of the diagonal of an operator, and of each of its columns."""
+    """Solver errors in an operator's diagonal, and in each of its columns."""
 
     diagonal: Float[Array, " n"]
     columns: Float[Array, " n"]
 
 
 class Solves(NamedTuple):
-    """Solutions x of `A x = e_j`, with residuals r: a scalar each, or one a column."""
+    """Solutions x to `A x = e_j`, with residuals r: scalars, or one per column."""
 
     residuals: Float[Array, "..."]  # |r|
     sizes: Float[Array, "..."]  # |x|
@@ -239,7 +239,7 @@ class Solves(NamedTuple):
 def solve_of_column(
     operator: lx.AbstractLinearOperator, column: Inexact[Array, " n"], j: Int[Array, ""]
 ) -> Solves | None:
-    """The solve that column j is made of; `None` if none iterated, infinite if unknown."""
+    """The solve behind column j; `None` if no solver iterates, infinite if unknown."""
     if not solver_tolerances(operator):
         return None
     column = jax.lax.stop_gradient(column)
@@ -257,14 +257,14 @@ def solve_of_column(
         form = jnp.abs(jnp.vdot(column, r)) if is_hermitian(A) else jnp.inf
         return Solves(residual + rounding, size, form + rounding * size)
     if isinstance(operator, InverseRemainder):
-        # That of the inverse: the terms are known.
+        # We add the two known terms back, to get the inverse's column.
         column = column + jax.lax.stop_gradient(operator.terms(unit))
         return solve_of_column(operator.inverse, column, j)
-    found = parts(operator)
-    solved = [x for x in found if solver_tolerances(x.operator)]
+    summands = parts(operator)
+    solved = [x for x in summands if solver_tolerances(x.operator)]
     if len(solved) == 1 and solved[0].operator is not operator:
         (term,) = solved
-        for x in found:
+        for x in summands:
             if x is not term:
                 column = column - x.times(product(x.operator, unit)).astype(unit.dtype)
         factor = jnp.asarray(term.times(1.0)).astype(unit.dtype)
@@ -278,10 +278,10 @@ def solve_of_column(
 
 
 def errors_of_solves(solves: Solves) -> SolveErrors:
-    """The errors of all columns of an inverse.
+    """Solver errors in all columns of an inverse, and in its diagonal.
 
-    With `R = I - A X` the error of a solve is `A^-1 R`, and A^-1 is `X (I - R)^-1`. Of a
-    Hermitian A the error of entry i of the diagonal is `x_i^* r_i + r_i^* A^-1 r_i`.
+    With `R = I - A X` the error in X is `A^-1 R`, and A^-1 is `X (I - R)^-1`. For a
+    Hermitian A, the error in diagonal entry i is `x_i^* r_i + r_i^* A^-1 r_i`.
     """
     residuals, sizes, forms = solves
     total = jnp.linalg.norm(residuals)

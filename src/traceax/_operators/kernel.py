@@ -1,4 +1,4 @@
-"""Kernel matrices as linear operators, a tile of rows at a time."""
+"""Kernel matrices as linear operators, computed row tile by row tile."""
 
 import functools as ft
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from .space import (
 )
 
 _WHERE = "traceax.KernelLinearOperator"
-# Numbers that a tile and the differences of its rows are: 16 MiB in 32-bit precision.
+# We bound the numbers in a tile and its row differences: 16 MiB on CPUs, in 32 bits.
 _NUMBERS_ON_CPU, _NUMBERS = 2**22, 2**26
-# Entries of a matrix that is stored, 256 MiB: see `benchmarks/likelihood.py stored`.
+# We store matrices of up to 256 MiB: see `benchmarks/likelihood.py stored`.
 _MOST_STORED = 2**26
 
 
 class KernelLinearOperator(OnePass):
-    r"""The kernel matrix `K_ij = kernel(x_i, x_j)` of n rows, in tiles.
+    r"""The kernel matrix `K_ij = kernel(x_i, x_j)` for n rows, computed in tiles.
 
     ```python
     def kernel(a, b):
@@ -46,31 +46,31 @@ class KernelLinearOperator(OnePass):
 
     | | |
     |---|---|
-    | time | a product with a block of vectors is one pass: `n^2` evaluations; reverse mode repeats them |
-    | memory | that of a tile, beside the block, for products and for derivatives |
+    | time | a product with a block of vectors is one pass, `n^2` kernel evaluations; reverse mode repeats them |
+    | memory | one tile next to the block, for products and for derivatives |
     | known to be | symmetric and positive semidefinite, as a kernel must be |
-    | differentiable | with respect to `x` and to arrays of `kernel`, or that it closes over, to any order that `kernel` is |
+    | differentiable | with respect to `x`, arrays in `kernel` and arrays that it closes over, to any order that `kernel` allows |
 
-    Spectral functions keep matrices of up to 2^26 entries for the value, 256 MiB in 32-bit
-    precision, in each lane of a `jax.vmap`: `jax.lax.map` keeps one at a time.
+    To compute values, spectral functions store matrices of up to 2^26 entries, 256 MiB
+    in 32-bit precision: one per batch element under `jax.vmap`, one with `jax.lax.map`.
 
-    Differences of rows lose no digits, where `|a|^2 + |b|^2 - 2 a.b` loses most of them in
-    32 bits. The kernel is called with equal rows, too: its derivative must be finite there.
-    A sum over few coordinates written out, as above, takes XLA on CPUs a quarter of the
-    time of `jnp.sum`. A sum of kernels is one kernel, and one pass. `lineax.linearise` does
-    nothing. With rows of `x` over several devices, each computes its columns of a tile.
+    Compute distances from row differences, as above: `|a|^2 + |b|^2 - 2 a.b` loses most
+    digits in 32 bits. Your kernel also gets equal rows, where its derivative must be
+    finite. With few coordinates, a written-out sum is four times faster than `jnp.sum`
+    on CPUs. Add kernels inside one function: the sum then costs one pass.
+    `lineax.linearise` does nothing. Devices that share `x` split the columns of a tile.
 
     **Arguments:**
 
-    - `kernel`: a function of two rows that returns a real scalar, symmetric and positive
-        semidefinite, which isn't checked. An `equinox.Module` of arrays stays what it is;
-        any other function is traced when the operator is made.
-    - `x`: an array of shape `(n, d)`, or a PyTree of arrays with a leading axis of
-        length n. Row i is the PyTree of their i-th entries.
-    - `tile`: how many rows there are in a tile, at most; by default some megabytes.
+    - `kernel`: a function of two rows that returns a real scalar. It must be symmetric
+        and positive semidefinite, which isn't checked. An `equinox.Module` of arrays
+        stays as it is; any other function is traced when you make the operator.
+    - `x`: an array with shape `(n, d)`, or a PyTree of arrays with leading axis n. Row
+        i is the PyTree of their i-th entries.
+    - `tile`: the largest row count in a tile; by default, a tile takes some megabytes.
 
-    **Raises:** `TypeError` for a `kernel` of other values or a `tile` that isn't an integer;
-    `ValueError` for an `x` of other leaves, or without rows.
+    **Raises:** `TypeError` if `kernel` doesn't return a real scalar, or `tile` isn't an
+    int; `ValueError` if leaves of `x` don't share a leading axis of at least one row.
     """
 
     kernel: Callable[[Any, Any], Float[Array, ""]]
@@ -88,16 +88,16 @@ class KernelLinearOperator(OnePass):
         what, hint = "kernel must be a function of two rows", "pass (kernel, x)"
         require(callable(kernel), _WHERE, what, kernel, hint, TypeError)
         self.tile = tile = without_numpy(tile)
-        meaning = "the number of rows of a tile of the matrix"
+        meaning = "the number of matrix rows in a tile"
         check_optional_integer(tile, "tile", _WHERE, least=1, meaning=meaning)
         self.x = with_leading_axis(x, _WHERE, "x", "rows", "kernel")
         row = first_of(self.x)
         fn = cast(Any, kernel)
-        hint = "it is called with two rows, not with arrays of them"
+        hint = "it gets two rows at a time"
         self._dtype = check_scalar(fn, (row, row), "kernel", _WHERE, hint).dtype
         leaves = jtu.tree_leaves(fn)
         if not isinstance(fn, eqx.Module) or not all(map(is_data, leaves)):
-            # Partial: equinox leaves functions that close over nothing as they are.
+            # We pass a partial: equinox keeps functions that close over nothing as is.
             fn = closure(ft.partial(kernel), row, row)
         self.kernel = cast(Any, fn)
 
@@ -105,7 +105,7 @@ class KernelLinearOperator(OnePass):
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         if jnp.iscomplexobj(vector):
             return ComplexLinearOperator(self).mv(vector)
-        # Under `vmap` over vectors, one matrix product for each tile.
+        # Under `vmap` over vectors, XLA computes one matrix product per tile.
         dtype = space_of(self).compute_dtype
         vector = vector.astype(dtype)
         times = self._by_tiles(self.x, lambda rows: matmul(rows.astype(dtype), vector))
@@ -113,42 +113,42 @@ class KernelLinearOperator(OnePass):
 
     @automatic
     def columns(self, indices: Int[Array, " r"]) -> Float[Array, "n r"]:
-        """Columns of the matrix, for r n evaluations of the kernel."""
+        """Computes matrix columns, with r n kernel evaluations."""
         rows = jtu.tree_map(lambda a: a[indices], self.x)
         return self._by_tiles(rows, lambda rows: rows).T
 
     @automatic
     def diagonal(self) -> Float[Array, " n"]:
-        """The diagonal of the matrix, for n evaluations of the kernel."""
+        """Computes the matrix diagonal, with n kernel evaluations."""
         x = made_here(self.x)
         return jax.vmap(self.kernel)(x, x)
 
     @automatic
     def _by_tiles(self, rows: PyTree[Array], fn: Callable[[Array], Array]) -> Array:
-        """`fn` of the rows of the matrix that belong to `rows`, for a tile of them."""
+        """Applies `fn` to the matrix rows that belong to `rows`, a tile at a time."""
         x, rows = made_here((self.x, rows))
         n, m = length_of(x), length_of(rows)
         numbers = _NUMBERS_ON_CPU if on_cpu() else _NUMBERS
         size_of_row = sum(leaf.size // n for leaf in jtu.tree_leaves(x))
         most = self.tile or max(1, numbers // (n * (1 + size_of_row)))
-        # All about as long, so that few rows are padded. At least two, which stay a loop:
-        # XLA on CPUs (jaxlib 0.10.2) fuses a single one with what is done with the
-        # product, and gets `sum(W * (K V))` wrong by O(1).
+        # We make tiles about equally long, to pad few rows, and make at least two, so that
+        # a loop remains. XLA on CPUs (jaxlib 0.10.2) fuses a single tile with operations
+        # on the product, and gets `sum(W * (K V))` wrong by O(1).
         count = max(2, -(-m // most))
         tile = -(-m // count)
 
-        # What a derivative needs of each tile are its rows.
+        # We checkpoint, so that a derivative keeps only the rows of each tile.
         @ft.partial(jax.checkpoint, prevent_cse=False)
-        def of_tile(rows):
+        def apply_to_tile(rows):
             against_all = jax.vmap(self.kernel, (None, 0))
             return fn(jax.vmap(against_all, (0, None))(rows, x))
 
         def split(a):
-            # The last row again, fewer times than there are tiles.
+            # We repeat the last row, fewer than `count` times, to fill the tiles.
             last = jnp.broadcast_to(a[-1:], (count * tile - m, *a.shape[1:]))
             return jnp.concatenate([a, last]).reshape(count, tile, *a.shape[1:])
 
-        out = jax.lax.map(of_tile, jtu.tree_map(split, rows))
+        out = jax.lax.map(apply_to_tile, jtu.tree_map(split, rows))
         return out.reshape(count * tile, *out.shape[2:])[:m]
 
     def as_matrix(self) -> Float[Array, "n n"]:
@@ -163,7 +163,7 @@ class KernelLinearOperator(OnePass):
 
 
 def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
-    """The operator with matrices of kernels in memory where they fit, one a lane."""
+    """The operator with kernel matrices stored if they fit, one per batch element."""
 
     def is_kernel(x):
         return isinstance(x, KernelLinearOperator)

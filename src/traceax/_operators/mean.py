@@ -1,4 +1,4 @@
-"""The mean of operators over minibatches as a linear operator."""
+"""Means over minibatches as linear operators."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ _SEMIDEFINITE = {lx.positive_semidefinite_tag, lx.negative_semidefinite_tag}
 
 
 class MeanLinearOperator(ByProducts):
-    r"""The mean `sum_b w_b A_b / sum_b w_b` of the operators of B minibatches.
+    r"""The mean `sum_b w_b A_b / sum_b w_b` over B minibatches.
 
     ```python
     def hessian(batch):
@@ -32,36 +32,36 @@ class MeanLinearOperator(ByProducts):
     operator = traceax.MeanLinearOperator(hessian, batches, tags=lineax.symmetric_tag)
     ```
 
-    For a data set that is too large for one product.
+    *Use for* data sets that are too large for one product.
 
     | | |
     |---|---|
-    | time | a product, also with a block of vectors, is one pass over the data: one product with each of the B operators |
-    | memory | that of one minibatch, times the vectors, whatever B is: a reverse-mode derivative computes each product again |
-    | accumulated in | the dtype of the result, and at least 32 bits |
-    | differentiable | with respect to `batches`, `weights` and what `make_operator` closes over, to any order |
+    | time | a product with a vector or a block is one pass over the data: one product with each `A_b` |
+    | memory | one minibatch times the number of vectors, for any B; reverse mode computes each product again |
+    | accumulated in | the result's dtype, with at least 32 bits |
+    | differentiable | with respect to `batches`, `weights` and arrays that `make_operator` closes over, to any order |
 
     **Arguments:**
 
-    - `make_operator`: a function of one minibatch that returns a lineax operator. It is
-        called when the mean is made: what it closes over and reads then is what counts.
-    - `batches`: a PyTree of arrays, all with a leading axis of length B. Minibatch b is
-        the PyTree of their b-th entries.
-    - `weights`: of shape `(B,)`, real, such as the number of examples in each minibatch;
-        equal if not given. They must not sum to zero.
-    - `tags`: what is known of the mean, such as `lineax.positive_semidefinite_tag`. Those
-        of the operators tell nothing.
+    - `make_operator`: a function that returns a lineax operator for one minibatch. It
+        is called when you make the mean: later changes to data it reads have no effect.
+    - `batches`: a PyTree of arrays with leading axis B. Minibatch b is the PyTree of
+        their b-th entries.
+    - `weights`: a real array with shape `(B,)`, such as the number of examples in each
+        minibatch; equal by default. They must not sum to zero.
+    - `tags`: known properties of the mean, such as `lineax.positive_semidefinite_tag`.
+        The operators' own tags aren't used.
 
-    **Raises:** `TypeError` if `make_operator` doesn't return a lineax operator, or for
-    complex weights; `ValueError` for `batches` and weights of other shapes.
+    **Raises:** `TypeError` if `make_operator` doesn't return a lineax operator, or
+    `weights` are complex; `ValueError` if `batches` or `weights` have other shapes.
     """
 
-    _product: Callable  # of a minibatch and a vector
+    _product: Callable  # takes a minibatch and a vector
     batches: PyTree[Shaped[Array, "batches ..."]]
     weights: Float[Array, " batches"] | None
     tags: frozenset[object] = eqx.field(static=True)
     _structures: tuple[Any, tuple[Any, ...]] = eqx.field(static=True)
-    _solvers: list[Any]  # `solver_tags` of the operators
+    _solvers: list[Any]  # the operators' `solver_tags`
 
     def __init__(
         self,
@@ -84,15 +84,15 @@ class MeanLinearOperator(ByProducts):
             )
             require(jnp.shape(weights) == shape, _WHERE, what, weights, hint)
             hint = "scale the operators in make_operator instead"
-            real = not jnp.iscomplexobj(weights)
-            require(real, _WHERE, "weights must be real", weights, hint, TypeError)
+            is_real = not jnp.iscomplexobj(weights)
+            require(is_real, _WHERE, "weights must be real", weights, hint, TypeError)
             weights = jnp.asarray(weights, float)
         self.weights = weights
         first = first_of(self.batches)
-        found = eqx.filter_eval_shape(_structures, make_operator, first)
-        leaves, treedef = jtu.tree_flatten(found[:2])
-        self._solvers = [*found[2]]
-        self._structures = treedef, tuple(leaves)  # as dictionaries can't be hashed
+        structures = eqx.filter_eval_shape(_structures, make_operator, first)
+        leaves, treedef = jtu.tree_flatten(structures[:2])
+        self._solvers = [*structures[2]]
+        self._structures = treedef, tuple(leaves)  # dictionaries can't be hashed
         tags = tags if isinstance(tags, set | frozenset | tuple | list) else (tags,)
         self.tags = frozenset(tags)
         if self.tags & _SEMIDEFINITE and not space_of(self).is_complex:
@@ -110,8 +110,8 @@ class MeanLinearOperator(ByProducts):
         weights = jnp.ones(length_of(self.batches)) if weights is None else weights
         weights = weights / jnp.sum(weights)
 
-        # What a derivative needs of each minibatch is the minibatch. The sum is outside,
-        # so that it isn't kept either.
+        # We checkpoint each term, so that a derivative keeps only the minibatch. We add
+        # outside the term, so that it doesn't keep the sum either.
         def term(batch, weight):
             def scaled(x):
                 x = x.astype(_dtype_of_sums(x))
@@ -146,11 +146,11 @@ def _dtype_of_sums(x: Any) -> np.dtype:
 
 
 def _structures(make: Callable, batch: PyTree[Array]) -> tuple[Any, Any, Any]:
-    """Structures of the input and the output of every operator, and its `solver_tags`."""
+    """Every operator's input and output structures, and its `solver_tags`."""
     operator = make(batch)
-    right = isinstance(operator, lx.AbstractLinearOperator)
+    is_operator = isinstance(operator, lx.AbstractLinearOperator)
     what = "make_operator must return a lineax linear operator"
-    hint = "wrap it, as lineax.MatrixLinearOperator does"
-    require(right, _WHERE, what, operator, hint, TypeError)
+    hint = "wrap a matrix in lineax.MatrixLinearOperator"
+    require(is_operator, _WHERE, what, operator, hint, TypeError)
     operator = as_complex(operator)
     return operator.in_structure(), operator.out_structure(), solver_tags(operator)

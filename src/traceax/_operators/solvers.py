@@ -1,4 +1,4 @@
-"""The solvers that an operator contains, and the error that they leave."""
+"""Solvers inside an operator, and their tolerances."""
 
 import functools as ft
 import math
@@ -13,8 +13,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 _ITERATIVE = lx.CG, lx.BiCGStab, lx.GMRES, lx.LSMR
-
-
 _DIRECT = (
     *(lx.Cholesky, lx.Diagonal, lx.LU, lx.QR, lx.SVD, lx.Triangular, lx.Tridiagonal),
     lx.AutoLinearSolver,
@@ -22,7 +20,7 @@ _DIRECT = (
 
 
 class SolverTag(eqx.Module):
-    """A tag of functions, and a part of operators, whose products take inexact solves."""
+    """A tag for functions, and a part of operators, with inexact solves in products."""
 
     tolerance: float = eqx.field(static=True)
 
@@ -35,38 +33,38 @@ def _(tags):
 def solver_tolerances(tree: PyTree[Any]) -> list[ArrayLike]:
     """Relative tolerances of the solvers in a PyTree that aren't known to be direct.
 
-    Infinite for a fixed number of steps. A custom solver counts as 0: only its residuals,
-    which exact answers measure, show an error.
+    A solver with a fixed step count counts as infinite. A custom solver counts as 0:
+    only residuals, which exact answers measure, show its error.
     """
     kinds = lx.AbstractLinearSolver | lx.FunctionLinearOperator | SolverTag
 
-    def is_found(x):  # `lineax.Normal` contains another solver
+    def is_candidate(x):  # `lineax.Normal` contains another solver
         return isinstance(x, kinds) and not isinstance(x, lx.Normal)
 
-    found = []
-    for x in jtu.tree_leaves(tree, is_leaf=is_found):
+    sizes = []
+    for x in jtu.tree_leaves(tree, is_leaf=is_candidate):
         if isinstance(x, lx.FunctionLinearOperator):
-            found += [tag.tolerance for tag in x.tags if isinstance(tag, SolverTag)]
+            sizes += [tag.tolerance for tag in x.tags if isinstance(tag, SolverTag)]
         elif isinstance(x, SolverTag):
-            found.append(x.tolerance)
+            sizes.append(x.tolerance)
         elif isinstance(x, _ITERATIVE):
-            # An absolute tolerance is relative to entries of size 1, as probes have.
-            given = x.rtol, x.atol
-            known = all(isinstance(y, int | float) for y in given)
-            found.append((max(given) or math.inf) if known else jnp.maximum(*given))
-        elif is_found(x) and not isinstance(x, _DIRECT):
-            found.append(0.0)
-    return found
+            # We count absolute tolerances as relative: probes have unit entries.
+            pair = x.rtol, x.atol
+            known = all(isinstance(y, int | float) for y in pair)
+            sizes.append((max(pair) or math.inf) if known else jnp.maximum(*pair))
+        elif is_candidate(x) and not isinstance(x, _DIRECT):
+            sizes.append(0.0)
+    return sizes
 
 
 def solver_tags(tree: PyTree[Any]) -> frozenset[object]:
-    """The tag of a function whose products take the solvers in a PyTree, if there are any."""
-    found = solver_tolerances(tree)
-    known = [x if isinstance(x, int | float) else math.inf for x in found]
+    """The tag for a function whose products use the solvers in a PyTree, if any."""
+    tolerances = solver_tolerances(tree)
+    known = [x if isinstance(x, int | float) else math.inf for x in tolerances]
     return frozenset([SolverTag(max(known))] if known else [])
 
 
 def solver_tolerance(tree: PyTree[Any], dtype: DTypeLike) -> Float[Array, ""] | None:
     """The largest of the `solver_tolerances` in a PyTree; `None` without solvers."""
-    found = [jnp.asarray(x).astype(dtype) for x in solver_tolerances(tree)]
-    return jax.lax.stop_gradient(ft.reduce(jnp.maximum, found)) if found else None
+    sizes = [jnp.asarray(x).astype(dtype) for x in solver_tolerances(tree)]
+    return jax.lax.stop_gradient(ft.reduce(jnp.maximum, sizes)) if sizes else None

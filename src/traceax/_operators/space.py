@@ -1,4 +1,4 @@
-"""From a lineax operator, its PyTrees, dtypes and tags, to products with tall blocks."""
+"""Spaces of lineax operators (PyTrees, dtypes and tags), and products with blocks."""
 
 import contextlib
 import functools as ft
@@ -21,9 +21,9 @@ from .._linalg.types import automatic, axes_of, on_mesh, widened
 from .closure import closure
 from .solvers import SolverTag, solver_tags
 
-# Entries of a block that a CPU multiplies at once: 4 MiB in 32-bit precision, in its cache.
+# We multiply blocks of 4 MiB (in 32 bits) at once on a CPU, to stay in its cache.
 _CACHED = 2**20
-# Vectors that are worth one pass over an operator, however long they are.
+# We multiply at least this many vectors in one pass, however long they are.
 FEWEST = 4
 _EXPRESSIONS = lx.AddLinearOperator, lx.ComposedLinearOperator, lx.DivLinearOperator
 _EXPRESSIONS += lx.MulLinearOperator, lx.NegLinearOperator, lx.TaggedLinearOperator
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class Space(NamedTuple):
-    """The space an operator maps to itself, flattened."""
+    """The space that an operator maps to itself, flattened."""
 
     size: int
     dtype: np.dtype  # common to all leaves
-    compute_dtype: np.dtype  # that of blocks and of values; at least 32-bit
+    compute_dtype: np.dtype  # for blocks and values; at least 32-bit
     leaves: tuple[jax.ShapeDtypeStruct, ...] = ()
     treedef: Any = None
-    # Facts about the operator, where `state_space` asked for them.
+    # We fill in these properties in `state_space` only.
     is_positive: bool = False
     is_negative: bool = False
     is_symmetric: bool = False
@@ -50,7 +50,7 @@ class Space(NamedTuple):
 
     @property
     def is_hermitian(self) -> bool:
-        # lineax means the transpose by symmetry.
+        # We rule out complex operators: in lineax, symmetry means the transpose.
         return self.is_semidefinite or (self.is_symmetric and not self.is_complex)
 
     @property
@@ -71,13 +71,13 @@ class Space(NamedTuple):
 
     @property
     def rounding(self) -> float:
-        """The rounding of products by that of blocks: 1, and more in 16 bits."""
+        """Rounding error in products relative to blocks: 1, or more in 16 bits."""
         coarsest = max((jnp.finfo(leaf.dtype).eps for leaf in self.leaves), default=0)
         return max(float(coarsest) / float(jnp.finfo(self.compute_dtype).eps), 1.0)
 
 
 def structure_of(tree: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
-    """The structure of arrays like these that are made here: types of others name a mesh."""
+    """The structure that such arrays have if we make them on the current mesh."""
     structure = jtu.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     if jax.sharding.get_abstract_mesh().empty:
         return structure
@@ -89,21 +89,21 @@ def _zeros(structure: PyTree[Any]) -> PyTree[Array]:
 
 
 def made_here(tree: PyTree[Array]) -> PyTree[Array]:
-    """The same arrays, with the types that `structure_of` says."""
+    """The same arrays, with the types that `structure_of` returns."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jtu.tree_map(lambda x: x[None][0], tree)
 
 
 def out_structure_of(operator: lx.AbstractLinearOperator) -> PyTree[Any]:
-    """What products are, which lineax doesn't always tell inside `jax.shard_map`."""
+    """The products' structure, which lineax may not report inside `jax.shard_map`."""
     if jax.sharding.get_abstract_mesh().empty:
         return operator.out_structure()
     return jax.eval_shape(operator.mv, structure_of(operator.in_structure()))
 
 
 def space_of(operator: lx.AbstractLinearOperator) -> Space:
-    """The space of an operator that passed `checked_operator`."""
+    """The space for an operator that passed `checked_operator`."""
     leaves, treedef = jtu.tree_flatten(operator.in_structure())
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(*[leaf.dtype for leaf in leaves] or [float])
@@ -113,7 +113,7 @@ def space_of(operator: lx.AbstractLinearOperator) -> Space:
 
 
 def state_space(operator: lx.AbstractLinearOperator) -> Space:
-    """The space with what tags and classes say of the operator."""
+    """The space, with the properties that the operator's tags and class declare."""
     return space_of(operator)._replace(
         is_positive=is_positive_semidefinite(operator),
         is_negative=is_known(operator, lx.is_negative_semidefinite),
@@ -128,24 +128,24 @@ def complex_dtype(dtype: DTypeLike) -> np.dtype:
 
 @contextlib.contextmanager
 def forward_mode():
-    """Explains that a function can't be differentiated in forward mode."""
+    """Explains errors from functions without derivatives in forward mode."""
     try:
         yield
     except TypeError as error:
         if "custom_vjp" not in str(error):
             raise
         raise TypeError(
-            "traceax: products are derivatives in forward mode, which a function with a "
-            "jax.custom_vjp has none of, got one. Of an ODE solver take an adjoint in "
-            "forward mode: diffrax.DirectAdjoint() or diffrax.ForwardMode(). Or take "
-            "products with the transpose, whose trace is the same: _, pullback = "
-            "jax.vjp(fn, x), and traceax.trace(key, traceax.as_operator(lambda v: "
-            "pullback(v)[0], x), k), with jax.grad(fn) for fn where a Hessian is wanted."
+            "traceax: the function must be differentiable in forward mode, to compute "
+            "products, got one with a jax.custom_vjp; give an ODE solver a forward-mode "
+            "adjoint, diffrax.DirectAdjoint() or diffrax.ForwardMode(), or take products "
+            "with the transpose, which has the same trace: _, pullback = jax.vjp(fn, x), "
+            "traceax.trace(key, traceax.as_operator(lambda v: pullback(v)[0], x), k), "
+            "with jax.grad(fn) as fn for a Hessian."
         ) from error
 
 
 def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:
-    """The operator as lineax traces its products, with all its tags and its solvers'."""
+    """The operator as a function that lineax traces, with its tags and solver tags."""
     structure = structure_of(operator.in_structure())
     fn = ft.partial(automatic(lambda x, vector: x.mv(vector)), operator)
     tags = tags_of(operator) | solver_tags(operator)
@@ -165,14 +165,14 @@ def columns_at_once(n: int) -> int:
 
 
 class ByProducts(lx.AbstractLinearOperator):
-    """Abstract base class of what is known by its products; square unless it says so."""
+    """Abstract base class for operators that define products; square by default."""
 
     def _satisfies(self, check: Callable) -> bool:
         """Whether one of lineax's checks holds. Optional."""
         return False
 
     def _conj(self) -> lx.AbstractLinearOperator:
-        """The conjugate of a complex one. Optional."""
+        """The conjugate of a complex operator. Optional."""
         return lx.conj(as_function(self))
 
     def as_matrix(self) -> Inexact[Array, "m n"]:
@@ -185,7 +185,7 @@ class ByProducts(lx.AbstractLinearOperator):
             return self
         if not jax.sharding.get_abstract_mesh().manual_axes:
             return as_function(self).transpose()
-        # A product for vectors that vary: one for others sums over devices, transposed.
+        # We let vectors vary: otherwise the transpose would sum over devices.
         axes = axes_of(out_structure_of(self))
         like = jax.eval_shape(lambda: widened(_zeros(self.in_structure()), axes))
         transposed = jax.linear_transpose(self.mv, like)
@@ -199,7 +199,7 @@ class ByProducts(lx.AbstractLinearOperator):
 
 
 class OnMesh(ByProducts):
-    """A linear function on a mesh of devices: lineax compares types of vectors whole."""
+    """A linear function on a device mesh; lineax's own would also compare layouts."""
 
     fn: Callable
     like: tuple[Any, Any] = eqx.field(static=True)
@@ -222,32 +222,32 @@ class OnMesh(ByProducts):
 def linear_function(
     fn: Callable, like: PyTree[Any], tags: Iterable[object] = ()
 ) -> lx.AbstractLinearOperator:
-    """The operator of a linear function of vectors with the types of `like`."""
+    """The operator for a linear function, whose vectors have the types of `like`."""
     if not on_mesh(like):
         return lx.FunctionLinearOperator(fn, structure_of(like), tags)
     like = jax.eval_shape(lambda x: x, like)
     leaves, treedef = jtu.tree_flatten(like)
-    made = closure(fn, like, vectors=True)
+    traced = closure(fn, like, vectors=True)
     solvers = [x for x in tags if isinstance(x, SolverTag)]
-    return OnMesh(made, (treedef, tuple(leaves)), frozenset(tags), solvers)
+    return OnMesh(traced, (treedef, tuple(leaves)), frozenset(tags), solvers)
 
 
 class OnePass(ByProducts):
-    """Abstract base class of operators of which many products cost little more than one."""
+    """Abstract base class for operators whose products cost one pass, however many."""
 
 
 class Dense(ByProducts):
-    """Abstract base class of functions of an operator, whose sparsity they don't have."""
+    """Abstract base class for functions of an operator, which lose its sparsity."""
 
 
 def parts_of(operator: lx.AbstractLinearOperator, kind: type[T]) -> list[T]:
-    """The operator if it is of that class, else its outermost parts that are."""
+    """The operator if it is a `kind`, else its outermost parts that are."""
     leaves = jtu.tree_leaves(operator, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
 
 
 def has_one_pass(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether a `OnePass` operator is, or is a part of, this one."""
+    """Whether the operator is, or contains, a `OnePass` operator."""
     return bool(parts_of(operator, OnePass))
 
 
@@ -262,9 +262,9 @@ def unflatten(vector: Inexact[Array, " n"], structure: PyTree[Any]) -> PyTree[Ar
 def apply_block(
     operator: lx.AbstractLinearOperator, block: Inexact[Array, "n k"]
 ) -> Inexact[Array, "m k"]:
-    """The product of the operator with every column of a block.
+    """Multiplies the operator with every column of a block.
 
-    A `vmap` over the leading axis, as networks are batched; on a CPU a few columns at a time.
+    We `vmap` over the leading axis, as networks do; on a CPU, in chunks of columns.
     """
     n, k = block.shape
     structure = operator.in_structure()
@@ -280,10 +280,10 @@ def apply_block(
         return block
     with forward_mode():
         if k == 1:
-            # Of many lanes, as in the training step of a flow, half of the time of a `vmap`.
+            # We skip the `vmap`. In a flow's training step, this halves the time.
             return product(block.T[0])[None].T
-        if k > (few := columns_at_once(n)) and not has_one_pass(operator):
-            return jax.lax.map(product, block.T, batch_size=few).T
+        if k > (width := columns_at_once(n)) and not has_one_pass(operator):
+            return jax.lax.map(product, block.T, batch_size=width).T
         return jax.vmap(product)(block.T).T
 
 
@@ -301,7 +301,7 @@ def product_tangent(
 
 
 def is_known(operator: lx.AbstractLinearOperator, *checks: Callable) -> bool:
-    """Whether one of lineax's checks holds, which other operators need not register."""
+    """Whether one of lineax's checks holds; an unregistered check counts as no."""
     for check in checks:
         with contextlib.suppress(NotImplementedError):
             if check(operator):
@@ -325,7 +325,7 @@ SEMIDEFINITE = lx.is_positive_semidefinite, lx.is_negative_semidefinite
 
 
 class ComplexLinearOperator(ByProducts):
-    """An operator on real vectors as one on complex vectors, a product being two of its."""
+    """An operator on real vectors, extended to complex vectors by two products."""
 
     operator: lx.AbstractLinearOperator
 
@@ -336,7 +336,7 @@ class ComplexLinearOperator(ByProducts):
             return jtu.tree_map(lambda x, y: x + 1j * y, real, imaginary)
 
     def _satisfies(self, check):
-        # lineax takes a complex multiple for one by its real part.
+        # We drop definiteness: lineax reads only the real part of a complex multiple.
         return check not in SEMIDEFINITE and is_known(self.operator, check)
 
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
@@ -354,15 +354,15 @@ def _complex(structure: PyTree[Any]) -> PyTree[jax.ShapeDtypeStruct]:
 
 
 class ShiftedLinearOperator(ByProducts):
-    """`A + shift I`, or A plus a diagonal. A sum compares types of arrays, which differ in
-    `jax.shard_map`."""
+    """`A + shift I`, or A plus a diagonal. A lineax sum would compare the array types,
+    which differ in `jax.shard_map`."""
 
     operator: lx.AbstractLinearOperator
     shift: Inexact[Array, "*n"]
 
     @property
     def added(self) -> lx.AbstractLinearOperator:
-        """The multiple of the identity without its factor, or the diagonal."""
+        """The identity without its factor, or the diagonal."""
         structure = self.in_structure()
         if self.shift.ndim == 0:
             return lx.IdentityLinearOperator(structure)
@@ -385,7 +385,7 @@ class ShiftedLinearOperator(ByProducts):
         return self.operator.in_structure()
 
 
-# Each check, its own tag, and what else implies it.
+# Each check maps to its own tag, then other tags that imply it.
 TAGS: dict[Any, tuple[object, ...]] = {
     lx.is_symmetric: (lx.symmetric_tag, lx.diagonal_tag),
     lx.is_diagonal: (lx.diagonal_tag,),
@@ -406,6 +406,6 @@ lx.linearise.register(ByProducts, lambda x: x)
 lx.conj.register(ByProducts, lambda x: x._conj() if space_of(x).is_complex else x)
 _OPERATIONS: list[Any] = [lx.materialise, lx.diagonal, lx.tridiagonal]
 for _operation in _OPERATIONS:
-    _operation.register(ByProducts, lambda x, of=_operation: of(as_function(x)))
+    _operation.register(ByProducts, lambda x, fn=_operation: fn(as_function(x)))
 for _check in TAGS:
     _check.register(ByProducts, lambda x, check=_check: x._satisfies(check))

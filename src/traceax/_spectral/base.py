@@ -1,4 +1,4 @@
-"""The contract of estimators of spectral functions, their outcome, and exact answers."""
+"""The base class for spectral estimators, their outcome, and exact answers."""
 
 import abc
 import functools as ft
@@ -23,16 +23,10 @@ from .._linalg.dense import (
     squares,
 )
 from .._operators.inverse import errors_of_solves, solve_of_column
-from .._operators.space import (
-    apply_block,
-    complex_dtype,
-)
+from .._operators.space import apply_block, complex_dtype
 from .._results import RESULTS, finite_or_failed
 from .._rule import Evidence, Outcome, as_arrays, cast_bar
-from .function import (
-    ritz_values,
-    rounding_errors,
-)
+from .function import ritz_values, rounding_errors
 from .stand_in import Exact, RitzStandIn, judge_exact
 from .state import SpectralState, init_spectral_state
 
@@ -40,8 +34,8 @@ from .state import SpectralState, init_spectral_state
 class Forms(NamedTuple):
     """`b^* A^-1 b` for q right-hand sides.
 
-    - `bar`: values between the lower end of a bracket and the upper end that the value takes.
-    - `bracket`: its ends.
+    - `bar`: midpoints between the lower end and the upper end that the value uses.
+    - `bracket`: both ends.
     - `coordinates`: coordinates of `A^-1 b` in the Ritz vectors.
     """
 
@@ -51,16 +45,16 @@ class Forms(NamedTuple):
 
 
 class SpectralEstimator(Estimator[SpectralState]):
-    r"""Abstract base class of estimators of `tr f(A)`, A symmetric or Hermitian.
+    r"""Abstract base class for estimators of `tr f(A)`, A symmetric or Hermitian.
 
-    A subclass is a frozen module whose fields are configuration. It writes `compute`,
-    in plain JAX, which is never differentiated: derivatives come from the Ritz pairs
+    A subclass is a frozen module whose fields are configuration. It defines `compute`
+    in plain JAX. Nothing differentiates `compute`: derivatives come from the Ritz pairs
     that it returns.
     """
 
-    # By errors of Ritz values.
+    # They enter through errors in Ritz values.
     _bars_include_solver_errors: ClassVar[bool] = True
-    # Whether estimates have brackets, where functions and operators have them.
+    # Whether estimates use a bracket if function and operator have one.
     _gives_brackets: ClassVar[bool] = False
 
     def init(
@@ -73,16 +67,15 @@ class SpectralEstimator(Estimator[SpectralState]):
         monotone: bool = False,
         trace: ArrayLike | None = None,
     ) -> SpectralState:
-        """Checks of key, operator and function.
+        """Checks key, operator and function, and puts them into a state.
 
         **Arguments:**
 
         - `key`: a single key, typed or legacy.
         - `operator`: a square lineax operator.
-        - `fn`: from a real scalar to a scalar, or a PyTree of scalars. What it reads is
-            read now.
-        - `lower`, `monotone`, `trace`: what is known of the spectrum, of the function and
-            of the operator, as for [`traceax.trace_function`][].
+        - `fn`: maps a real scalar to a scalar or a PyTree of scalars. `init` captures
+            the arrays that it closes over.
+        - `lower`, `monotone`, `trace`: as for [`traceax.trace_function`][].
 
         **Raises:** as [`traceax.trace_function`][].
         """
@@ -91,14 +84,14 @@ class SpectralEstimator(Estimator[SpectralState]):
 
     @abc.abstractmethod
     def compute(self, state: SpectralState, k: int) -> tuple[Outcome, RitzStandIn]:
-        """The algorithm. Called with `1 <= k < n`.
+        """The algorithm. traceax calls it with `1 <= k < n`.
 
         **Arguments:**
 
-        - `state`: as `init` returned it.
-        - `k`: a Python int, the most products that may be used.
+        - `state`: the state from `init`.
+        - `k`: a Python int, the largest number of products.
 
-        **Returns:** what `spectral_outcome` makes of error bars, and Ritz pairs.
+        **Returns:** an outcome from `spectral_outcome`, and Ritz pairs.
         """
 
     def _exact(self, state):
@@ -118,7 +111,7 @@ def spectral_outcome(
     forms: ErrorBar | None = None,
     evidence: Evidence | None = None,
 ) -> Outcome:
-    """The outcome for every leaf, and for quadratic forms; checked and cast."""
+    """The outcome for every leaf and for quadratic forms, checked and cast."""
     space = state.space
     bars = [
         cast_bar(
@@ -132,7 +125,7 @@ def spectral_outcome(
     leaves = [jnp.abs(x) for x in state.function(points)]
     checked = []
     for leaf, bar, result in zip(leaves, bars, results, strict=True):
-        # No number, or infinite at 0, at a finite point.
+        # A leaf is undefined at a finite point if it is NaN there, or infinite at 0.
         undefined = jnp.isnan(leaf) | (jnp.isinf(leaf) & (points == 0))
         outside = jnp.any(undefined & jnp.isfinite(points))
         sums = bar.mean if forms is None else (bar.mean, forms.mean)
@@ -143,7 +136,7 @@ def spectral_outcome(
 
 
 def domain_result(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
-    """`result`, or that the function is not finite, unless another failure is known."""
+    """`result`, or `outside_domain` if it is successful and `outside` is true."""
     outside = outside & (result == RESULTS.successful)
     return RESULTS.where(outside, RESULTS.outside_domain, result)
 
@@ -151,7 +144,7 @@ def domain_result(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
 def exact_stats(
     state: SpectralState, values: list[Array], eigenvalues: Float[Array, " n"]
 ) -> dict[str, PyTree]:
-    """The `stats` of an exact answer that an estimate would have, too."""
+    """The `stats` that an exact answer shares with an estimate."""
     stats: dict[str, PyTree] = {"known_trace": jnp.asarray(False)}
     if state.has_bracket:
         value = state.treedef.unflatten(values)
@@ -173,8 +166,8 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
     solves = jax.vmap(ft.partial(solve_of_column, operator), (1, 0))(A, indices)
     error = state.solvers
     if solves is not None:
-        of_solves = jnp.linalg.norm(errors_of_solves(solves).columns)
-        error = of_solves / divisor(jnp.max(jnp.abs(theta)))
+        solve_error = jnp.linalg.norm(errors_of_solves(solves).columns)
+        error = solve_error / divisor(jnp.max(jnp.abs(theta)))
     theta, resolution, result = ritz_values(
         theta, asymmetry, space, state.lower, state.magnitude, error
     )
@@ -189,9 +182,9 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
         stats.update(exact_stats(state, values, theta))
     forms, solutions, t_rhs = None, None, None
     if state.rhs is not None:
-        found = forms_between(inner(S, state.rhs), theta, None, state.magnitude)
-        forms, solutions = found.bar, found.coordinates
-        stats.update(inv_quad_bracket=found.bracket, solution=combine(S, solutions))
+        exact = forms_between(inner(S, state.rhs), theta, None, state.magnitude)
+        forms, solutions = exact.bar, exact.coordinates
+        stats.update(inv_quad_bracket=exact.bracket, solution=combine(S, solutions))
         t_rhs = jnp.zeros_like(solutions)
     judge = jtu.Partial(judge_exact, Exact(theta, S, solutions), state.function)
     evidence = Evidence((jnp.zeros_like(A), state.function, t_rhs), judge)
@@ -203,45 +196,45 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
 
 
 def forms_between(
-    inside: Inexact[Array, "p q"],
+    b_ritz: Inexact[Array, "p q"],
     theta: Float[Array, " p"],
     highs: tuple[Float[Array, " q"], Float[Array, " q"]] | None,
     magnitude: Float[Array, ""] | None,
 ) -> Forms:
-    """`Forms` from coordinates of b in Ritz vectors, and the Ritz values.
+    """`Forms` from the Ritz values, and the coordinates of b in the Ritz vectors.
 
-    T gives a lower bound. `highs` are upper bounds from E: for a bound of the spectrum, and
-    for the number that the value takes in its place. Rounding changes A by about `eps |A|`,
-    or by `eps magnitude` if larger, and so the form by that times `|A^-1 b|^2`. We take 0.6 of
-    it: the 95 % quantile of errors was at most 1.13 of it in 12 problems in 32 bits, 100 draws
-    each.
+    T gives a lower bound. `highs` are upper bounds from E, for the bound of the
+    spectrum and for the number that the value uses. Rounding changes A by about
+    `eps |A|`, or by `eps magnitude` if larger, and the form by `|A^-1 b|^2` times this.
+    We take 0.6 times the change as the standard error: the errors' 95 % quantile was at
+    most 1.13 times the change (12 problems, 32 bits, 100 draws each).
     """
-    coordinates = inside / theta[:, None].astype(inside.dtype)
-    low = jnp.sum(squares(inside) / theta[:, None], axis=0)
-    high, side = (low, low) if highs is None else highs
+    coordinates = b_ritz / theta[:, None].astype(b_ritz.dtype)
+    low = jnp.sum(squares(b_ritz) / theta[:, None], axis=0)
+    high, value_high = (low, low) if highs is None else highs
     bracket = jnp.minimum(low, high), jnp.maximum(low, high)
     largest = jnp.max(theta)
     if magnitude is not None:
         largest = jnp.maximum(largest, magnitude)
     changed = largest * jnp.sum(squares(coordinates), axis=0) + high
     rounding = 0.6 * jnp.finfo(theta.dtype).eps * changed
-    error = jnp.hypot((side - low) / 2, rounding)
-    bar = ErrorBar((low + side) / 2, error, jnp.full_like(error, jnp.inf))
+    error = jnp.hypot((value_high - low) / 2, rounding)
+    bar = ErrorBar((low + value_high) / 2, error, jnp.full_like(error, jnp.inf))
     return Forms(bar, bracket, coordinates)
 
 
 def probes_and_steps(
     num_probes: int | None, k: int, target: float | int, num_rhs: int = 0
 ) -> tuple[int, int]:
-    """How many probes, and how many steps from each, with k less at most 2 products.
+    """The number of probes, and of steps from each, that use at least k - 2 products.
 
-    About `target` probes, where their number is not given. So many vectors `num_rhs` take
-    the steps, too: then more products may be left.
+    The default for `num_probes` is about `target`. Right-hand sides take the same
+    steps; with them more products may stay unused.
     """
     if num_probes is not None or num_rhs:
         m = max(min(num_probes or round(target), k - num_rhs), 1)
     else:
-        # Near the target, and with few products left.
+        # We want a number near the target that leaves few products unused.
         counts = [m for m in range(1, k + 1) if k % m <= 2]
         _, m = min([(abs(math.log(m / target)) + k % m / k, m) for m in counts])
     return m, k // (m + num_rhs)

@@ -2,7 +2,7 @@ r"""Exact log-determinants, traces of inverses and quadratic forms, from entries
 
 One Cholesky factorisation `A = L L^*` gives all three and, with the inverse, their
 derivatives: `tr(A^-1 dA)`, `-tr(A^-1 dA A^-1)`, and `-u^* dA u + 2 Re(u^* db)` for
-`u = A^-1 b`. JAX transposes these and differentiates them again.
+`u = A^-1 b`. JAX transposes these formulas and differentiates them again.
 """
 
 from typing import Any, NamedTuple
@@ -38,16 +38,16 @@ from .state import SpectralState
 # Up to this many unknowns the exact answer takes no longer than an estimate:
 # `benchmarks/exact.py`.
 LARGEST = 2000
-# Random vectors that measure traces.
+# We estimate traces for error bars with this many random vectors.
 _NUM_PROBES = 8
-# The errors of entries in units of eps: `benchmarks/exact.py rounding`.
+# Entries have errors of 2 eps: `benchmarks/exact.py rounding`.
 _ROUNDING = 2.0
-# Steps of iterative refinement of solutions.
+# We refine solutions this many times.
 _REFINEMENTS = 2
 
 
 def is_small(operator: lx.AbstractLinearOperator) -> bool:
-    """Whether an exact answer is cheap: entries cost no product, and few rows."""
+    """Whether an exact answer is cheap: few rows, and entries that cost no product."""
     return 0 < space_of(operator).size <= LARGEST and has_known_entries(operator)
 
 
@@ -55,9 +55,9 @@ class _Solved(NamedTuple):
     solutions: Inexact[Array, "n q"]  # A^-1 B
     logdet: Float[Array, ""]
     forms: Float[Array, " q"]  # b^* A^-1 b
-    changes: Float[Array, " q"]  # of forms, by the last refinement
+    changes: Float[Array, " q"]  # in forms, from the last refinement
     lower: Inexact[Array, "n n"]  # L
-    # M Z and M^2 Z for signs Z, where M = D A^-1 D and D^2 = diag A.
+    # M Z and M^2 Z for random signs Z, where M = D A^-1 D and D^2 = diag A.
     tests: Inexact[Array, "2 n m"]
 
 
@@ -71,11 +71,11 @@ def _factorise(
     def solve(x):
         return cho_solve((lower, True), x)
 
-    found = solve(jnp.concatenate([B, D * _signs(A)], axis=1))
-    U, once = found[:, :q], D * found[:, q:]
+    solutions = solve(jnp.concatenate([B, D * _signs(A)], axis=1))
+    U, once = solutions[:, :q], D * solutions[:, q:]
     twice, forms = D * solve(D * once), []
-    # The errors of a factor are coherent, up to 400 eps |u|^2 in a form of 600 points in 32
-    # bits. `u^* (b + r)`, r the residual, has the square of the error of u.
+    # A factor has coherent errors, up to 400 eps |u|^2 in forms (600 points, 32 bits).
+    # With the residual r, `u^* (b + r)` has only the square of the error in u.
     for step in range(_REFINEMENTS + 1):
         residual = B - matmul(A, U)
         forms.append(jnp.real(column_dots(U, B + residual)))
@@ -90,14 +90,14 @@ def _root_of_diagonal(A: Inexact[Array, "n n"]) -> Inexact[Array, "n 1"]:
 
 
 def _signs(A: Inexact[Array, "n n"]) -> Inexact[Array, "n m"]:
-    # Constants: JAX's generator takes XLA a sixth of a likelihood's time to compile.
+    # These are constants: JAX's generator takes a sixth of a likelihood's compile time.
     signs = np.random.default_rng(0).choice([-1, 1], (len(A), _NUM_PROBES))
     return jnp.asarray(signs, A.dtype)
 
 
 @jax.custom_jvp
 def _solve(A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]) -> _Solved:
-    """Log-determinant and quadratic forms; the factor and tests have no derivative."""
+    """Log-determinant and quadratic forms. Factor and tests have no derivative."""
     lower, solutions, forms, changes, tests = _factorise(A, B)
     logdet = 2 * jnp.sum(jnp.log(jnp.real(jnp.diagonal(lower))))
     return _Solved(solutions, logdet, forms, changes, lower, tests)
@@ -124,7 +124,7 @@ def _from_factor(lower: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
 
 @jax.custom_jvp
 def inverse_of(A: Inexact[Array, "n n"], lower: Inexact[Array, "n n"]) -> Array:
-    """`A^-1`, by the factor of A."""
+    """`A^-1`, from the Cholesky factor."""
     return _from_factor(lower)
 
 
@@ -135,37 +135,37 @@ def _inverse_jvp(primals, tangents):
 
 
 def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
-    """The exact answer by one Cholesky factorisation, which JAX differentiates.
+    """The exact answer from one Cholesky factorisation, which JAX differentiates.
 
-    The factorisation takes `n^3 / 3` operations, a derivative `2 n^3` more. About five
-    matrices are in memory.
+    It takes `n^3 / 3` operations, and a derivative `2 n^3` more. About five matrices
+    are in memory.
 
-    Entries have errors of about `eps sqrt(A_ii A_jj)`, by the bound in Higham, "Accuracy and
-    Stability of Numerical Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027. Those
-    of the diagonal can be equal, as for 1 and a noise. With `M = D A^-1 D`, `D^2 = diag A`, they
-    change the log-determinant by `eps tr M`, and a quadratic form by `eps |D u|^2`.
+    Entries have errors near `eps sqrt(A_ii A_jj)` (Higham, "Accuracy and Stability of
+    Numerical Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027), which can
+    be equal on a constant diagonal. With `M = D A^-1 D` and `D^2 = diag A`, they change
+    the log-determinant by `eps tr M`, and a quadratic form by `eps |D u|^2`.
 
-    - `bounded`: whether the operator has a noise, below which no eigenvalue can be.
+    - `bounded`: whether the operator has a noise, which bounds its spectrum below.
     """
     space, rhs = state.space, state.rhs
     A = matrix_of(state.operator)
     solved = _solve(A, A[:, :0] if rhs is None else rhs)
-    held = jax.lax.stop_gradient(A)
-    unit, result = _rounding(held, state)
-    D = _root_of_diagonal(held)
+    fixed = jax.lax.stop_gradient(A)
+    unit, result = _rounding(fixed, state)
+    D = _root_of_diagonal(fixed)
     once, twice = jax.lax.stop_gradient(solved.tests)
-    value, changed = solved.logdet, jnp.sum(_signs(A) * once)
+    value, change = solved.logdet, jnp.sum(_signs(A) * once)
     if state.function.evaluates(RECIPROCAL):
         inverse = inverse_of(A, solved.lower)
         value = jnp.trace(jnp.real(inverse))
-        changed = jnp.sum(squares(once / D))
-    error = unit * (jnp.real(changed) / _NUM_PROBES + jnp.abs(value))
+        change = jnp.sum(squares(once / D))
+    error = unit * (jnp.real(change) / _NUM_PROBES + jnp.abs(value))
     failed = jnp.isnan(solved.logdet) & (result == RESULTS.successful)
     if bounded:
         result = RESULTS.where(failed, RESULTS.not_semidefinite, result)
     else:
-        result = RESULTS.where(failed, _failure_reason(failed, held, state), result)
-        # An eigenvalue of D^-1 A D^-1, the smallest or a larger one.
+        result = RESULTS.where(failed, _failure_reason(failed, fixed, state), result)
+        # This bounds the smallest eigenvalue of D^-1 A D^-1 from above.
         smallest = frobenius(once) / divisor(frobenius(twice))
         hidden = (smallest < HIDDEN / _ROUNDING * unit) & (result == RESULTS.successful)
         if state.lower is not None:
@@ -193,13 +193,13 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
 def _rounding(
     A: Inexact[Array, "n n"], state: SpectralState
 ) -> tuple[Float[Array, ""], RESULTS]:
-    """The relative error of entries, and whether these are finite and Hermitian."""
+    """The relative error in entries, and whether they are finite and Hermitian."""
     size, asymmetry = largest_entry(A), largest_entry(A - A.conj().T) / 2
     asymmetry = asymmetry / divisor(size)
     eps = jnp.asarray(jnp.finfo(size.dtype).eps * state.space.rounding, size.dtype)
     symmetric = asymmetry <= largest_asymmetry(state.space)
     result = RESULTS.where(symmetric, RESULTS.successful, RESULTS.not_hermitian)
-    # Not of `size`: XLA's maxima on CPUs (jaxlib 0.10.2) leave NaN out.
+    # We test A, not `size`: XLA's maximum on CPUs (jaxlib 0.10.2) ignores NaN.
     result = RESULTS.where(jnp.isfinite(A).all(), result, RESULTS.nonfinite)
     return _ROUNDING * jnp.maximum(eps, asymmetry), result
 
@@ -207,7 +207,7 @@ def _rounding(
 def _failure_reason(
     failed: Bool[Array, ""], A: Inexact[Array, "n n"], state: SpectralState
 ) -> RESULTS:
-    """Why a factorisation fails: the smallest eigenvalue is negative, or hidden by rounding."""
+    """Why a factorisation fails: an eigenvalue is negative, or hidden by rounding."""
     if not state.space.is_positive:
         return RESULTS.outside_domain
     eps, size = jnp.finfo(A.dtype).eps, jnp.max(jnp.sum(jnp.abs(A), axis=1))
@@ -216,7 +216,7 @@ def _failure_reason(
         more = (size * jnp.sqrt(eps)).astype(A.dtype) * jnp.eye(len(A), dtype=A.dtype)
         return jnp.isnan(_factorise(A + more, A[:, :0])[0][0, 0])
 
-    # One condition for all lanes of a `vmap`, or all would be factorised again.
+    # We use one condition for all batch elements, or all would be factorised again.
     negative = jax.lax.cond(
         eqxi.unvmap_any(failed), is_negative, lambda: jnp.zeros_like(failed)
     )
@@ -224,7 +224,7 @@ def _failure_reason(
 
 
 def _judge(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
-    """The errors that rounding makes of derivatives, along tangents of A and of b."""
+    """Rounding errors in derivatives along tangents of A and b."""
     primal = state.operator, state.rhs
     (A, B), (dA, dB) = eqx.filter_jvp(
         lambda operator, rhs: (matrix_of(operator), rhs), primal, products
@@ -232,7 +232,7 @@ def _judge(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
     dA = jnp.zeros_like(A) if dA is None else dA
     solved = _solve(A, A[:, :0] if B is None else B)
     U, D, (unit, _) = solved.solutions, _root_of_diagonal(A), _rounding(A, state)
-    # Errors of entries enter twice: by the inverse, and by dA.
+    # Errors in entries enter twice, through the inverse and through dA.
     inverse, unit = inverse_of(A, solved.lower), 2 * unit
     N = matmul(inverse, dA)
     value, terms = jnp.trace(N), inverse.conj() * dA
@@ -240,7 +240,7 @@ def _judge(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
         value, N = -jnp.sum(N.T * inverse), 2 * matmul(inverse, N)
         terms = N
     moved = D * matmul(N, inverse) * D.T
-    # Between independent errors of entries and coherent ones.
+    # We take the geometric mean between independent and coherent errors in entries.
     size = jnp.sqrt(frobenius(moved)) * jnp.sqrt(jnp.sum(jnp.abs(moved)))
     error = unit * (size + frobenius(terms))
     freedom = jnp.full_like(unit, jnp.inf)

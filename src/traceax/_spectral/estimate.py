@@ -1,4 +1,4 @@
-"""From arguments of spectral functions, whatever their door, to an estimate."""
+"""From the arguments of an entry point for spectral functions to an estimate."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from .structure import Method, by_structure
 
 
 class Options(NamedTuple):
-    """The options that all doors share; see [`traceax.trace_function`][]."""
+    """The options that all entry points share: see [`traceax.trace_function`][]."""
 
     rtol: ArrayLike | None = None
     atol: ArrayLike | None = None
@@ -33,7 +33,7 @@ class Options(NamedTuple):
     trace: ArrayLike | None = None
 
     def stop(self, dtype: DTypeLike, where: str) -> Stop | None:
-        """What a tolerance is, of an estimate of that dtype; `None` without one."""
+        """The stopping rule for a tolerance, or `None` without one."""
         return make_stop(*self[:4], dtype, where)
 
 
@@ -48,7 +48,7 @@ def estimate_function(
     lower: ArrayLike | None = None,
     monotone: bool = False,
 ) -> Estimate:
-    """`trace_function`, by the name of a door in errors."""
+    """Like `trace_function`. Errors name the entry point `where`."""
     state = init_spectral_state(
         where, key, operator, fn, lower, monotone, options.trace
     )
@@ -63,7 +63,7 @@ def estimate_function(
             if state.function.evaluates(LOG) or (inverse and not indefinite):
                 method = factorised
             elif inverse and stop is None:
-                k = state.space.size  # by eigenvalues, which may be negative
+                k = state.space.size  # we use eigenvalues, as some may be negative
         estimator = KrylovAwareEstimator()
     elif not isinstance(estimator, SpectralEstimator):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""A function of one real variable, as data; its divided differences, and sums of it."""
+"""Functions of a real variable as data, their divided differences, and their sums."""
 
 import math
 from collections.abc import Callable
@@ -16,29 +16,26 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
 from .._arguments import check_real_scalar, kind_of
 from .._linalg.dense import divisor, largest_entry, power_of_two_scale
 from .._operators.closure import closure
-from .._operators.space import (
-    Space,
-    structure_of,
-)
+from .._operators.space import Space, structure_of
 from .._results import RESULTS
 
-# Errors of eigenvalues in units of eps and of the largest: the standard error, and what
-# none was found to exceed (Laplacians and Gram matrices of order 5 to 1,000, 32 bits).
+# Eigenvalue errors in units of eps times the largest: the standard error, and the most
+# that we saw (Laplacians and Gram matrices, order 5 to 1,000, 32 bits).
 _MOVED, HIDDEN = 1.0, 6.0
 
 
 class SpectralFunction(eqx.Module):
-    """A function of eigenvalues, one by one. What it closes over are leaves.
+    """A function to apply to each eigenvalue. Arrays that it closes over are leaves.
 
     - `fn`: maps a real scalar to a PyTree of scalars.
-    - `monotone`: whether every leaf, or minus it, is operator monotone on positive numbers.
+    - `monotone`: whether each result, or minus it, is operator monotone on (0, inf).
     """
 
     fn: Any
     monotone: bool = eqx.field(static=True, default=False)
 
     def evaluates(self, other: "SpectralFunction") -> bool:
-        """Whether both have the same `fn`. A program rebuilds modules around it."""
+        """Whether both have the same `fn`. JIT rebuilds modules, but not functions."""
         return self.fn is other.fn
 
     def __call__(self, points: Float[Array, "..."]) -> list[Inexact[Array, "..."]]:
@@ -52,12 +49,12 @@ class SpectralFunction(eqx.Module):
         return [inexact(x) for x in jtu.tree_leaves(flat)]
 
     def treedef(self, dtype: DTypeLike) -> Any:
-        """The structure of its results."""
+        """The structure of the results."""
         scalar = structure_of(jax.ShapeDtypeStruct((), dtype))
         return jtu.tree_structure(jax.eval_shape(self.fn, scalar))
 
     def in_range(self, values: Float[Array, " k"]) -> "SpectralFunction":
-        """The function; a power in a unit in which those of these values are in range."""
+        """This function. A power gets a unit that keeps powers of `values` in range."""
         if not isinstance(self.fn, Power):
             return self
         unit = jax.lax.stop_gradient(power_of_two_scale(values))
@@ -65,12 +62,12 @@ class SpectralFunction(eqx.Module):
 
     @property
     def unit(self) -> dict[str, Array]:
-        """What `stats` say of the function's unit; nothing without one."""
+        """The entry `unit` for `stats`; empty if the function has none."""
         unit = self.fn.unit if isinstance(self.fn, Power) else None
         return {} if unit is None else {"unit": unit}
 
 
-# Functions that can be pickled, as JAX's can't.
+# We need functions that can be pickled, and JAX's can't.
 def _log(x):
     return jnp.log(x)
 
@@ -83,7 +80,7 @@ def _identity(x):
     return x
 
 
-# Made once: programs for these are kept.
+# We create these once, so that JAX reuses their compiled programs.
 LOG = SpectralFunction(_log, monotone=True)
 RECIPROCAL = SpectralFunction(_reciprocal, monotone=True)
 IDENTITY = SpectralFunction(_identity)
@@ -97,18 +94,18 @@ class Power(eqx.Module):
 
     def __call__(self, x):
         magnitude = jnp.abs(x if self.unit is None else x / self.unit)
-        # The derivative of a power at 0 is not that of its two-argument form.
+        # We avoid the two-argument form at 0, which has the wrong derivative there.
         zero = magnitude == 0
         safe = jnp.where(zero, 1, magnitude)
         power = jnp.where(zero, 0, safe ** self.p.astype(x.dtype))
-        # Not a norm, where p is only known when the program runs.
+        # A power p <= 0 gives no norm. We return NaN, because p may be traced.
         return jnp.where(self.p > 0, power, jnp.nan)
 
 
 def spectral_function(
     fn: Any, dtype: DTypeLike, where: str, monotone: bool = False
 ) -> SpectralFunction:
-    """The function, once checked, as it is now: see `as_data` of operators."""
+    """`fn`, checked and with its arrays captured, as `as_data` does for operators."""
     if isinstance(fn, SpectralFunction):
         return fn
     if not callable(fn):
@@ -119,19 +116,19 @@ def spectral_function(
         )
     scalar = structure_of(jax.ShapeDtypeStruct((), dtype))
     try:
-        # A constant may be a Python number.
+        # `fn` may return a Python number.
         made = closure(lambda x: jtu.tree_map(jnp.asarray, fn(x)), scalar, vectors=True)
     except jax.errors.JAXTypeError as error:
         error.add_note(
-            f"{where}: fn is traced, for an eigenvalue that is not known yet; write it with "
+            f"{where}: fn is traced, with an eigenvalue that is not known yet; write it with "
             "jax.numpy, such as jnp.log for math.log, and jnp.where for if."
         )
         raise
     shapes = [x.shape for x in jtu.tree_leaves(jax.eval_shape(made, scalar))]
     if not shapes or any(shapes):
         raise ValueError(
-            f"{where}: fn must map a scalar to a scalar, or to a PyTree of scalars, "
-            f"got results of shapes {shapes}; it is applied to every eigenvalue alone."
+            f"{where}: fn must map a scalar to a scalar, or to a PyTree of scalars, got "
+            f"results with shapes {shapes}; write it for one eigenvalue."
         )
     traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
     if isinstance(fn, jax.stages.Wrapped) and not traced:
@@ -147,7 +144,7 @@ def checked_lower(
 ) -> Float[Array, ""] | None:
     if lower is None:
         return None
-    check_real_scalar(lower, "lower", where, "no eigenvalue may be below it")
+    check_real_scalar(lower, "lower", where, "no eigenvalue may lie below it")
     return jnp.asarray(lower, dtype)
 
 
@@ -164,10 +161,10 @@ def divided_differences(
 ) -> list[Inexact[Array, "p q"]]:
     """`(f(x_i) - f(y_j)) / (x_i - y_j)` for every leaf f, and f' where they are equal.
 
-    Where f changes little the quotient cancels, and the mean of f' by the Gauss rule of
-    two points is taken if its error is smaller: the square of how much the rule differs
-    from the middle or the mean of the ends. An infinite f' (a square root at 0) is
-    replaced by the quotient over a distance of rounding size.
+    If f changes little, the quotient cancels. We then take the mean of f' by the
+    two-point Gauss rule if its estimated error is smaller, the squared difference from
+    f' at the midpoint or the mean at both ends. We replace an infinite f' (a square
+    root at 0) by the quotient over a distance at rounding level.
     """
     X, Y = jnp.broadcast_arrays(x[:, None], y[None, :])
     eps = jnp.finfo(x.dtype).eps
@@ -178,17 +175,17 @@ def divided_differences(
     equal = distance == 0
     safe = jnp.where(equal, 1, distance)
 
-    def of_leaf(f_x, f_y, slope_x, slope_y, below, above, between, base, shifted):
+    def quotients(f_x, f_y, slope_x, slope_y, below, above, between, base, shifted):
         f_x, f_y = f_x[:, None], f_y[None, :]
         secant = (f_x - f_y) / safe.astype(f_x.dtype)
         mean = (below + above) / 2
-        of_ends = (slope_x[:, None] + slope_y[None, :]) / 2
-        off = jnp.maximum(jnp.abs(mean - between), jnp.abs(mean - of_ends))
-        of_mean = off * (off / divisor(jnp.abs(mean)))
-        of_secant = eps * jnp.maximum(jnp.abs(f_x), jnp.abs(f_y)) / jnp.abs(safe)
+        end_mean = (slope_x[:, None] + slope_y[None, :]) / 2
+        off = jnp.maximum(jnp.abs(mean - between), jnp.abs(mean - end_mean))
+        mean_error = off * (off / divisor(jnp.abs(mean)))
+        secant_error = eps * jnp.maximum(jnp.abs(f_x), jnp.abs(f_y)) / jnp.abs(safe)
         quotient = (shifted - base) / tiny.astype(base.dtype)
         mean = jnp.where(jnp.isfinite(mean), mean, quotient)
-        return jnp.where(equal | (of_mean <= of_secant), mean, secant)
+        return jnp.where(equal | (mean_error <= secant_error), mean, secant)
 
     parts = (
         *(function(points) for points in (x, y)),
@@ -196,7 +193,7 @@ def divided_differences(
         *(derivative(function, middle + by) for by in (-offset, offset, 0)),
         *(function(points) for points in (middle, middle + tiny)),
     )
-    return [of_leaf(*of) for of in zip(*parts, strict=True)]
+    return [quotients(*leaf) for leaf in zip(*parts, strict=True)]
 
 
 @eqx.filter_custom_jvp
@@ -207,17 +204,17 @@ def _final(_, x: PyTree) -> PyTree:
 @_final.def_jvp
 def _refuse(primals, tangents):
     raise NotImplementedError(
-        "traceax: estimates of spectral functions and likelihoods have first derivatives, "
-        "got a second one; and so does f(A) as an operator. Log-determinants, traces of "
-        "inverses and likelihoods have derivatives of any order where they are exact by a "
-        "Cholesky factorisation: without k and estimator, for at most 2,000 unknowns whose "
-        "entries can be read. Otherwise take differences of gradients with one key, or the "
-        "Fisher matrix in place of a Hessian: see the recipe for standard errors."
+        "traceax: estimates of spectral functions and likelihoods, and f(A) as an operator, "
+        "have first derivatives only, got a second one. For log-determinants, traces of "
+        "inverses and likelihoods, leave out k and estimator: up to 2,000 unknowns with "
+        "readable entries, a Cholesky factorisation makes them exact, with derivatives of "
+        "any order. Otherwise take differences between gradients with one key, or a Fisher "
+        "matrix instead: see the recipe for standard errors."
     )
 
 
 def final(tree: PyTree, of: PyTree = ()) -> PyTree:
-    """The same, whose derivatives raise an error, also those along arrays of `of`."""
+    """`tree`, whose derivatives raise an error, also with respect to arrays in `of`."""
     arrays, rest = eqx.partition(tree, eqx.is_array)
     return eqx.combine(_final(eqx.filter(of, eqx.is_array), arrays), rest)
 
@@ -225,7 +222,7 @@ def final(tree: PyTree, of: PyTree = ()) -> PyTree:
 def weighted_sums(
     weights: Inexact[Array, "... k"], f: Inexact[Array, "... k"]
 ) -> Inexact[Array, "..."]:
-    """`sum_j weights_j f_j`, without those of weight 0, where f may be infinite."""
+    """`sum_j weights_j f_j`. We skip weights 0, where f may be infinite."""
     f = jnp.broadcast_to(f, weights.shape)
     dtype = np.result_type(weights.dtype, f.dtype)
     terms = weights.astype(dtype) * f.astype(dtype)
@@ -239,12 +236,11 @@ def rounding_errors(
     resolution: Float[Array, ""],
     lower: Float[Array, ""] | None,
 ) -> tuple[list[Float[Array, ""]], list[Bool[Array, ""]]]:
-    """The error of each leaf's sum by those of eigenvalues, and whether they decide it.
+    """Errors in each leaf's sum from eigenvalue errors, and whether they decide it.
 
-    They are up to a few times `resolution |A|`: nothing to most functions, much to a root or a
-    logarithm of a small one. They decide a sum where an eigenvalue that can't be told from
-    0, or from one at which a leaf is NaN, is one that the leaf grows without bound at.
-    Where noise is infinite, errors are, and decide nothing.
+    Eigenvalue errors are a few times `resolution |A|`. Most functions hardly change,
+    roots and logarithms of small eigenvalues do. The errors decide a sum if a leaf
+    grows without bound within them, towards 0 or NaN. Infinite errors decide nothing.
     """
     unknown, eps = jnp.isinf(resolution), jnp.finfo(values.dtype).eps
     resolution = jnp.where(unknown, eps, resolution)
@@ -260,11 +256,11 @@ def rounding_errors(
         change = jnp.max(jnp.where(jnp.isfinite(changes), changes, 0), axis=0)
         error = weighted_sums(jnp.abs(weights), change)
         errors.append(jnp.where(unknown, jnp.inf, error))
-        # That of a root shrinks with the noise, that of a logarithm does not.
+        # The change in a root shrinks with the resolution, in a logarithm it doesn't.
         size = jnp.max(jnp.where(counts, jnp.abs(f), 0), initial=0)
         steep = change > resolution**0.25 * size
         bad = jnp.isinf(changes) | (jnp.isnan(changes) & steep[None, :])
-        # Where all around is infinite as well, it is an overflow.
+        # If f is infinite at both ends as well, we have an overflow.
         alone = jnp.isinf(f)[None, :] & ~jnp.isinf(jnp.stack(ends))
         bad = bad & (jnp.isfinite(f)[None, :] | alone) & counts[None, :]
         decided.append(jnp.any(bad))
@@ -274,27 +270,27 @@ def rounding_errors(
 def remaining(
     b: Float[Array, ""], a: Float[Array, ""], most: float
 ) -> Float[Array, ""]:
-    """The error that is left after changes by a, and then by b in as many steps.
+    """Extrapolated error after changes by a, and then by b in the same number of steps.
 
-    It is `b r / (1 - r)` with the fraction `r = b / a`, of at most `most`, that these leave.
+    It is the geometric series `b r / (1 - r)` with `r = min(b / a, most)`.
     """
     ratio = jnp.clip(b / divisor(a), 0, most)
     return b * ratio / (1 - ratio)
 
 
-# Asymmetry, relative to the operator. Rounding makes at most 50 eps of it: kernels, normal
-# equations and Hessians of networks, n = 1,000 to 36,000, 32 bits, by Lanczos (4 eps by
-# Arnoldi). Iterative solvers in 64 bits leave more.
+# Asymmetry that we accept: in units of eps, and from iterative solvers in 64 bits. We
+# saw at most 50 eps with Lanczos, 4 eps with Arnoldi, from rounding (kernels, normal
+# equations and Hessians of networks, n = 1,000 to 36,000, 32 bits).
 _ASYMMETRY, _SOLVERS = 200.0, 1e-6
 
 
 class RitzValues(NamedTuple):
     """Eigenvalues of a projected operator.
 
-    - `values`: those of rounding size below 0, or a known `lower` end, are 0, or that end.
-    - `resolution`: their errors, relative to the largest: eps, or how far products are from
-        those of a symmetric operator where rounding alone doesn't explain it.
-    - `result`: whether they may be those of the operator as it is tagged and bounded.
+    - `values`: eigenvalues, moved to 0 or a known `lower` if rounding put them below.
+    - `resolution`: errors relative to the largest eigenvalue: eps, or the asymmetry if
+        rounding doesn't explain it.
+    - `result`: whether the eigenvalues agree with the operator's tags and `lower`.
     """
 
     values: Float[Array, " k"]
@@ -303,10 +299,10 @@ class RitzValues(NamedTuple):
 
 
 def largest_asymmetry(space: Space) -> float:
-    """Asymmetry, relative to the operator, that rounding and solvers may make."""
-    of_dtype = 4 * float(jnp.finfo(space.dtype).eps)
+    """Asymmetry, relative to the operator, that rounding and solvers may cause."""
+    rounding = 4 * float(jnp.finfo(space.dtype).eps)
     return max(
-        _ASYMMETRY * float(jnp.finfo(space.compute_dtype).eps), _SOLVERS, of_dtype
+        _ASYMMETRY * float(jnp.finfo(space.compute_dtype).eps), _SOLVERS, rounding
     )
 
 
@@ -318,15 +314,15 @@ def ritz_values(
     magnitude: Float[Array, ""] | None = None,
     error: Float[Array, ""] | None = None,
 ) -> RitzValues:
-    """`RitzValues`, given how far from symmetric the projected operator is.
+    """`RitzValues` from the projected operator's eigenvalues and relative asymmetry.
 
-    `magnitude` is the magnitude of the terms that cancel in a product, and `error` the error
-    of products relative to the largest value, where solvers inside the operator make it.
+    `magnitude`: magnitude of the terms that cancel in a product. `error`: errors that
+    solvers inside the operator cause in products, relative to the largest value.
     """
     eps = jnp.finfo(values.dtype).eps
     if values.size == 0:
         return RitzValues(values, jnp.asarray(eps, values.dtype), RESULTS.successful)
-    ordered = jnp.sort(values)  # NaN, if there is any, is last
+    ordered = jnp.sort(values)  # NaN comes last
     low, high = ordered[0], ordered[-1]
     largest = jnp.maximum(jnp.abs(low), jnp.abs(high))
     cancelled = 1.0
@@ -335,7 +331,7 @@ def ritz_values(
     asymmetry = asymmetry / cancelled
     rounding = 8 * math.sqrt(values.shape[0])
     values = jnp.where((values < 0) & (values > -rounding * eps * largest), 0, values)
-    # Numbers that left the range say nothing about the operator.
+    # We test nothing if numbers left the range of their dtype.
     finite = jnp.isfinite(largest) & jnp.isfinite(asymmetry + cancelled)
     result = RESULTS.where(finite, RESULTS.successful, RESULTS.nonfinite)
     if space.is_positive:

@@ -1,4 +1,4 @@
-"""Leave-one-out estimates of spectral functions from one block Krylov space."""
+"""Leave-one-out estimates for spectral functions, from one block Krylov space."""
 
 import functools as ft
 import math
@@ -23,74 +23,71 @@ from .krylov_sums import KrylovSums, krylov_sums
 from .stand_in import RitzStandIn, Truncated, judge_truncated
 from .state import SpectralState
 
-# Of an estimate whose budget is left out: probes, steps at most, and steps at most of the
-# spaces that leave a probe out, which are most of the work where there are many.
+# Limits without a budget: probes, steps, and steps in spaces without a probe.
 _PROBES_TO_DEPTH, _STEPS_TO_DEPTH, _STEPS_LEFT_OUT = 5, 80, 16
-# Numbers of steps for which small matrices have programs of their own.
+# We compile smaller decompositions for up to 9 and up to 27 steps.
 _STEP_SIZES = 9, 27
 
 
 class KrylovAwareEstimator(SpectralEstimator):
     r"""Leave-one-out estimates of `tr f(A)` from one block Krylov space.
 
-    Applies the operator to the m probes, to what comes out, and so on, s times; `T`
-    is the operator projected to the space `K_s(Omega)` of all of this. The space of
-    all probes but one is exact for its part of the trace, and the probe left out
-    estimates the rest:
+    We multiply m probes by the operator, s times in a row, and project the operator to
+    all these vectors: T on `K_s(Omega)`. We sum the trace over the space of all probes
+    but one; the probe left out estimates the remainder:
 
         tr_i = tr(P_i f(A)) + (n - rank P_i) g_i^* f(A) g_i / |g_i|^2,
         P_i the projector to K_s(Omega without w_i),   g_i = (I - P_i) w_i,
 
-    all within `K_s(Omega)`, where f(A) is f(T). The value is the mean of the `tr_i`.
+    where f(A) is f(T). The value is the mean of the `tr_i`.
 
-    *Use when* f(A) is wanted of a symmetric or Hermitian operator. An eigenvalue that
-    the Krylov space has found takes no part in the error, whether it is large or not;
-    shifts `A + c I` change neither the space nor the accuracy.
+    *Use when* the operator is symmetric or Hermitian. Eigenvalues that the Krylov space
+    has found add no error. Neither do shifts: `A + c I` has the same Krylov space.
 
-    *The bracket.* For f operator monotone, a logarithm, an inverse or a root, and no
-    eigenvalue below a known number, f(A) lies between f(T) and f(E), E the smallest matrix
-    that A can be on the space and the next block of it. So does each `tr_i`. The value is
-    the mean of their middles, `stats["bracket"]` holds the means of both ends, and the
-    standard error half of their distance. Of operators tagged positive semidefinite the
-    number is 0, or, where f is infinite there, a quarter of the smallest Ritz value: no
-    theorem then, and `stats["bracket_is_proven"]` is false. Where the known number is less
-    than 1e-4 of that Ritz value, as jitter is, value and standard error take the quarter as
-    well, and the ends stay; `stats["bottom"]` is what the value takes. Without a bracket
-    the value is that of f(T), and what more steps would change is extrapolated.
+    *The bracket.* If f is operator monotone (a logarithm, an inverse, a root) and no
+    eigenvalue lies below a known number, f(A) lies between f(T) and f(E), where E is
+    the smallest matrix that A can be on the space and its next block. The value is the
+    mean midpoint of the `tr_i`, `stats["bracket"]` the mean of both ends, and the
+    standard error includes half their distance. For operators tagged positive
+    semidefinite the number is 0. If f is infinite there, we take a quarter of the
+    smallest Ritz value, and `stats["bracket_is_proven"]` is false. If the known number
+    is below 1e-4 times that Ritz value (jitter), the bracket keeps it, and value and
+    standard error use the quarter; `stats["bottom"]` is the number that they use.
+    Without a bracket the value comes from f(T); we extrapolate the truncation error.
 
-    *Where the trace of A is known*, each `tr_i` is corrected by a multiple of what it gets
-    wrong of `tr A`: no product more, and most of the error of probes less.
+    *A known trace of A* corrects each `tr_i` by a multiple of its error in `tr A`. It
+    costs no product and removes most sampling error.
 
     | | |
     |---|---|
     | operator | symmetric or Hermitian, PyTrees, complex |
-    | products | m s, k less at most 2 |
+    | products | m s, at least k - 2 |
     | beyond the products | O(n k^2 + k^3 m) time, three n x k blocks; derivatives hold five |
-    | bias | of the Krylov space: at most half of the bracket, or that of f(T). None where f is a polynomial of degree 1 |
-    | standard error | of probes, from leaving out pairs; and of the Krylov space, from the bracket or from its last block |
-    | derivative | `tr((F o C) V^* dA V)` with Ritz vectors V, that of f(T); k products with dA |
+    | bias | truncation error: at most half of the bracket, or the error with f(T). None for polynomials of degree 1 |
+    | standard error | sampling error, from leaving out pairs; truncation error, from the bracket or the last block |
+    | derivative | `tr((F o C) V^* dA V)` for f(T), with Ritz vectors V; k products with dA |
 
-    *Without k*, where there is a bracket, m is 5, and s grows until half of the bracket is
-    at most a tenth of the standard error of probes; of a likelihood at most 0.1, if that
-    is more, with the bracket of the quadratic term. At most 80 steps, 1,000 products and
-    n - 1 are taken; up to n = 32 all n are, for the exact answer.
+    *Without k*, if f has a bracket, m is 5, and s grows until half the bracket is at
+    most a tenth of the sampling error. Likelihoods add the quadratic term's bracket,
+    and may stop at 0.1. At most we take 80 steps, 1,000 products and n - 1 products;
+    up to n = 32 all n, for the exact answer.
 
-    *To a tolerance* m is fixed, and s grows until the tolerance is met. The estimate,
-    and its derivatives, are those of a fixed budget of m s products.
+    *To a tolerance*, m is fixed, and s grows until the tolerance is met. A budget of
+    `m s` products gives the same estimate and derivatives.
 
     **Arguments:**
 
-    - `num_probes`: m. By default about `0.5 sqrt(k)`, at least 3; to a tolerance about
-        `0.5 sqrt(k / 2)`, at least 5; 5 without k. Few probes reach deeper into the
-        spectrum, many average more.
-    - `sampler`: of the probes; rotation invariant and independent, or `ValueError`.
+    - `num_probes`: m, by default about `0.5 sqrt(k)`, at least 3; to a tolerance about
+        `0.5 sqrt(k / 2)`, at least 5; without k 5. Few probes reach deeper, many
+        average.
+    - `sampler`: draws the probes: rotation invariant and independent, or `ValueError`.
 
     **Reference:** Chen and Hallman, "Krylov-Aware Stochastic Trace Estimation", SIAM J.
-    Matrix Anal. Appl. 44 (2023), doi:10.1137/22M1494257, arXiv:2205.01736, for the
-    block Krylov space in place of products with f(A); Zimmerling, Druskin and Simoncini,
-    doi:10.1007/s10915-025-02799-z, for block Gauss-Radau rules. Probes are left out as in
-    [`traceax.XTraceEstimator`][], but of the *whole* Krylov space, which is of this
-    library: see the page on spectral functions.
+    Matrix Anal. Appl. 44 (2023), doi:10.1137/22M1494257, arXiv:2205.01736, whose block
+    Krylov space replaces products with f(A); Zimmerling, Druskin and Simoncini,
+    doi:10.1007/s10915-025-02799-z, for block Gauss-Radau rules. As in
+    [`traceax.XTraceEstimator`][] we leave probes out, but from the *whole* Krylov
+    space, which is new: see the page on spectral functions.
     """
 
     num_probes: int | None = eqx.field(
@@ -101,7 +98,7 @@ class KrylovAwareEstimator(SpectralEstimator):
 
     def __check_init__(self):
         name = type(self).__name__
-        meaning = "how many vectors the Krylov space starts from"
+        meaning = "the number of starting vectors"
         check_optional_integer(
             self.num_probes, "num_probes", name, least=1, meaning=meaning
         )
@@ -121,7 +118,7 @@ class KrylovAwareEstimator(SpectralEstimator):
     def depth(self, state, meter):
         if not state.has_bracket:
             return None
-        # A tenth of a nat for a likelihood.
+        # We neglect 0.1 nat in a likelihood.
         negligible = 0.0 if state.rhs is None else 0.1
         return Depth(meter, state.space.real_dtype, negligible)
 
@@ -135,15 +132,16 @@ class KrylovAwareEstimator(SpectralEstimator):
         if num_probes is None and to_depth:
             num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
         elif num_probes is None:
-            # As if half of the steps were taken, but so many that the error bar is
-            # reliable, and not so many that there are less than three steps.
+            # We expect to take half the steps, but want 5 probes for a reliable error
+            # bar if these leave three steps.
             num_probes = max(round(best_probes(k // 2)), min(5, k // 3))
-        m, most = probes_and_steps(num_probes, k, num_probes, q)
-        most = min(most, _STEPS_TO_DEPTH) if to_depth else most
+        m, max_steps = probes_and_steps(num_probes, k, num_probes, q)
+        max_steps = min(max_steps, _STEPS_TO_DEPTH) if to_depth else max_steps
         product, start = self._begin(state, m)
         width, most_left_out = m + q, _STEPS_LEFT_OUT if to_depth else None
-        # An early look is O(k^3) in the steps taken, not in all there could be.
-        sizes = tuple(size for size in _STEP_SIZES if size < most)
+        # With `sizes`, a check takes O(k^3) time in the steps taken, not in
+        # `max_steps`.
+        sizes = tuple(size for size in _STEP_SIZES if size < max_steps)
 
         def judge(run, count):
             factor, R = arnoldi_factor(run, count)
@@ -156,11 +154,11 @@ class KrylovAwareEstimator(SpectralEstimator):
             stop,
             lambda run, count: arnoldi_step(product, run, count),
             judge,
-            arnoldi_start(start, most),
+            arnoldi_start(start, max_steps),
             start=0,
             width=1,
-            limit=most,
-            minimum=min(2, most),
+            limit=max_steps,
+            minimum=min(2, max_steps),
             num_samples=m,
         )
         _, sums, _ = loop.check
@@ -175,11 +173,11 @@ class KrylovAwareEstimator(SpectralEstimator):
         return outcome, stand_in
 
     def _begin(self, state: SpectralState, m: int):
-        """Products, and what the space starts from: right-hand sides, and m probes."""
+        """The product, and the starting block: right-hand sides and m probes."""
         space = state.space
         start = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
         if state.rhs is not None:
-            # As long as probes: what is rounding is told by the size of them all.
+            # We scale them to the probes' length, as rounding is judged for the block.
             lengths = divisor(column_norms(state.rhs)) / math.sqrt(space.size)
             unit = lengths[None, :].astype(start.dtype)
             start = side_by_side(state.rhs / unit, start)
@@ -187,10 +185,8 @@ class KrylovAwareEstimator(SpectralEstimator):
 
 
 def best_probes(k: int) -> float:
-    """How many probes are best: 3 at least, where they leave two steps.
-
-    Over kernels, noises and budgets `0.9 sqrt(k)` had 1.6 times the error of derivatives.
-    """
+    """The default for m: at least 3, if these leave two steps."""
+    # Over kernels, noises, budgets, `0.9 sqrt(k)` had 1.6 times the derivative error.
     return max(0.5 * math.sqrt(k), min(3.0, max(k / 2, 2.0)))
 
 
@@ -206,7 +202,8 @@ def _outcome(
     steps: int | Int[Array, ""],
     most_left_out: int | None = None,
 ) -> tuple[Outcome, RitzStandIn]:
-    """The outcome and its stand-in, from the sums after so many steps."""
+    """The outcome, and the stand-in that carries its derivative, from sums after
+    `steps`."""
     k, width = len(factor), factor.shape[1] - len(factor)
     shallow, rows = steps, k // width
     if most_left_out is not None:
@@ -233,8 +230,10 @@ def _outcome(
         leaf_errors=sums.truncation_errors,
         form_errors=form_errors,
     )
-    nothing = jnp.zeros_like(S), state.function, t_rhs
-    evidence = Evidence(nothing, jtu.Partial(judge_truncated, space, state.function))
+    zero_products = jnp.zeros_like(S), state.function, t_rhs
+    evidence = Evidence(
+        zero_products, jtu.Partial(judge_truncated, space, state.function)
+    )
     count = None if isinstance(steps, int) else width * steps
     outcome = spectral_outcome(
         state,

@@ -1,4 +1,4 @@
-"""Sums of a spectral function, and their error bars, from one block Krylov space."""
+"""Sums for a spectral function, and their error bars, from one block Krylov space."""
 
 import math
 import operator as op
@@ -25,12 +25,12 @@ from .bounds import (
     ColumnControl,
     End,
     bias_of,
+    bracket_midpoints,
     columns_control,
     end_errors,
     evaluate_at_bounds,
     extended_pairs,
     lower_ends,
-    middles_of,
     outer_ends,
     quadrature_errors,
     trace_control,
@@ -40,14 +40,13 @@ from .state import SpectralState
 
 
 class KrylovSums(NamedTuple):
-    """Sums over a Krylov space, with a list entry for each leaf of the function.
+    """Sums over a Krylov space. Lists have an entry for each leaf of the function.
 
-    - `bars`: error bars of the sums.
-    - `truncation_errors`: truncation errors: half of the distance to the end of the bracket that the
-        value takes, or extrapolated.
-    - `sampling_errors`: errors of probes, and of rounding.
+    - `bars`: error bars for the sums.
+    - `truncation_errors`: half the bracket that the value uses, or extrapolated errors.
+    - `sampling_errors`: these include rounding errors.
     - `theta`, `S`, `coupling`: Ritz pairs, and the matrix C that derivatives need.
-    - `columns`: control variates by columns, or `None`.
+    - `columns`: the control variate from columns, or `None`.
     """
 
     bars: list[ErrorBar]
@@ -63,11 +62,11 @@ class KrylovSums(NamedTuple):
 
     @property
     def all_bars(self) -> list[ErrorBar]:
-        """The bars of sums, and of quadratic forms."""
+        """Error bars for sums and quadratic forms."""
         return self.bars if self.forms is None else [*self.bars, self.forms.bar]
 
     def ratio(self, depth: Depth) -> Float[Array, ""]:
-        """The truncation error over the one that may remain: enough at 1 or less."""
+        """Truncation error over its tolerance. At most 1 is enough."""
         truncation_errors, error = (
             jnp.stack(self.truncation_errors),
             jnp.stack(self.sampling_errors),
@@ -90,15 +89,15 @@ def krylov_sums(
     step_sizes: tuple[int, ...] = (),
     most_left_out: int | None = None,
 ) -> KrylovSums:
-    """`KrylovSums` of so many steps, which may be fewer than the factor has room for.
+    """`KrylovSums` after `steps`, which may be fewer than the factor has room for.
 
-    - `factor`, `R`, `basis`: as `arnoldi` returns them, of w = q + m starting vectors, the
-        right-hand sides of the state and the probes. The basis is for preconditioners.
-    - `step_sizes`: ascending numbers of steps for which smaller matrices are decomposed.
-    - `most_left_out`: how many steps spaces without a probe take at most; all by default.
-        Any space that doesn't depend on a probe can be tested on it.
+    - `factor`, `R`, `basis`: from `arnoldi`, for w = q + m starting vectors: the
+        state's right-hand sides and the probes. Only preconditioners use the basis.
+    - `step_sizes`: ascending step counts up to which we decompose smaller matrices.
+    - `most_left_out`: the largest number of steps for spaces without a probe, by
+        default all. We may test any space on a probe that it doesn't depend on.
     """
-    # The space, with and without each probe.
+    # We build the space, with and without each probe.
     projected = block_lanczos(factor)
     T, omega, asymmetry = projected
     n, width, q = state.space.size, omega.shape[1], state.num_rhs
@@ -107,14 +106,14 @@ def krylov_sums(
     theta, resolution, result = ritz_values(
         theta, asymmetry, state.space, state.lower, state.magnitude, state.solvers
     )
-    shallow, rows = steps, len(T)  # coordinates that spaces without a probe reach
+    shallow, rows = steps, len(T)  # spaces without a probe use these coordinates
     if most_left_out is not None:
         shallow = jnp.minimum(steps, most_left_out)
         rows = min(width * most_left_out, rows)
     left_out = leave_probes_out(T[:rows, :rows], omega[:rows], n, shallow, q)
     S_rows = S[:rows]
 
-    # Samples, what controls them, and the errors of rounding.
+    # We compute samples, their control variates, and rounding errors.
     function = state.function.in_range(theta)
     leaves = function(theta)
     weights = sample_weights(left_out, S_rows)
@@ -125,15 +124,15 @@ def krylov_sums(
     )
     magnitudes = [weighted_sums(weight, jnp.abs(f)) for f in leaves]
     P, trace, inside = state.preconditioner, None, None
-    if m > 1:  # slopes are those of neighbours
+    if m > 1:  # a control needs neighbours
         inside = None if P is None else P.inside(basis.T[:rows].T)
         if inside is None:
-            known = state.trace
-            trace = known_trace(state.operator) if known is None else known
+            trace = state.trace
+            trace = known_trace(state.operator) if trace is None else trace
     sums, controls, columns = _samples(weights, leaves), None, None
     if inside is not None:
-        controls, of_tests, columns = columns_control(*inside, left_out, S_rows, leaves)
-        coupling = coupling + of_tests
+        controls, change, columns = columns_control(*inside, left_out, S_rows, leaves)
+        coupling = coupling + change
     elif trace is not None:
         controls, cancelled = trace_control(
             trace, left_out, weights, sums, theta, S_rows, function
@@ -143,7 +142,7 @@ def krylov_sums(
         rounding = list(map(jnp.hypot, rounding, map(bias_of, controls)))
     samples = _controlled(sums, controls)
 
-    # Truncation errors, from extensions of T to the ends of the spectrum.
+    # We get truncation errors by extending T to the ends of the spectrum.
     stats: dict[str, Any] = {
         "known_trace": jnp.asarray(trace is not None),
         **function.unit,
@@ -156,9 +155,9 @@ def krylov_sums(
     def at_end(end: End):
         nodes, vectors = extended_pairs(T, R, (theta, S), end, steps, sizes)
         form = jnp.sum(squares(inner(vectors, rhs)) / nodes[:, None], axis=0)
-        of_end = sample_weights(left_out, vectors[:rows])
-        # Controlled as those of T: no part of the bracket.
-        return _controlled(_samples(of_end, function(nodes)), controls), form
+        end_weights = sample_weights(left_out, vectors[:rows])
+        # We use the controls for T, so they don't change the bracket's length.
+        return _controlled(_samples(end_weights, function(nodes)), controls), form
 
     def changes(others):
         pairs = zip(samples, others, strict=True)
@@ -169,22 +168,22 @@ def krylov_sums(
     if state.has_bracket:
         lower, bottom, proven = lower_ends(function, theta, state)
         one = jnp.ones_like(lower)
-        both = evaluate_at_bounds(at_end, End(one, lower), End(one, bottom))
-        (of_lower, form_of_lower), (of_bottom, form_of_bottom) = both
+        ends = evaluate_at_bounds(at_end, End(one, lower), End(one, bottom))
+        (at_lower, form_at_lower), (at_bottom, form_at_bottom) = ends
         end = End(one, jnp.maximum(theta[0] - residuals[0], lower))
-        of_reach = end_errors(
-            function, theta[0], weight[0], end, changes(of_lower), monotone=True
+        least_errors = end_errors(
+            function, theta[0], weight[0], end, changes(at_lower), monotone=True
         )
         if state.rhs is not None:
-            highs = form_of_lower, form_of_bottom
+            highs = form_at_lower, form_at_bottom
             forms = forms_between(inner(S, rhs), theta, highs, state.magnitude)
         positive = theta[0] >= 0
-        _, brackets = middles_of(samples, of_lower, positive)
-        samples, sides = middles_of(samples, of_bottom, positive)
-        # Before convergence the truth may be close to either end.
+        _, brackets = bracket_midpoints(samples, at_lower, positive)
+        samples, value_brackets = bracket_midpoints(samples, at_bottom, positive)
+        # The truth may be close to either end until the space converges.
         truncation_errors = [
             jnp.where(positive, jnp.maximum(jnp.abs(high - low) / 2, more), jnp.inf)
-            for (low, high), more in zip(sides, of_reach, strict=True)
+            for (low, high), more in zip(value_brackets, least_errors, strict=True)
         ]
         ends = map(state.treedef.unflatten, zip(*brackets, strict=True))
         stats["bracket"] = tuple(ends)
@@ -224,7 +223,7 @@ def krylov_sums(
 def _samples(
     weights: Float[Array, "3 m k"], leaves: list[Inexact[Array, " k"]]
 ) -> list[Samples]:
-    """The samples of every leaf, and those of pairs."""
+    """Samples, and samples with a second probe left out, for every leaf."""
     return [weighted_sums(weights, f) for f in leaves]
 
 

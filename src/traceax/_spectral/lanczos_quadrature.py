@@ -32,27 +32,26 @@ from .state import SpectralState
 class LanczosQuadratureEstimator(SpectralEstimator):
     r"""Stochastic Lanczos quadrature: the mean of `w_j^* f(A) w_j` over m probes.
 
-    Each form is a Gauss quadrature, by s steps of Lanczos from the probe.
+    Each form is a Gauss quadrature, from s Lanczos steps that start at the probe.
 
-    *Use when* the spectrum is flat, so that there is nothing to find in it, or when
-    O(n k^2) work beyond the products is too much. Everywhere else
-    [`traceax.KrylovAwareEstimator`][] is more accurate.
+    *Use when* the spectrum is flat, or O(n k^2) work beyond the products is too much.
+    Otherwise [`traceax.KrylovAwareEstimator`][] is more accurate.
 
     | | |
     |---|---|
     | operator | symmetric or Hermitian, PyTrees, complex |
-    | products | m s, k less at most 2 |
+    | products | m s, at least k - 2 |
     | beyond the products | O(n k s) time, three n x k blocks; derivatives hold five |
-    | bias | of the quadrature; none where f is a polynomial of degree 2 s - 1 |
-    | standard error | of probes, from their spread; and of the quadrature, extrapolated from its last steps |
-    | derivative | `tr((F o C) V^* dA V)` with the Ritz vectors V of all probes, k products with dA |
+    | bias | the quadrature error; none for polynomials of degree 2 s - 1 |
+    | standard error | sampling error, from the spread of the forms; quadrature error, extrapolated from the last steps |
+    | derivative | `tr((F o C) V^* dA V)` with all probes' Ritz vectors V, k products with dA |
 
     **Arguments:**
 
-    - `num_probes`: m. By default about `0.9 sqrt(k)`.
-    - `sampler`: of the probes; [`traceax.RademacherSampler`][] by default. With
-        [`traceax.ColouredSampler`][] of p colours k is a multiple of p, and so is m, by
-        default at least `2 p`, for an error bar; up to `2 p` products more may be left.
+    - `num_probes`: m. The default is about `0.9 sqrt(k)`.
+    - `sampler`: draws the probes, by default [`traceax.RademacherSampler`][]. For p
+        colours ([`traceax.ColouredSampler`][]), k and m are multiples of p, and m is at
+        least `2 p` by default, for an error bar. Up to `2 p` products may be left.
 
     **Reference:** Golub and Meurant, "Matrices, Moments and Quadrature with
     Applications" (2010), doi:10.1515/9781400833889; Ubaru, Chen and Saad, "Fast
@@ -66,16 +65,16 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     sampler: Sampler = RademacherSampler()
 
     def __check_init__(self):
-        name, meaning = type(self).__name__, "how many forms are averaged"
+        name, meaning = type(self).__name__, "how many forms we average"
         check_optional_integer(
             self.num_probes, "num_probes", name, least=1, meaning=meaning
         )
         check_sampler(self.sampler, name, independent=True, rounds=True)
         if self.num_probes is not None:
-            p, what = self.sampler.round_size, "num_probes must be whole rounds"
+            p, requirement = self.sampler.round_size, "num_probes must be whole rounds"
             hint = f"pass {p} for one round, or {2 * p} for an error bar"
-            got = str(self.num_probes)
-            require(self.num_probes % p == 0, name, what, got, hint)
+            received = str(self.num_probes)
+            require(self.num_probes % p == 0, name, requirement, received, hint)
 
     def check_budget(self, k, *, at_most):
         where = f"{type(self).__name__}.estimate"
@@ -104,14 +103,14 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         )
         results = [domain_result(x, result) for x in decided]
         quadrature = _quadrature_errors(function, krylov, flat)
-        of_ends = _end_errors(function, krylov, flat, state)
-        quadrature = list(map(jnp.maximum, quadrature, of_ends))
+        end_changes = _end_errors(function, krylov, flat, state)
+        quadrature = list(map(jnp.maximum, quadrature, end_changes))
         bars = []
         for leaf, *others in zip(function(flat), quadrature, rounding, strict=True):
             f = leaf.reshape(m, steps)
             samples = jnp.mean(weighted_sums(squares, f).reshape(rounds, p), axis=1)
-            # A multiple of the identity has no part in the spread. In a unit in which
-            # squares neither over- nor underflow.
+            # A multiple of I adds nothing to the spread, so we drop it. In this unit
+            # squares neither overflow nor underflow.
             varying = f - jnp.mean(samples) / n
             unit = divisor(largest_entry(varying))
             images = _images(krylov, pairs, varying / unit.astype(f.dtype))
@@ -129,7 +128,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
 def _images(
     krylov: KrylovSpaces, pairs: RitzPairs, f: Inexact[Array, "m s"]
 ) -> Inexact[Array, "n m"]:
-    """`f(A) w_i` of each probe, from f at its Ritz values."""
+    """`f(A) w_i` for each probe, from f at its Ritz values."""
     m, steps = f.shape
     dtype = np.result_type(f.dtype, krylov.basis.dtype)
     f, basis, S, probes = (
@@ -138,17 +137,17 @@ def _images(
     own = math.sqrt(m) * jnp.einsum("iri->ir", probes.reshape(m, steps, m))
     weights = jnp.where(own == 0, 0, f * own)
     S = S.reshape(steps, m, m, steps)
-    inside = jnp.einsum("jiir,ir->ji", S, weights, precision="highest")
-    return jnp.einsum("jin,ji->in", basis, inside, precision="highest").T
+    coordinates = jnp.einsum("jiir,ir->ji", S, weights, precision="highest")
+    return jnp.einsum("jin,ji->in", basis, coordinates, precision="highest").T
 
 
 def _quadrature_errors(
     function: SpectralFunction, krylov: KrylovSpaces, values: Float[Array, " ms"]
 ) -> list[Float[Array, ""]]:
-    """How far the mean is from its limit in the number of steps, of each leaf.
+    """Quadrature error for each leaf, extrapolated from thirds of the steps.
 
-    With h a third of the steps, the last h of them changed the mean by b and the h
-    before by a. Infinite for a single step, which tells nothing.
+    The last third changed the mean by b, the third before by a. One step gives
+    infinity.
     """
     steps = krylov.projected.shape[1]
     if steps == 1:
@@ -158,14 +157,14 @@ def _quadrature_errors(
     def means(s):
         nodes, vectors = jax.vmap(eigh)(krylov.projected[:, :s, :s])
         weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
-        # Rounding must not take a node out of the function's domain.
+        # We clip, or f could be undefined at a node after rounding.
         nodes = jnp.clip(nodes, jnp.min(values), jnp.max(values))
         return [jnp.mean(weighted_sums(weights, f)) for f in function(nodes)]
 
-    known = [means(s) for s in (steps, steps - h, steps - 2 * h) if s >= 1]
+    runs = [means(s) for s in (steps, steps - h, steps - 2 * h) if s >= 1]
     changes = [
         [jnp.abs(x - y) for x, y in zip(*pair, strict=True)]
-        for pair in itertools.pairwise(known)
+        for pair in itertools.pairwise(runs)
     ]
     if len(changes) == 1:
         return changes[0]
@@ -178,10 +177,10 @@ def _end_errors(
     values: Float[Array, " ms"],
     state: SpectralState,
 ) -> list[Float[Array, ""]]:
-    """The errors that the ends of the spectrum add to the mean of each leaf."""
+    """The errors that both ends of the spectrum add for each leaf."""
     m, steps, _ = krylov.projected.shape
 
-    def of_space(T, following, theta, norm):
+    def probe_errors(T, following, theta, norm):
         _, S = eigh(T)
         R = following.reshape(1, 1)
         residuals = residual_norms(R, S, steps)
@@ -197,5 +196,5 @@ def _end_errors(
             errors.append(end_errors(function, theta[j], weights[j], end, changes))
         return [jnp.maximum(*x) for x in zip(*errors, strict=True)]
 
-    lanes = krylov.projected, krylov.following, values.reshape(m, steps), krylov.norms
-    return [jnp.mean(x) for x in jax.vmap(of_space)(*lanes)]
+    probes = krylov.projected, krylov.following, values.reshape(m, steps), krylov.norms
+    return [jnp.mean(x) for x in jax.vmap(probe_errors)(*probes)]

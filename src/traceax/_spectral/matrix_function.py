@@ -1,12 +1,12 @@
 r"""f(A) as a linear operator.
 
-With Ritz values theta, Ritz vectors V and the coordinates c of x from s steps of Lanczos,
+With Ritz values theta, Ritz vectors V and the coordinates c of x from s Lanczos steps,
 
     f(A) x ~ V f(theta) c,    L(A, dA) x ~ sum_j c_j g_j(A) W_j,    W = dA V.
 
 The derivative L has divided differences `g_j(t) = f[t, theta_j]` (Higham, "Functions of
-Matrices", 2008, doi:10.1137/1.9780898717778, theorem 3.11). It is linear in W. The transpose
-maps y to all `c_j g_j(A)^T y`, by the one Krylov space of y.
+Matrices", 2008, doi:10.1137/1.9780898717778, theorem 3.11) and is linear in W. Its
+transpose maps y to all `c_j g_j(A)^T y`, which share the Krylov space of y.
 """
 
 import functools as ft
@@ -55,36 +55,34 @@ from .function import (
 
 
 class MatrixFunctionLinearOperator(spaces.Dense):
-    r"""The operator `f(A)` of a symmetric or Hermitian A, applied by Lanczos.
+    r"""The operator `f(A)` for a symmetric or Hermitian A, applied by Lanczos.
 
     ```python
     square_root = traceax.MatrixFunctionLinearOperator(operator, jnp.sqrt, 30)
     traceax.trace(key, square_root, 40)
     ```
 
-    A product takes s products with A, O(n s^2) time and s vectors of memory. It is
-    exact for polynomials of degree below s, and for a space that stops growing.
+    A product takes s products with A, O(n s^2) time and memory for s vectors. It is
+    exact for polynomials of degree below s, and if the Krylov space stops growing.
 
-    Products are differentiable to any order with respect to the vector, and once with
-    respect to A and to the arrays that `fn` closes over. The derivative along dA is computed
-    from the formula for the derivative of f(A), not through the Lanczos algorithm, so that
-    it is also right where the space stops growing. It takes the derivative of s products,
-    and in reverse mode 2 s more products and 4 s vectors, in forward mode 5 s and 8 s.
+    You can differentiate products to any order with respect to the vector, and once
+    with respect to A and to arrays that `fn` closes over. The latter uses the formula
+    for derivatives of f(A), not the Lanczos algorithm, so it is also right if the space
+    stops growing. It takes the derivative of s products; reverse mode adds 2 s products
+    and 4 s vectors, forward mode 5 s products and 8 s vectors.
 
     **Arguments:**
 
     - `operator`: a square lineax operator, over arrays or PyTrees, that is tagged
         symmetric (real) or semidefinite (real or complex).
-    - `fn`: a function of a real scalar. If it is complex, such as `exp(i t)`, f(A) acts on
-        complex vectors, and a product with it takes 2 s products with a real A.
-    - `num_steps`: s, a positive int; more than n are not used.
-    - `tags`: what is known of f(A), such as `lineax.positive_semidefinite_tag`.
-    - `lower`: a real scalar that no eigenvalue of A is below, where one is known, so that
-        rounding takes none out of the domain of `fn`; 0 of an operator that is tagged
-        positive semidefinite.
+    - `fn`: a function of a real scalar. If it is complex, such as `exp(i t)`, f(A) acts
+        on complex vectors, and a product takes 2 s products with a real A.
+    - `num_steps`: s, a positive int. More than n steps are not used.
+    - `tags`: lineax tags for f(A), such as `lineax.positive_semidefinite_tag`.
+    - `lower`: a real scalar that no eigenvalue of A is below, 0 if A is tagged positive
+        semidefinite. It keeps rounded eigenvalues in the domain of `fn`.
 
-    **Raises:** as [`traceax.trace_function`][]; `ValueError` for an operator that isn't
-    known to be Hermitian.
+    **Raises:** as [`traceax.trace_function`][], and `ValueError` without such a tag.
     """
 
     operator: lx.AbstractLinearOperator
@@ -107,8 +105,8 @@ class MatrixFunctionLinearOperator(spaces.Dense):
         space = space_of(operator)
         if not spaces.is_hermitian(operator):
             raise ValueError(
-                f"{where}: operator must be known to be Hermitian, got one without a "
-                "tag of that; give it lineax.symmetric_tag (if it is real) or "
+                f"{where}: operator must be known to be Hermitian, got one without such "
+                "a tag; give it lineax.symmetric_tag (if it is real) or "
                 "lineax.positive_semidefinite_tag."
             )
         num_steps = without_numpy(num_steps)
@@ -119,15 +117,17 @@ class MatrixFunctionLinearOperator(spaces.Dense):
         self.fn = spectral_function(fn, space.real_dtype, where)
         values = jax.eval_shape(self.fn, jnp.ones((), space.real_dtype))
         if len(values) != 1:
-            raise ValueError(f"{where}: fn must return one scalar, not several.")
+            raise ValueError(
+                f"{where}: fn must return one scalar, not several; select one."
+            )
         if jnp.iscomplexobj(values[0]) and not space.is_complex:
-            # The wrapped operator has lost its tag.
-            known = lower is None and spaces.is_positive_semidefinite(operator)
-            lower = 0.0 if known else lower
+            # The wrapper below loses the tag, so we keep its bound.
+            is_bounded = lower is None and spaces.is_positive_semidefinite(operator)
+            lower = 0.0 if is_bounded else lower
             self.operator = ComplexLinearOperator(self.operator)
         self.num_steps = min(num_steps, space.size)
-        several = isinstance(tags, set | frozenset | tuple | list)
-        self.tags = frozenset(tags if several else (tags,))
+        is_group = isinstance(tags, set | frozenset | tuple | list)
+        self.tags = frozenset(tags if is_group else (tags,))
         lower = checked_lower(lower, space.real_dtype, where)
         self.lower = jax.lax.stop_gradient(lower)
 
@@ -150,13 +150,14 @@ class MatrixFunctionLinearOperator(spaces.Dense):
         return self.operator.in_structure()
 
     def _satisfies(self, check):
-        # A function keeps the structure, and has the sign that it is tagged with.
-        own, *_ = spaces.TAGS[check]
-        kept = check in (lx.is_symmetric, lx.is_diagonal)
-        return own in self.tags or (kept and spaces.is_known(self.operator, check))
+        # f(A) is symmetric or diagonal if A is; its sign needs a tag.
+        tag, *_ = spaces.TAGS[check]
+        is_kept = check in (lx.is_symmetric, lx.is_diagonal)
+        return tag in self.tags or (is_kept and spaces.is_known(self.operator, check))
 
     def points(self, values: Float[Array, " s"], asymmetry: Float[Array, ""]):
-        """Ritz values, moved to the end of the spectrum that rounding hides from them."""
+        """Ritz values, moved to `lower` or 0 if within rounding and f is finite
+        there."""
         values, resolution, _ = ritz_values(
             values,
             asymmetry,
@@ -164,11 +165,10 @@ class MatrixFunctionLinearOperator(spaces.Dense):
             self.lower,
             error=solver_tolerance(self.operator, values.dtype),
         )
-        # A root of high order magnifies rounding: Ritz values that rounding hides from
-        # `lower`, or from 0, become this end if f is finite there.
+        # High-order roots magnify rounding, so we move close Ritz values to the end.
         end = jnp.zeros_like(resolution) if self.lower is None else self.lower
-        hidden = jnp.abs(values - end) <= HIDDEN * resolution * largest_entry(values)
-        return jnp.where(hidden & jnp.isfinite(self.fn(end)[0]), end, values)
+        is_close = jnp.abs(values - end) <= HIDDEN * resolution * largest_entry(values)
+        return jnp.where(is_close & jnp.isfinite(self.fn(end)[0]), end, values)
 
     def ritz_pairs(self, x: Inexact[Array, " n"]) -> RitzPairs:
         product = ft.partial(apply_block, self.operator)
@@ -179,24 +179,24 @@ class MatrixFunctionLinearOperator(spaces.Dense):
 
 
 def _combine(pairs: RitzPairs, f: Inexact[Array, "s q"]) -> Inexact[Array, "n q"]:
-    """`V f c` for q functions, given their values at theta."""
+    """`V f c` for q functions, given the values f at theta."""
     weights = f.astype(pairs.basis.dtype) * pairs.probes
     return combine(pairs.basis, matmul(pairs.vectors, weights))
 
 
 def _linear(op: Any, forward: Callable, functions: Callable, X: Array) -> Array:
-    """`forward(X)`, a vector, with the transpose that maps y to `g_j(A)^T y` for all j."""
+    """The vector `forward(X)`; its transpose maps y to `g_j(A)^T y` for all j."""
 
     def solve(_, X):
-        # Solutions have the shape of X: the first column holds the result.
+        # JAX wants a solution shaped like X, so we put the result in its first column.
         return jnp.zeros_like(X).at[:, 0].set(forward(X))
 
     def transpose(_, Y):
-        # A is Hermitian: `g(A)^T y` is the conjugate of `conj(g)(A) conj(y)`.
+        # A is Hermitian, so `g(A)^T y = conj(conj(g)(A) conj(y))`.
         pairs = op.ritz_pairs(Y[:, 0].conj())
         return _combine(pairs, functions(pairs.values).conj()).conj()
 
-    # The system is the identity. Only JAX's linear solves have a custom transpose.
+    # The system is the identity: we only need JAX's custom transpose for linear solves.
     return jax.lax.custom_linear_solve(lambda X: X, X, solve, transpose)[:, 0]
 
 
@@ -235,9 +235,9 @@ def _frechet(
 ) -> Inexact[Array, " n"]:
     """`L(A, dA) x`, linear in `W = dA V`.
 
-    For `M = [[A, W], [0, diag(theta)]]`, f(M) maps `(0, c)` to `(L(A, dA) x, f(theta) c)`
-    (Mathias 1996, doi:10.1137/S0895479895283409). We project A to the span G of the upper
-    halves of the Krylov space of M and `(0, c)`.
+    For `M = [[A, W], [0, diag(theta)]]`, f(M) maps `(0, c)` to
+    `(L(A, dA) x, f(theta) c)` (Mathias 1996, doi:10.1137/S0895479895283409). The Krylov
+    space of M and `(0, c)` has upper halves with span G, to which we project A.
     """
     (n, s), c, theta = W.shape, pairs.probes, pairs.values
 
@@ -246,7 +246,7 @@ def _frechet(
         return g.astype(c.dtype) * c.T
 
     def forward(W):
-        # The result is linear in W, so that M may hold any multiple of it.
+        # The result is linear in W, so we scale W freely in M.
         unit = divisor(largest_entry(W)) / divisor(largest_entry(theta))
 
         def product(z):

@@ -1,21 +1,21 @@
-r"""The derivative of `tr f(A)`, and of quadratic forms with the inverse, and its error bar.
+r"""Derivatives of `tr f(A)` and quadratic forms with the inverse; their error bars.
 
-With a basis K of a Krylov space, Ritz values theta, their vectors S in the basis, and a
-Hermitian matrix C such that `E[K S C S^* K^*] = I`, the estimate `tr(C f(Theta))` of
+Let K be a Krylov basis, theta Ritz values, S their vectors in this basis, and C a
+Hermitian matrix with `E[K S C S^* K^*] = I`. The estimate `tr(C f(Theta))` for
 `tr f(A)` has the derivative `tr(C M)` with
 
     M = F o (S^* D S) + diag(df(theta)),    D = K^* dA K,
     F_ij = (f(theta_i) - f(theta_j)) / (theta_i - theta_j),
 
-K, S and C held fixed (Daleckii and Krein; Higham, "Functions of Matrices" (2008), theorem
-3.11, doi:10.1137/1.9780898717778). With `u = A^-1 b`, in coordinates of the basis, the
-derivative of `b^* A^-1 b` is `2 Re(u^* K^* db) - u^* D u`. So products with dA enter by the
-small matrix D alone.
+with fixed K, S and C (Daleckii and Krein; Higham, "Functions of Matrices" (2008),
+theorem 3.11, doi:10.1137/1.9780898717778). With `u = A^-1 b` in coordinates of K,
+`b^* A^-1 b` has the derivative `2 Re(u^* K^* db) - u^* D u`. So products with dA enter
+only through the small matrix D. A *stand-in* holds the fixed blocks.
 
-*Error bars.* Sample i has the derivative `tr(C_i M)`: the samples that leave a probe out are
-those of any matrix on the Krylov space. The truncation error of a derivative has no bounds.
-We take it from the change that the last step made, and from the truncation error of
-`tr f(A)` then.
+*Error bars.* Sample i has the derivative `tr(C_i M)`: any matrix on the Krylov space
+has leave-one-out samples. The truncation error has no bounds. We estimate it from the
+last step's change in the derivative, and from change and truncation error for
+`tr f(A)`.
 """
 
 import operator as op
@@ -52,7 +52,7 @@ from .._rule import Derivative, Evidence, StandIn
 from .bounds import ColumnControl
 from .function import SpectralFunction, divided_differences, final, weighted_sums
 
-# Columns that are multiplied at once where their number is known at run time only.
+# We multiply this many columns at once if their number is only known at run time.
 _CHUNK = 64
 
 
@@ -62,11 +62,10 @@ class RitzStandIn(StandIn):
     - `basis`: K.
     - `theta`, `S`: Ritz values, and their vectors in the basis.
     - `coupling`: C.
-    - `count`: how many of the pairs there are, where that is known at run time only.
-        Values beyond are copies of one of them, everything else is 0 there.
-    - `solutions`: coordinates in the Ritz vectors of `A^-1 B` for the right-hand sides B of
-        the state; `None` without such.
-    - `evidence`: for error bars of derivatives; `None` if they have none.
+    - `count`: the number of pairs, if only known at run time. Further Ritz values are
+        copies, and their other entries are 0.
+    - `solutions`: `A^-1 B` in Ritz coordinates for right-hand sides B, or `None`.
+    - `evidence`: arrays for the derivatives' error bars, or `None`.
     """
 
     basis: Inexact[Array, "n p"]
@@ -84,7 +83,7 @@ class RitzStandIn(StandIn):
         t_rhs = tangent.rhs
         t_rhs = None if t_rhs is None else inner(self.basis, t_rhs)
         parts = self.theta, self.S, self.coupling, self.solutions
-        # Second derivatives would need the tangents of these.
+        # Second derivatives would need tangents for these parts, so we forbid them.
         theta, S, C, solutions = final(parts, of=(state.operator, state.function))
         function = state.function.in_range(theta)
         values: list[Array | None] = [
@@ -124,11 +123,11 @@ def _projected_tangent(
     if count is None or p <= _CHUNK:
         products = product_tangent(operator, t_operator, basis)
         return None if products is None else inner(basis, products)
-    number = -(-p // _CHUNK)
-    rows = jnp.pad(basis.T, ((0, number * _CHUNK - p), (0, 0)))
-    chunks = rows.reshape(number, _CHUNK, n)
+    num_chunks = -(-p // _CHUNK)
+    rows = jnp.pad(basis.T, ((0, num_chunks * _CHUNK - p), (0, 0)))
+    chunks = rows.reshape(num_chunks, _CHUNK, n)
 
-    # Within the condition, too: it would keep zeros of all that a chunk it skips had made.
+    # We checkpoint inside the condition, too, or JAX stores zeros for skipped chunks.
     @jax.checkpoint
     def project(chunk):
         products = product_tangent(operator, t_operator, chunk.T)
@@ -139,13 +138,13 @@ def _projected_tangent(
         return None
 
     @jax.checkpoint
-    def part(of):
-        start, chunk = of
+    def project_if_used(start_and_chunk):
+        start, chunk = start_and_chunk
         return if_any(start < count, project, shape, chunk)
 
-    starts = _CHUNK * jnp.arange(number, dtype=jnp.int32)
-    found = jax.lax.map(part, (starts, chunks))
-    return jnp.moveaxis(found, 0, 1).reshape(p, -1)[:, :p]
+    starts = _CHUNK * jnp.arange(num_chunks, dtype=jnp.int32)
+    blocks = jax.lax.map(project_if_used, (starts, chunks))
+    return jnp.moveaxis(blocks, 0, 1).reshape(p, -1)[:, :p]
 
 
 def slope_matrices(
@@ -155,22 +154,22 @@ def slope_matrices(
     function: SpectralFunction,
     t_function: PyTree,
 ) -> list[Inexact[Array, "k k"]]:
-    """The matrix M for every leaf."""
+    """The matrix M for every leaf, a scalar that the function returns."""
     changes: list[Array | None] = [None for _ in function(theta)]
     if jtu.tree_leaves(t_function):
         _, changes = eqx.filter_jvp(lambda fn: fn(theta), (function,), (t_function,))
-    inside = jnp.zeros_like(S) if D is None else inner(S, matmul(D, S))
-    found = []
+    D_ritz = jnp.zeros_like(S) if D is None else inner(S, matmul(D, S))
+    matrices = []
     for F, change in zip(
         divided_differences(function, theta, theta), changes, strict=True
     ):
         dtype = np.result_type(F.dtype, S.dtype)
-        M = F.astype(dtype) * inside.astype(dtype)
-        # A leaf may not depend on what others close over.
+        M = F.astype(dtype) * D_ritz.astype(dtype)
+        # A leaf need not depend on all arrays that the function closes over.
         if change is not None:
             M = M + jnp.diag(change.astype(dtype))
-        found.append(M)
-    return found
+        matrices.append(M)
+    return matrices
 
 
 #
@@ -179,7 +178,7 @@ def slope_matrices(
 
 
 class Exact(NamedTuple):
-    """All eigenvalues, for the error bar of the derivative of an exact answer."""
+    """All eigenpairs, for error bars of an exact answer's derivatives."""
 
     theta: Float[Array, " n"]
     S: Inexact[Array, "n n"]
@@ -189,15 +188,15 @@ class Exact(NamedTuple):
 def judge_exact(
     exact: Exact, function: SpectralFunction, products: tuple[Any, Any, Any]
 ) -> list[ErrorBar]:
-    """The errors that rounding makes of exact slopes, `tr(f'(A) dA)` and those of forms.
+    """Rounding errors in exact derivatives, `tr(f'(A) dA)` and quadratic forms.
 
-    Eigenvalues that are off by eps |A| change f'(A), and entries of dA may cancel.
+    Errors eps |A| in eigenvalues change f'(A), and entries in dA may cancel.
     """
     (theta, S, coordinates), (D, t_function, t_rhs) = exact, products
     eps, size = jnp.finfo(theta.dtype).eps, jnp.max(jnp.abs(theta))
     dA = frobenius(D)
     function = function.in_range(theta)
-    # f', of which an infinite one is replaced.
+    # The diagonals hold f', with infinite values replaced.
     exactly, moved = (
         [jnp.diagonal(F) for F in divided_differences(function, x, x)]
         for x in (theta, theta + eps * size)
@@ -224,15 +223,15 @@ def judge_exact(
 
 
 class Truncated(NamedTuple):
-    """A Krylov space and what is known of its truncation error.
+    """A Krylov space and its truncation errors.
 
     - `omega`: coordinates of the starting vectors in the basis.
     - `theta`, `S`: Ritz values and vectors.
-    - `n`, `q`: how many unknowns, and right-hand sides among the starting vectors.
-    - `steps`, `shallow`: steps of the space, and of the spaces without a probe.
-    - `most_left_out`: the number of steps that those have room for.
-    - `columns`: control variates by columns, or `None`.
-    - `solutions`: coordinates of solutions in the Ritz vectors, or `None`.
+    - `n`, `q`: the numbers of unknowns and right-hand sides.
+    - `steps`, `shallow`: steps for the space, and for the spaces without a probe.
+    - `most_left_out`: the largest `shallow` for which arrays have room.
+    - `columns`: the control variate from columns, or `None`.
+    - `solutions`: the solutions in Ritz coordinates, or `None`.
     - `leaf_errors`, `form_errors`: truncation errors.
     """
 
@@ -259,7 +258,7 @@ class Truncated(NamedTuple):
 def judge_truncated(
     space: Truncated, function: SpectralFunction, products: tuple[Any, Any, Any]
 ) -> list[ErrorBar]:
-    """Error bars of the derivatives of every leaf, and of quadratic forms."""
+    """Error bars for the derivatives, of every leaf and of quadratic forms."""
     T, omega, (D, t_function, t_rhs) = space.T, space.omega, products
     width, n = omega.shape[1], space.n
     rows = width * space.most_left_out
@@ -269,15 +268,15 @@ def judge_truncated(
     D = (D + D.conj().T) / 2
     earlier, shallow = space.steps - 1, space.shallow - 1
     theta, S = ritz_pairs(T, width * jnp.maximum(earlier, 1))
-    # Rounding must not take a node out of the function's domain.
+    # We clip, or f could be undefined at a node after rounding.
     theta = jnp.clip(theta, jnp.min(space.theta), jnp.max(space.theta))
     before, after = (theta, S), (space.theta, space.S)
     function = function.in_range(space.theta)
-    # Tested by the spaces without a probe of a step less, which lie in both.
+    # We test both with spaces without a probe after one step less, which lie in both.
     C = coupling_of_fewer(left_out, omega[:rows], n, shallow)
 
     def sums(theta, S):
-        """`tr(C f(T))` and `tr(C M)` of every leaf, and its M."""
+        """`tr(C f(T))`, `tr(C M)` and M for every leaf."""
         coupling = inner(S[:rows], matmul(C, S[:rows]))
         weights = jnp.real(jnp.diagonal(coupling))
         Ms = slope_matrices(theta, S, D, function, t_function)
@@ -290,40 +289,40 @@ def judge_truncated(
     S = space.S
     is_known = jnp.asarray(earlier > 0) & jnp.asarray(shallow > 0)
     bars = []
-    for M, unfound, change in zip(Ms, space.leaf_errors, changes, strict=True):
+    for M, leaf_error, change in zip(Ms, space.leaf_errors, changes, strict=True):
         B = matmul(S[:rows], matmul(M, S[:rows].conj().T))
         samples, tested = sample_forms(left_out, B)
         if space.columns is not None:
-            samples = samples + space.columns.of(tested)
+            samples = samples + space.columns.corrections(tested)
         size = jnp.sum(jnp.abs(jnp.diagonal(B)))
         bar = leave_one_out_bar(paired_samples(samples, size))
-        remaining = jnp.where(is_known, _unfound(unfound, *change), jnp.inf)
+        remaining = jnp.where(is_known, _slope_error(leaf_error, *change), jnp.inf)
         error = jnp.hypot(bar.standard_error, remaining)
         bars.append(bar._replace(standard_error=error))
     if space.solutions is not None and space.form_errors is not None:
         u = matmul(S, space.solutions)
         error = _errors_of_forms(space, u, D, t_rhs)
         error = jnp.where(jnp.asarray(earlier > 0), error, jnp.inf)
-        # Only errors and degrees of freedom are read.
+        # Callers read only errors and degrees of freedom, so the mean is a dummy.
         bars.append(ErrorBar(error, error, jnp.full_like(error, jnp.inf)))
     return bars
 
 
-def _unfound(
-    of_value: Float[Array, "*s"],
+def _slope_error(
+    value_error: Float[Array, "*s"],
     change: Float[Array, "*s"],
-    change_of_slope: Float[Array, "*s"],
+    slope_change: Float[Array, "*s"],
 ) -> Float[Array, "*s"]:
-    """What the space leaves of a derivative, by what it leaves of the function.
+    """Truncation error of a derivative, from the function's truncation error.
 
-    That is the fraction f of what the last step changed. Derivatives have one factor more to
-    converge, and `of_value` is half of a bracket, of which f(T) is at an end: of their change
-    3 f is taken, at most all; or f, at most 1.5, where the function has not converged. Of
-    two kernels and a chain of spins, what was left by the exact derivative was 0.2 to 1.7
-    times as much, but for rounding.
+    The latter is a fraction r of the function's change in the last step. Derivatives
+    converge later, and `value_error` is half a bracket with f(T) at one end. So we take
+    3 r times the derivative's change, at most all; or r, at most 1.5, if the function
+    has not converged. With two kernels and a spin chain, the true error was 0.2 to 1.7
+    times this estimate, up to rounding.
     """
-    f = of_value / divisor(change)
-    return change_of_slope * jnp.clip(f, jnp.minimum(3 * f, 1), 1.5)
+    r = value_error / divisor(change)
+    return slope_change * jnp.clip(r, jnp.minimum(3 * r, 1), 1.5)
 
 
 def _errors_of_forms(
@@ -332,44 +331,45 @@ def _errors_of_forms(
     D: Inexact[Array, "k k"],
     t_rhs: Inexact[Array, "k q"],
 ) -> Float[Array, " q"]:
-    r"""Errors of `2 u^* db - u^* dA u`, with `u = A^-1 b` of the Krylov space.
+    r"""Errors in `2 u^* db - u^* dA u`, for the approximation u to `A^-1 b`.
 
-    With the error e of u it is `2 <e, A^-1 db>` for the first term, in the inner product of A.
-    With a Cholesky factor `T = R R^*` the blocks of
+    An error e in u causes the error `2 <e, A^-1 db>`, in the inner product of A, in the
+    first term. With a Cholesky factor `T = R R^*`, the blocks in
 
         y = R^* u = R^-1 b ,    z = R^-1 db
 
-    are what steps found of u and of `A^-1 db`, orthogonal to each other: the term is
-    `2 sum_j y_j^* z_j`, and `|e|^2` the sum of `|y_j|^2` over the steps to come, which a bracket
-    tells: `of_value` is its half, and the more is left, over the more steps it spreads. For
-    `|z_j|` stands the last one, for the cosine of both its root mean square, as `y_j^* z_j` may
-    be 0 by accident. What db has of b itself has the error of `b^* u`.
+    belong to single steps and are orthogonal: the term is `2 sum_j y_j^* z_j`, and
+    `|e|^2` sums `|y_j|^2` over the steps to come. Its bracket has the length
+    `2 value_error`; a larger error spreads over more steps. For `|z_j|` we take the
+    last one, and for the cosine between y_j and z_j the root mean square, because a
+    single `y_j^* z_j` may be 0 by chance. The part of db along b has the error of
+    `b^* u`.
 
-    The second term is judged by its last change, of which what is left is as much as the root
-    mean square of e over what the last step found of u; at most all.
+    For the second term, we multiply its last change by the ratio between the root mean
+    square `|e|`, `sqrt(value_error)`, and the last `|y_j|`, at most 1.
     """
-    T, omega, of_value = space.T, space.omega, space.form_errors
-    assert of_value is not None
+    T, omega, value_error = space.T, space.omega, space.form_errors
+    assert value_error is not None
     k, width = omega.shape
     step, last = jnp.arange(k) // width, space.steps - 1
     taken, unit = step <= last, jnp.eye(k, dtype=T.dtype)
     R, inverse = cholesky(jnp.where(taken[:, None] & taken[None], T, unit))
 
-    def of_steps(x):
+    def step_sums(x):
         return jnp.sum(x.reshape(k // width, width, -1), axis=1)
 
     y = inner(R, u)
-    found = of_steps(squares(y))
+    y_squares = step_sums(squares(y))
     before = u - inner(inverse, jnp.where((step == last)[:, None], y, 0))
     forms = (jnp.real(column_dots(x, matmul(D, x))) for x in (u, before))
-    part = jnp.minimum(of_value / divisor(found[last]), 1)
+    part = jnp.minimum(value_error / divisor(y_squares[last]), 1)
     error = jnp.abs(op.sub(*forms)) * jnp.sqrt(part)
     z = matmul(inverse, t_rhs)
     along = jnp.sum(y.conj() * z, axis=0) / divisor(jnp.sum(squares(y), axis=0))
     z = z - along[None] * y
-    of_right = of_steps(squares(z))
-    cosines = of_steps(jnp.real(y.conj() * z)) ** 2 / divisor(found * of_right)
+    z_squares = step_sums(squares(z))
+    cosines = step_sums(jnp.real(y.conj() * z)) ** 2 / divisor(y_squares * z_squares)
     cosine = jnp.sum(cosines, axis=0) / jnp.asarray(space.steps).astype(y.real.dtype)
-    left = 2 * of_value * (1 + 2 * part)
-    error = error + 2 * jnp.abs(along) * of_value
-    return error + 2 * jnp.sqrt(left * of_right[last] * cosine)
+    remaining = 2 * value_error * (1 + 2 * part)
+    error = error + 2 * jnp.abs(along) * value_error
+    return error + 2 * jnp.sqrt(remaining * z_squares[last] * cosine)

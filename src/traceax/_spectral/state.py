@@ -1,4 +1,4 @@
-"""The question of a spectral estimate: a function of eigenvalues, and what is known of them."""
+"""The state of a spectral estimate: operator, function, and facts about eigenvalues."""
 
 from typing import ClassVar
 
@@ -12,32 +12,24 @@ from .._arguments import check_key, check_real_scalar
 from .._error_bar import ErrorBar, joint_bar
 from .._linalg.whitening import Preconditioner
 from .._operators.check import checked_operator
-from .._operators.space import (
-    Space,
-    space_of,
-    state_space,
-)
+from .._operators.space import Space, space_of, state_space
 from .._state import State, StoredKey
-from .function import (
-    SpectralFunction,
-    checked_lower,
-    spectral_function,
-)
+from .function import SpectralFunction, checked_lower, spectral_function
 
 
 class SpectralState(State):
-    """The state of an estimator of spectral functions.
+    """The state that estimators for spectral functions take.
 
     **Attributes:**
 
     - `key`: a typed key.
     - `operator`: a symmetric or Hermitian operator.
-    - `function`: a function of its eigenvalues.
+    - `function`: the function to apply to its eigenvalues.
     - `lower`: a number that no eigenvalue is below, or `None`.
-    - `rhs`: right-hand sides b, of which `b^* A^-1 b` is estimated as well, where there is
-        a bracket; or `None`.
-    - `preconditioner`: the preconditioner that the operator contains; or `None`.
-    - `trace`: the trace of the operator, where the caller knows it; or `None`.
+    - `rhs`: right-hand sides b, or `None`. With a bracket we estimate `b^* A^-1 b`,
+        too.
+    - `preconditioner`: the preconditioner that the operator contains, or `None`.
+    - `trace`: the operator's trace, if the caller knows it, or `None`.
     - `space`: the space that the operator maps to itself.
     """
 
@@ -72,14 +64,14 @@ class SpectralState(State):
 
     @property
     def num_rhs(self) -> int:
-        """How many right-hand sides there are."""
+        """How many right-hand sides the state has."""
         return 0 if self.rhs is None else self.rhs.shape[1]
 
     @property
     def has_bracket(self) -> bool:
-        """Whether the truncation error of a Krylov space has bounds."""
-        bounded = self.lower is not None or self.space.is_positive
-        return self.function.monotone and bounded
+        """Whether the truncation error has bounds."""
+        is_bounded = self.lower is not None or self.space.is_positive
+        return self.function.monotone and is_bounded
 
     @property
     def magnitude(self) -> Float[Array, ""] | None:
@@ -95,7 +87,7 @@ class SpectralState(State):
         return joint_bar(bars) if self.rhs is None else likelihood_bar(bars)
 
     def stats_of_exact(self, stats):
-        # More points of weight 0.
+        # We pad with points that have weight 0.
         missing = self.space.size - stats["ritz_values"].shape[0]
         points = jnp.pad(stats["ritz_values"], (0, missing), mode="edge")
         weights = jnp.pad(stats["ritz_weights"], (0, missing))
@@ -116,22 +108,22 @@ def init_spectral_state(
     key, real = check_key(key, where), space_of(operator).real_dtype
     if not isinstance(monotone, bool):
         raise TypeError(
-            f"{where}: monotone must be True or False, got {monotone!r}; it says that fn "
-            "is operator monotone, such as jnp.log or jnp.sqrt, or minus it is."
+            f"{where}: monotone must be True or False, got {monotone!r}; pass True if fn "
+            "or minus fn is operator monotone, such as jnp.log or jnp.sqrt."
         )
     function = spectral_function(fn, real, where, monotone)
     lower = checked_lower(lower, real, where)
     if trace is not None:
-        check_real_scalar(trace, "trace", where, "it is that of the operator")
+        check_real_scalar(trace, "trace", where, "it is the operator's trace")
         trace = jnp.asarray(trace, real)
     return SpectralState(key, operator, function, lower, trace=trace)
 
 
 def likelihood_bar(bars: list[ErrorBar]) -> ErrorBar:
-    """The error bar of a Gaussian log likelihood, up to what is known exactly, from those of
-    a log-determinant and of quadratic forms."""
+    """The error bar for a Gaussian log likelihood, from the error bars for
+    log-determinant and quadratic forms. Other terms are known exactly."""
     logdet, forms = bars
-    number = forms.mean.shape[0]
-    mean = -(number * logdet.mean + jnp.sum(forms.mean)) / 2
-    errors = number * logdet.standard_error / 2, jnp.sum(forms.standard_error) / 2
+    q = forms.mean.shape[0]
+    mean = -(q * logdet.mean + jnp.sum(forms.mean)) / 2
+    errors = q * logdet.standard_error / 2, jnp.sum(forms.standard_error) / 2
     return ErrorBar(mean, jnp.hypot(*errors), logdet.degrees_of_freedom)

@@ -1,8 +1,8 @@
-"""Exact sums over eigenvalues by structure: of diagonal, triangular and tridiagonal operators.
+"""Exact sums over eigenvalues for diagonal, triangular and tridiagonal operators.
 
-Determinants of leading blocks of a tridiagonal matrix with diagonal a, and b, c above and
-below it, satisfy `f_i = a_i f_(i-1) - b_(i-1) c_(i-1) f_(i-2)` (Golub and Van Loan, "Matrix
-Computations" (2013), section 8.4.2). The trace of the inverse is `d log det(A + s I) / ds`.
+A tridiagonal matrix with diagonal a, and b and c above and below it, has leading
+determinants `f_i = a_i f_(i-1) - b_(i-1) c_(i-1) f_(i-2)` (Golub and Van Loan, "Matrix
+Computations" (2013), section 8.4.2). `tr A^-1` is `d log det(A + s I) / ds` at s = 0.
 """
 
 import math
@@ -33,15 +33,15 @@ STRUCTURES = lx.is_diagonal, lx.is_tridiagonal, *_TRIANGULAR
 
 
 def by_structure(state: SpectralState, k: int | None, where: str) -> Method | None:
-    """The method that structure gives for at most k products, if any."""
+    """The exact method that the structure allows with at most k products, if any."""
     operator, function = state.operator, state.function
-    of_door = function.evaluates(LOG) or function.evaluates(RECIPROCAL)
+    is_basic = function.evaluates(LOG) or function.evaluates(RECIPROCAL)
     diagonal = None
-    if is_known(operator, lx.is_diagonal, *(_TRIANGULAR if of_door else ())):
+    if is_known(operator, lx.is_diagonal, *(_TRIANGULAR if is_basic else ())):
         diagonal = known_diagonal(operator)
     if diagonal is not None:
         num_matvecs, method = diagonal.num_matvecs, _by_diagonal
-    elif of_door and is_known(operator, lx.is_tridiagonal):
+    elif is_basic and is_known(operator, lx.is_tridiagonal):
         num_matvecs, method = 3, _by_bands
     else:
         return None
@@ -56,7 +56,7 @@ class _Bands(NamedTuple):
 
 
 class _Scaled(NamedTuple):
-    """Bands in a unit, a power of two, and the largest difference from Hermitian ones."""
+    """Bands divided by `unit` (a power of two), and their largest asymmetry."""
 
     bands: _Bands
     unit: Float[Array, ""]
@@ -102,7 +102,7 @@ def _judge_sums(values: list[Inexact[Array, ""]]) -> list[ErrorBar]:
 
 
 def _by_bands(state: SpectralState) -> Outcome:
-    """The determinant of a tridiagonal operator, or how its logarithm changes."""
+    """Log-determinant or trace of the inverse for a tridiagonal operator."""
     operator, space = state.operator, state.space
     bands, unit, asymmetry = _read_bands(operator, space)
     _, sign, positive = _log_det(bands)
@@ -117,26 +117,26 @@ def _by_bands(state: SpectralState) -> Outcome:
         zero = jnp.zeros_like(bands.diagonal, shape=())
         return jax.jvp(shifted, (zero,), (jnp.ones_like(zero),))[1]
 
-    held = jax.lax.stop_gradient(bands)
+    fixed = jax.lax.stop_gradient(bands)
 
-    def slopes_of(fn):
-        return jax.grad(lambda bands: jnp.real(fn(bands)))(held)
+    def gradient(fn):
+        return jax.grad(lambda bands: jnp.real(fn(bands)))(fixed)
 
-    value, slopes = log_det(bands), slopes_of(log_det)
-    error = _band_errors(slopes, held, value)
-    of_unit = space.size * jnp.log(unit)
+    value, slopes = log_det(bands), gradient(log_det)
+    error = _band_errors(slopes, fixed, value)
+    log_unit = space.size * jnp.log(unit)
     stats = dict[str, Any](num_matvecs=3)
-    # The relative error of the determinant.
+    # Here `error` is the relative error in the determinant.
     wrong = jnp.isinf(value) | (error > 1 / HIDDEN)
     hermitian, result = _is_hermitian(state), RESULTS.successful
     if state.function.evaluates(RECIPROCAL):
-        value, slopes = trace_inverse(bands), slopes_of(trace_inverse)
+        value, slopes = trace_inverse(bands), gradient(trace_inverse)
         slopes = jtu.tree_map(lambda x: x / unit.astype(x.dtype), slopes)
         value = value / unit.astype(value.dtype)
-        error = _band_errors(slopes, held, value)
+        error = _band_errors(slopes, fixed, value)
     else:
         eps = jnp.finfo(space.real_dtype).eps
-        value, error = value + of_unit, error + eps * jnp.abs(of_unit)
+        value, error = value + log_unit, error + eps * jnp.abs(log_unit)
         if hermitian:
             wrong = wrong | ~positive
         else:
@@ -152,14 +152,14 @@ def _by_bands(state: SpectralState) -> Outcome:
 
 
 def _band_errors(slopes: _Bands, bands: _Bands, value: Array) -> Float[Array, ""]:
-    """The error that rounding of the entries makes."""
+    """The error from rounding the entries."""
     terms = jnp.stack([x * y for x, y in zip(slopes, bands, strict=True)])
     size = column_norms(terms.reshape(-1, 1))[0] + jnp.abs(value)
     return jnp.finfo(size.dtype).eps * size
 
 
 def _judge_bands(slopes: _Bands, products: tuple[_Bands, Array]) -> list[ErrorBar]:
-    # Entries and their inverse are rounded.
+    # We count rounding twice, in the entries and in their inverse.
     bands, value = products
     return [_rounded(value, 2 * _band_errors(slopes, bands, value))]
 
@@ -169,7 +169,7 @@ def _is_hermitian(state: SpectralState) -> bool:
 
 
 def _read_bands(operator: lx.AbstractLinearOperator, space: Space) -> _Scaled:
-    """Three products give the bands: entries of a row lie in columns of three colours."""
+    """The bands, from three products: each row has one entry per colour."""
     rows = jnp.arange(space.size)
     block = jax.nn.one_hot(rows % 3, 3, dtype=space.compute_dtype)
     products = apply_block(operator, block)
@@ -184,8 +184,7 @@ def _read_bands(operator: lx.AbstractLinearOperator, space: Space) -> _Scaled:
 
 
 def _log_det(bands: _Bands) -> tuple[Array, Array, Bool[Array, ""]]:
-    """The logarithm of the determinant, its sign, and whether all leading ones are
-    positive."""
+    """Log-determinant, sign, and whether all leading determinants are positive."""
 
     def step(carry, row):
         before, last, exponent, positive = carry
@@ -204,9 +203,9 @@ def _log_det(bands: _Bands) -> tuple[Array, Array, Bool[Array, ""]]:
     (_, last, exponent, positive), _ = jax.lax.scan(step, start, bands)
     size, log = jnp.abs(last), exponent * math.log(2)
     sign = last / divisor(size).astype(dtype)
-    # The derivative of a complex logarithm is complex.
-    of_last = jnp.log(last) if jnp.iscomplexobj(last) else jnp.log(size)
-    return of_last + log.astype(dtype), jax.lax.stop_gradient(sign), positive
+    # A complex determinant needs a complex logarithm for its derivative.
+    log_last = jnp.log(last) if jnp.iscomplexobj(last) else jnp.log(size)
+    return log_last + log.astype(dtype), jax.lax.stop_gradient(sign), positive
 
 
 def _made(
@@ -218,7 +217,7 @@ def _made(
     weights: Float[Array, " n"],
     evidence: Evidence,
 ) -> Outcome:
-    """The outcome of an exact answer."""
+    """The outcome for an exact answer."""
     stats = {**stats, **exact_stats(state, [x.mean for x in bars], points)}
     results = [result] * len(bars)
     return spectral_outcome(

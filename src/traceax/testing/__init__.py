@@ -1,4 +1,4 @@
-"""Conformance checks for estimators, preconditioners and operators of your own."""
+"""Conformance checks for custom estimators, preconditioners and operators."""
 
 from .._arguments import require
 from .._trace_estimator import TraceEstimator
@@ -10,28 +10,28 @@ from ._parts import report
 
 
 def check_trace_estimator(estimator: TraceEstimator, *, seed: int = 0) -> None:
-    r"""Checks what [`traceax.TraceEstimator`][] promises, on dense operators of order 18.
+    r"""Checks an estimator against [`traceax.TraceEstimator`][], with dense operators.
 
-    | check | what must hold |
+    | check | requirement, for order 18 |
     |---|---|
-    | unbiased | the mean over 2,000 keys is the trace: real, and complex with its imaginary part |
-    | derivative | forward and reverse mode agree; first and second derivatives are unbiased, over 2,000 keys |
+    | unbiased | the mean over 2,000 keys is the trace, also its imaginary part for complex operators |
+    | derivative | forward and reverse mode agree; first and second derivatives are unbiased over 2,000 keys |
     | bar | the standard error is 0.75 to 1.6 times the RMS error, and not 0 from one product |
-    | | 95 % intervals hold the truth in 91 % of runs, and aren't 6 times too wide |
-    | | `c A` has c times the error bar of A, for c of `2^-60` and `2^60` |
-    | budget | operators that count are applied `num_matvecs` times: at most k, and all but two |
+    | | 95 % intervals contain the truth in 91 % of runs, and are at most 6 times too wide |
+    | | `c A` has c times the error bar for A, with `c = 2^-60` and `c = 2^60` |
+    | budget | the operator counts `num_matvecs` products: at most k, and all but at most two |
     | transforms | `jit`, `vmap` over keys and operators, `scan` and PyTrees agree with the eager call |
-    | exact | `k >= n` gives the trace, with the error of rounding |
-    | | operators that are zero, of rank one or 1 x 1 give finite, right answers |
-    | failure | NaN in the operator gives a `result` that isn't successful, in its own lane only |
+    | exact | `k >= n` gives the trace, and the rounding error as error bar |
+    | | zero, rank-one and 1 x 1 operators give finite, right answers |
+    | failure | NaN in the operator gives an unsuccessful `result`, for its own batch element only |
 
-    Estimators whose `init` refuses untagged operators are given semidefinite ones. Takes up
-    to a minute, nearly all of it to compile, in both 64-bit modes.
+    If `init` refuses untagged operators, the estimator gets semidefinite ones. The
+    checks take up to a minute, mostly to compile, with or without 64-bit mode.
 
     **Arguments:**
 
     - `estimator`: the estimator to check.
-    - `seed`: of all keys and matrices, which decides all.
+    - `seed`: fixes all keys and matrices, and so the result.
 
     **Raises:** `AssertionError` that lists every failed check.
     """
@@ -39,7 +39,7 @@ def check_trace_estimator(estimator: TraceEstimator, *, seed: int = 0) -> None:
         "traceax.testing.check_trace_estimator",
         "must be a traceax.TraceEstimator",
     )
-    right, hint = isinstance(estimator, TraceEstimator), "pass an instance"
-    require(right, where, f"estimator {what}", estimator, hint, TypeError)
+    is_valid, hint = isinstance(estimator, TraceEstimator), "pass an instance"
+    require(is_valid, where, f"estimator {what}", estimator, hint, TypeError)
     subject = Subject(estimator, seed)
     report(estimator, [line for name in CHECKS for line in failures(subject, name)])

@@ -1,4 +1,4 @@
-"""The checks: each yields pairs of whether something is wrong, and what."""
+"""Checks for estimators. Each yields pairs: whether it fails, and a message."""
 
 import functools as ft
 import math
@@ -17,7 +17,7 @@ from .._results import RESULTS
 from .._trace_estimator import TraceEstimator
 
 N, K, NUM_KEYS = 18, 9, 2000
-_Z = 4.5  # a right estimator is further off by chance once in 1e5 checks
+_Z = 4.5  # by chance, a right estimator is further off once in 1e5 checks
 
 Verdicts = Iterator[tuple[Any, str]]
 
@@ -34,7 +34,7 @@ class Subject:
             self.tags = lx.positive_semidefinite_tag
 
     def matrix(self, complex: bool = False) -> Inexact[Array, "n n"]:
-        """Of small variance: a bias of 2 % is seen. Nonsymmetric if it may be."""
+        """A matrix with small variance, to detect a 2 % bias. Nonsymmetric if allowed."""
         rng = np.random.default_rng(self.seed)
         a = rng.normal(size=(N, N)) / math.sqrt(N)
         if complex:
@@ -57,8 +57,8 @@ class Subject:
 
     def over_keys(self, function: Callable[..., Any], *args: Any) -> Any:
         keys = jr.split(jr.fold_in(self.key, 1), NUM_KEYS)
-        lanes = jax.jit(jax.vmap(function, (0, *(None for _ in args))))
-        return jax.tree.map(np.asarray, lanes(keys, *args))
+        batched = jax.jit(jax.vmap(function, (0, *(None for _ in args))))
+        return jax.tree.map(np.asarray, batched(keys, *args))
 
     def _samples(self, complex: bool, k: int) -> tuple[np.ndarray, ...]:
         def run(key, matrix):
@@ -75,27 +75,27 @@ def _rounding(x: object) -> float:
 
 
 def _apart(x: object, y: object) -> bool:
-    """Whether numbers differ by more than rounding, 1e4 times that of one operation."""
+    """Whether numbers differ by more than 1e4 times one operation's rounding error."""
     x, y = np.asarray(x), np.asarray(y)
     return not np.max(np.abs(x - y)) <= 1e4 * _rounding(x) * np.max(np.abs(y))
 
 
-def _mean(what: str, samples: np.ndarray, truth: Any) -> tuple[bool, str]:
-    """Whether the mean is off, the worse of real and imaginary part."""
+def _mean(name: str, samples: np.ndarray, truth: Any) -> tuple[bool, str]:
+    """Whether the mean is off, in its real or imaginary part."""
     off = np.asarray(samples - truth, np.complex128)
     small = 100 * _rounding(jnp.zeros(())) * max(np.max(np.abs(samples)), abs(truth))
     parts = np.stack([off.real, off.imag])
     error = np.std(parts, axis=1, ddof=1) / math.sqrt(NUM_KEYS) + small + 1e-300
     z = np.max(np.abs(np.mean(parts, axis=1)) / error)
-    mean = f"the mean of {NUM_KEYS} {what} is {np.mean(samples):.6g} for {truth:.6g}"
-    return not z <= _Z, f"{mean}: {z:.1f} standard errors off, of at most {_Z}"
+    mean = f"the mean of {NUM_KEYS} {name} is {np.mean(samples):.6g} for {truth:.6g}"
+    return not z <= _Z, f"{mean}: {z:.1f} standard errors off, at most {_Z} allowed"
 
 
 def _unbiased(subject: Subject) -> Verdicts:
     for complex in (False, True):
         matrix = subject.matrix(complex)
-        what = f"estimates of a {matrix.dtype} operator"
-        yield _mean(what, subject.samples(complex, K)[0], subject.trace(matrix))
+        name = f"estimates for a {matrix.dtype} operator"
+        yield _mean(name, subject.samples(complex, K)[0], subject.trace(matrix))
 
 
 def _derivative(subject: Subject) -> Verdicts:
@@ -115,7 +115,7 @@ def _derivative(subject: Subject) -> Verdicts:
     def direction(base):
         if subject.tags:
             return 0.1 * base @ base.conj().T
-        # Its antisymmetric part is large, and it is not conjugation's.
+        # We make the antisymmetric part large, and conjugation change the direction.
         return jnp.eye(N, dtype=base.dtype) * base[0, 0] + jnp.triu(base, 1)
 
     base = subject.matrix()
@@ -141,10 +141,10 @@ def _bar(subject: Subject) -> Verdicts:
         wrong = f"{where} the mean standard error is {mean:.3g}; it must be 0.75 to 1.6"
         wrong += f" times the root mean square error, {rms:.3g}"
         yield not 0.75 * rms - small <= mean <= 1.6 * rms + small, wrong
-        held = np.mean((low - small <= truth.real) & (truth.real <= high + small))
-        # Without degrees of freedom an interval is normal, and too short for few samples.
+        covered = np.mean((low - small <= truth.real) & (truth.real <= high + small))
+        # We ask less without degrees of freedom, since normal intervals are too short.
         least = 0.91 if np.all(np.isfinite(freedom)) else 0.85
-        yield held < least, f"{where} the 95 % interval holds the truth in {held:.1%}"
+        yield covered < least, f"{where} 95 % intervals have {covered:.1%} coverage"
         wide = np.mean(high - low) / 2 / (np.quantile(off, 0.95) + small)
         yield wide > 6, f"{where} the 95 % interval is {wide:.1f} times too wide"
     matrix = subject.matrix()
@@ -153,20 +153,20 @@ def _bar(subject: Subject) -> Verdicts:
         wrong = f"2^{power} A has the error bar 2^{power} {error}, squared too early"
         yield _apart(error, subject.run(matrix).standard_error), wrong
     low, high = subject.run(matrix, 1).confidence_interval()
-    wrong = f"the interval from one product is [{low}, {high}], of an error that"
-    yield not low < high, f"{wrong} can't be known: NaN"
+    wrong = f"the interval from one product is [{low}, {high}]; the error bar must be"
+    yield not low < high, f"{wrong} NaN, because it is unknown"
 
 
 def _budget(subject: Subject) -> Verdicts:
     matrix, products = subject.matrix(), []
 
     def product(matrix, _, x):
-        # Once for every vector of a block, used or not.
+        # We count every vector in a block, used or not.
         jax.debug.callback(lambda _: products.append(None), x)
         return matrix @ x
 
     def mv(x):
-        # The one way to give a function its transpose.
+        # We give the function a transpose, which JAX allows in no other way.
         solve, transposed = (ft.partial(product, a) for a in (matrix, matrix.T))
         return jax.lax.custom_linear_solve(lambda x: x, x, solve, transposed)
 
@@ -174,12 +174,12 @@ def _budget(subject: Subject) -> Verdicts:
     operator = lx.FunctionLinearOperator(mv, structure, subject.tags)
     for k in (1, 5, N - 1, N + 5):
         products.clear()
-        said = int(subject.run(operator, k).stats["num_matvecs"])
+        reported = int(subject.run(operator, k).stats["num_matvecs"])
         jax.effects_barrier()
         took = f"k = {k} took {len(products)} products"
         least = min(k, N) - 2
-        yield not least <= len(products) <= k, f"{took}; all but at most two are used"
-        yield said != len(products), f"{took}, and reports num_matvecs = {said}"
+        yield not least <= len(products) <= k, f"{took}; it may leave at most two out"
+        yield reported != len(products), f"{took}, and reports num_matvecs = {reported}"
 
 
 def _transforms(subject: Subject) -> Verdicts:
@@ -198,14 +198,14 @@ def _transforms(subject: Subject) -> Verdicts:
     twice = np.array([eager[0], value(2 * A, keys[0])])
     structure = jax.eval_shape(halves, A[0])
     tree = lx.FunctionLinearOperator(mv, structure, subject.tags)
-    for name, got, want in (
+    for name, result, want in (
         ("jit", jax.jit(value)(A, keys[0]), eager[0]),
         ("vmap over keys", jax.vmap(value, (None, 0))(A, keys), eager),
         ("vmap over operators", over_operators(jnp.stack([A, 2 * A]), keys[0]), twice),
         ("scan", jax.lax.map(lambda key: value(A, key), keys), eager),
         ("a PyTree", value(tree, keys[0]), eager[0]),
     ):
-        yield _apart(got, want), f"{name} gives {got}, the eager call {want}"
+        yield _apart(result, want), f"{name} gives {result}, the eager call {want}"
 
 
 def _exact(subject: Subject) -> Verdicts:
@@ -218,7 +218,7 @@ def _exact(subject: Subject) -> Verdicts:
         whole = k >= len(matrix)
         value, error = estimate.value.real, float(estimate.standard_error)
         small = 1e3 * _rounding(value) * (1 + abs(truth))
-        # Signs of few probes agree by chance: that is no certainty.
+        # We check the value if it claims certainty: few sign probes may agree by chance.
         certain = whole or truth == 0 or error == 0
         off = not math.isfinite(value) or (certain and abs(value - truth) > small)
         wrong = f"{name} operator with k = {k} gives {value} +- {error} for {truth}"
@@ -233,7 +233,7 @@ def _failure(subject: Subject) -> Verdicts:
     failed = np.asarray(estimates.result != RESULTS.successful)
     yield not failed[1], "NaN in the operator is not reported in `result`"
     changed = failed[::2].any() or _apart(estimates.value[::2], subject.run(good).value)
-    yield changed, "a failing lane of a vmap changes the others, or makes them fail"
+    yield changed, "a failing batch element changes the others, or makes them fail"
 
 
 _ALL = (_unbiased, _derivative, _bar, _budget, _transforms, _exact, _failure)
@@ -241,9 +241,9 @@ CHECKS = {check.__name__[1:]: check for check in _ALL}
 
 
 def failures(subject: Subject, name: str) -> list[str]:
-    """What a check finds, as lines, and what it raises."""
+    """Lines that describe a check's failures, or the exception that it raises."""
     try:
-        return [f"{name}: {what}" for wrong, what in CHECKS[name](subject) if wrong]
+        return [f"{name}: {line}" for wrong, line in CHECKS[name](subject) if wrong]
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return [f"{name}: raised {type(error).__name__}: {lines[0]}"]

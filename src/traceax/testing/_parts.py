@@ -1,4 +1,4 @@
-"""What preconditioners and operators promise that estimates take them for."""
+"""Conformance checks for preconditioners, registered entries and operators."""
 
 import contextlib
 from collections.abc import Iterator
@@ -26,20 +26,20 @@ def check_preconditioner(
     *,
     shift: ArrayLike = 0.0,
 ) -> None:
-    """Checks what [`traceax.Preconditioner`][] promises, of an operator of small order n.
+    """Checks a [`traceax.Preconditioner`][] for an operator with small order n.
 
-    | check | what must hold |
+    | check | requirement |
     |---|---|
-    | linear | `apply` of a sum is the sum |
-    | adjoint | `apply` and `apply_adjoint` are matrices that are each other's adjoint |
-    | invertible | no singular value of M is 0 beside the largest |
-    | logdet | is `-log det (M^* M)` |
-    | lower | no eigenvalue of `M (A + shift) M^*` is below it |
+    | linear | `apply` maps a sum to the sum |
+    | adjoint | `apply` and `apply_adjoint` are adjoint matrices |
+    | invertible | no singular value of M is 0 relative to the largest |
+    | logdet | `logdet` is `-log det (M^* M)` |
+    | lower | no eigenvalue of `M (A + shift) M^*` is below `lower` |
 
-    n products with the operator, and O(n^3) time.
+    The check takes n products with the operator, and O(n^3) time.
 
-    **Raises:** `AssertionError` that lists every failed check; as [`traceax.logdet`][] for
-    what isn't of the operator's size and dtype.
+    **Raises:** `AssertionError` that lists every failed check; errors as in
+    [`traceax.logdet`][] if sizes or dtypes differ from the operator's.
     """
     where = "traceax.testing.check_preconditioner"
     space = space_of(checked_operator(operator, where))
@@ -57,7 +57,7 @@ def check_preconditioner(
     A = A + np.diag(np.broadcast_to(np.asarray(shift), len(A)))
     tolerance = 1e4 * float(jnp.finfo(space.compute_dtype).eps)
     sizes = np.linalg.svd(M, compute_uv=False)
-    logdet, given = -2 * np.sum(np.log(sizes)), float(preconditioner.logdet)
+    logdet, claimed = -2 * np.sum(np.log(sizes)), float(preconditioner.logdet)
     values = np.linalg.eigvalsh(M @ A @ M.conj().T)
     lower, unit = preconditioner.lower, tolerance * max(1.0, np.max(np.abs(values)))
     size_of_logdet = np.sum(1 + np.abs(np.log(sizes)))
@@ -65,8 +65,8 @@ def check_preconditioner(
         "linear": not _near(twice, 2 * M, tolerance),
         "adjoint": not _near(adjoint, M.conj().T, tolerance),
         "invertible": not sizes[-1] > tolerance * sizes[0] / len(sizes),
-        f"logdet, {given:.6g} for {logdet:.6g}": (
-            not abs(logdet - given) <= tolerance * size_of_logdet
+        f"logdet, {claimed:.6g} for {logdet:.6g}": (
+            not abs(logdet - claimed) <= tolerance * size_of_logdet
         ),
         f"lower, {lower} for {values[0]:.6g}": (
             lower is not None and values[0] < lower - unit
@@ -76,20 +76,20 @@ def check_preconditioner(
 
 
 def check_entries(operator: lx.AbstractLinearOperator) -> None:
-    """Checks what is registered in [`traceax.columns`][] and [`traceax.diagonal_entries`][].
+    """Compares registered entries with n products, in O(n^2) memory, for small n.
 
-    Both must be those of the products, of an operator of small order n: a wrong diagonal is
-    a wrong number of a short error bar. n products, and O(n^2) memory.
+    [`traceax.columns`][] and [`traceax.diagonal_entries`][] must agree with the
+    products: a wrong diagonal gives a wrong number with a short error bar.
 
-    **Raises:** `AssertionError` that lists every failed check; `NotImplementedError` for an
-    operator that has not registered both.
+    **Raises:** `AssertionError` that lists every failed check; `NotImplementedError` if
+    the operator's class hasn't registered both.
     """
     operator = checked_operator(operator, "traceax.testing.check_entries")
     space = space_of(operator)
     A = np.asarray(
         apply_block(operator, jnp.eye(space.size, dtype=space.compute_dtype))
     )
-    # Not in order, and one of them twice.
+    # We read columns out of order, and one column twice.
     indices = np.append(np.arange(space.size)[::-1], 0)
     columns = columns_of(operator, jnp.asarray(indices, jnp.int32))
     tolerance = 1e4 * float(jnp.finfo(space.compute_dtype).eps)
@@ -101,66 +101,66 @@ def check_entries(operator: lx.AbstractLinearOperator) -> None:
 
 
 def check_operator(key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> None:
-    """Checks by 30 to 50 random products that an operator A is what estimates take it for.
+    """Checks an operator A and its tags with 30 to 50 random products.
 
-    | check | what must hold |
+    | check | requirement |
     |---|---|
     | linear | `A (a x + b y) = a A x + b A y`, for short and long vectors; for `a = i` if they are complex |
     | symmetric | `y^T A x = x^T A y` |
     | semidefinite, Hermitian | `y^* A x = (x^* A y)^*`, and Ritz values have one sign |
-    | diagonal, tridiagonal, triangular | a product of a stretch of a vector ends where it must |
-    | unit diagonal | is 1 in four places |
-    | transpose, adjoint | `A.transpose()` and its conjugate have the forms of A, if they exist |
+    | diagonal, tridiagonal, triangular | a product with a stretch of a vector ends where it must |
+    | unit diagonal | four diagonal entries are 1 |
+    | transpose, adjoint | `A.transpose()` and its conjugate, if they exist, have the same bilinear forms as A |
 
-    Tags are checked where lineax knows them; one that is wrong in a few entries can pass.
-    Linearity must hold to three digits, because solvers may iterate in a product, and
-    everything else to ten times the error of linearity, or to rounding.
+    Tags are checked if lineax reports them. A tag that is wrong in a few entries can
+    pass. Linearity must hold to three digits, because solvers may iterate in a product.
+    Everything else must hold to ten times the linearity error, or to rounding.
 
-    **Arguments:** `key`, a single key, and `operator`, over arrays or PyTrees, square or not.
+    **Arguments:** `key`, and `operator`, over arrays or PyTrees, square or not.
 
-    **Raises:** `AssertionError` that lists every failed check; `TypeError` for other arguments.
+    **Raises:** `AssertionError` that lists every failed check; `TypeError` otherwise.
     """
     where, what = "traceax.testing.check_operator", "operator must be a lineax operator"
-    hint = "the arguments are (key, operator), and traceax.as_operator makes one"
-    right = isinstance(operator, lx.AbstractLinearOperator)
-    require(right, where, what, operator, hint, TypeError)
+    hint = "pass (key, operator), and make an operator with traceax.as_operator"
+    is_operator = isinstance(operator, lx.AbstractLinearOperator)
+    require(is_operator, where, what, operator, hint, TypeError)
     rng = np.random.default_rng(np.asarray(jr.key_data(check_key(key, where))))
-    found, line = _errors(rng, operator), "{}: off by {:.1g}, of {:.1g} at most"
-    report(operator, [line.format(*x) for x in found if not x[1] <= x[2]])
+    errors, line = _errors(rng, operator), "{}: off by {:.1g}, at most {:.1g} allowed"
+    report(operator, [line.format(*x) for x in errors if not x[1] <= x[2]])
 
 
 def _errors(rng: Any, operator: Any) -> Iterator[tuple[str, float, float]]:
-    """Names of checks, how far the operator is off, and how far it may be."""
+    """Yields each check's name, the operator's error, and the allowed error."""
     A = as_complex(operator)
     space, data, semidefinite = space_of(A), as_data(A), is_semidefinite(A)
     symmetric = is_known(A, lx.is_symmetric) or (semidefinite and not space.is_complex)
-    kind, of_reals = (complex, 2) if space.is_complex else (float, 1)
-    X, Y = rng.normal(size=(2, space.size, 4 * of_reals)).view(kind)
+    kind, reals = (complex, 2) if space.is_complex else (float, 1)
+    X, Y = rng.normal(size=(2, space.size, 4 * reals)).view(kind)
     AX, AY = _product(data, X), _product(data, Y)
     eps = float(jnp.finfo(space.compute_dtype).eps) * space.rounding
     solvers = float(solver_tolerance(A, space.real_dtype) or 0.0)
     limit = max(1e-3, min(100 * eps, 0.1), 100 * solvers)
     least, name = min(1e3 * eps, 0.3), "complex, though linear over the real numbers"
     pairs = ("linear", -1.7, 0.6), ("linear, for long vectors", 256, 0), (name, 1j, 0)
-    for name, a, b in pairs[: 1 + of_reals]:
+    for name, a, b in pairs[: 1 + reals]:
         expected = a * AX + b * AY
         error = _ratio(_product(data, a * X + b * Y) - expected, expected)
         yield name, error, limit
         if not error <= limit:
             return
         least = max(least, 10 * error)
-    W = rng.normal(size=(len(AX), 4 * of_reals)).view(kind)
+    W = rng.normal(size=(len(AX), 4 * reals)).view(kind)
     for name, claimed, other, conj in (
         ("symmetric", symmetric, lambda: A, np.asarray),
         ("Hermitian", semidefinite and space.is_complex, lambda: A, np.conj),
         ("transpose", not symmetric, A.transpose, np.asarray),
         ("adjoint", space.is_complex, lambda: lx.conj(A.transpose()), np.conj),
     ):
-        with contextlib.suppress(Exception):  # without a transpose nothing is claimed
+        with contextlib.suppress(Exception):  # we need no transpose
             if claimed:
                 forms = conj(W) * AX, X * conj(_product(as_data(other()), W))
                 apart = np.sum(forms[0], axis=0) - np.sum(forms[1], axis=0)
-                # Sums of random terms are as large as the root of the sum of squares.
+                # We compare with the root sum of squares, a random sum's size.
                 yield name, _ratio(apart[None], np.vstack(forms)), least
     if semidefinite:
         unit = np.max(np.abs(AX), initial=0) or 1
@@ -190,13 +190,13 @@ _compiled = eqx.filter_jit(apply_block)
 
 
 def _product(A: lx.AbstractLinearOperator, block: Any) -> Any:
-    """The product with a block, in 64 bits of NumPy."""
-    found = np.asarray(_compiled(A, jnp.asarray(block, space_of(A).compute_dtype)))
-    return found.astype(np.promote_types(found.dtype, np.float64))
+    """The product with a block, as a 64-bit NumPy array."""
+    product = np.asarray(_compiled(A, jnp.asarray(block, space_of(A).compute_dtype)))
+    return product.astype(np.promote_types(product.dtype, np.float64))
 
 
 def _ratio(x: Any, y: Any) -> Any:
-    """The largest ratio of the norms of columns, 0 for 0 / 0."""
+    """The largest ratio between column norms, 0 for 0 / 0."""
     x, y = (np.linalg.norm(np.atleast_1d(z), axis=0) for z in (x, y))
     return np.max(x / np.where(y == 0, 1, y))
 
@@ -205,8 +205,8 @@ def _near(x, y, tolerance: float) -> bool:
     return bool(np.max(np.abs(np.asarray(x) - y)) <= tolerance * np.max(np.abs(y)))
 
 
-def report(given: object, faults: list[str]) -> None:
-    """Raises an error that lists the faults."""
-    title = f"{type(given).__name__} fails {len(faults)} of traceax's checks:"
+def report(subject: object, faults: list[str]) -> None:
+    """Raises an error that lists the faults, if any."""
+    title = f"{type(subject).__name__} fails {len(faults)} of traceax's checks:"
     if faults:
         raise AssertionError("\n- ".join([title, *faults]))
