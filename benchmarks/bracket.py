@@ -1,9 +1,15 @@
-"""How well error bars of log-determinants of kernels hold the truth: `python benchmarks/bracket.py`.
+"""Error bars for log-determinants of kernel matrices: do intervals contain the truth?
 
-A line for every kernel and budget: root mean square error, root mean square standard error, their ratio, how
-many of the 95 % intervals hold the truth, and the middle of the bracket between its ends. `--inside` has the noise in the
-operator, so that no number below the spectrum is known; `--single` is in 32 bits, and `-k 0` leaves
-k out.
+    python benchmarks/bracket.py
+    python benchmarks/bracket.py --inside               # the operator contains the noise
+    python benchmarks/bracket.py --single               # float32
+    python benchmarks/bracket.py -k 0                   # without k
+    python benchmarks/bracket.py --entry trace_inverse
+
+Each line shows one kernel and budget: the root mean square error, the root mean square standard
+error, their ratio, the 95 % interval's coverage, half the bracket, and where the truth lies
+relative to the bracket: 0 at its lower end, 1 at its upper end. With `--inside` the library
+knows no lower bound on the spectrum.
 """
 
 import argparse
@@ -16,7 +22,8 @@ import numpy as np
 
 import traceax as tx
 
-# Dimension, kernel, length scale, noise. Points are uniform in the cube up to 4 dimensions, normal above.
+# Dimension, kernel, length scale, noise variance. We draw points uniformly in the unit cube up
+# to four dimensions, and from a normal distribution above.
 KERNELS = [
     (1, "Matern 3/2", 0.1, 1e-2),
     (1, "RBF", 0.05, 1e-3),
@@ -51,7 +58,7 @@ def kernel_matrix(dimension, name, length, n):
 
 
 def runner(k, entry, inside):
-    """A program for all kernels."""
+    """One program, which serves all kernels."""
 
     @jax.jit
     def run(K, noise, keys):
@@ -83,7 +90,7 @@ def main():
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", not options.single)
     dtype = jnp.float32 if options.single else jnp.float64
-    keys, worst = jr.split(jr.key(0), options.keys), [1.0, 0.0]
+    keys, extremes = jr.split(jr.key(0), options.keys), [1.0, 0.0]
     for k in options.k:
         run = runner(k, FUNCTIONS[options.entry], options.inside)
         for dimension, name, length, noise in KERNELS:
@@ -91,19 +98,19 @@ def main():
             spectrum = np.maximum(np.linalg.eigvalsh(K), 0) + noise
             inverse = options.entry == "trace_inverse"
             truth = np.sum(1 / spectrum if inverse else np.log(spectrum))
-            found = run(jnp.asarray(K, dtype), jnp.asarray(noise, dtype), keys)
-            value, error, (low, high), ends, failed = jax.tree.map(np.asarray, found)
+            results = run(jnp.asarray(K, dtype), jnp.asarray(noise, dtype), keys)
+            value, error, (low, high), ends, failed = jax.tree.map(np.asarray, results)
             rmse, bar = (np.sqrt(np.mean(x**2)) for x in (value - truth, error))
-            covered = np.mean((low <= truth) & (truth <= high))
+            coverage = np.mean((low <= truth) & (truth <= high))
             position = np.mean((truth - ends[0]) / np.maximum(ends[1] - ends[0], 1e-30))
-            worst = [min(worst[0], covered), max(worst[1], rmse / bar)]
+            extremes = [min(extremes[0], coverage), max(extremes[1], rmse / bar)]
             print(
                 f"k {k:3d} {dimension}-D {name:10s} noise {noise:.0e} truth {truth:9.2f}: error {rmse:8.2f}, bar {bar:8.2f}, "
-                f"ratio {rmse / bar:4.2f}, covered {covered:4.0%}, half a bracket {np.mean(ends[1] - ends[0]) / 2:8.2f}, "
+                f"ratio {rmse / bar:4.2f}, coverage {coverage:4.0%}, half the bracket {np.mean(ends[1] - ends[0]) / 2:8.2f}, "
                 f"truth at {position:5.2f}, failed {failed.mean():.0%}",
                 flush=True,
             )
-    print(f"least covered {worst[0]:.0%}, largest ratio {worst[1]:.2f}")
+    print(f"lowest coverage {extremes[0]:.0%}, largest ratio {extremes[1]:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""How often the 95 % interval holds the truth, and how good the standard error is.
+"""Compare 95 % intervals and standard errors with true errors.
 
-    python benchmarks/calibration.py                          # the table of the docs
+    python benchmarks/calibration.py                          # the tables of docs/calibration.md
     python benchmarks/calibration.py --n 300 --keys 500       # a quick look
-    python benchmarks/calibration.py --markdown docs/_calibration.md --figure out.svg
+    python benchmarks/calibration.py --markdown table.md --figure figure.svg
 
-For every estimator, spectrum and budget, over many keys:
+For each estimator, matrix and budget, the script prints statistics over many keys:
 
-- `coverage`: the share of 95 % intervals that hold the truth, in percent;
-- `width`: the mean half-width over the 95 % quantile of the true error. 1 would be the
-  width of an interval that knows the distribution of the error;
-- `error bar`: the mean standard error over the root mean square error.
+- `coverage`: the percentage of 95 % intervals that contain the truth;
+- `width`: the mean half-width, divided by the 95 % quantile of the true error's modulus. An
+  interval that knows the error's distribution has width 1;
+- `error bar`: the mean standard error, divided by the root mean square error.
 
-Estimators with rotation-invariant probes see a diagonal matrix as any other symmetric
-matrix of its spectrum; those with signs get a dense one with random eigenvectors.
+Estimators with rotation-invariant probes get diagonal matrices, because only the spectrum
+matters to them. Estimators with sign probes get dense matrices with random eigenvectors.
 """
 
 import argparse
@@ -41,7 +41,7 @@ BUDGETS = (10, 20, 40, 80)
 
 
 def matrices(n: int) -> dict[str, np.ndarray]:
-    """Eigenvalues, or whole matrices, by name."""
+    """Vectors of eigenvalues, or whole matrices, by name."""
     i = np.arange(1, n + 1.0)
     rng = np.random.default_rng(0)
     points = rng.uniform(size=(n, 2))
@@ -58,8 +58,8 @@ def matrices(n: int) -> dict[str, np.ndarray]:
     }
 
 
-def operators(values: np.ndarray, *, signs: bool) -> tuple:
-    """An operator, and its trace in higher precision than estimates have."""
+def operator_and_trace(values: np.ndarray, *, signs: bool) -> tuple:
+    """An operator, and its trace from the eigenvalues or the diagonal."""
     n = values.shape[0]
     trace = np.sum(values if values.ndim == 1 else np.diagonal(values))
     if values.ndim == 2:
@@ -74,7 +74,7 @@ def operators(values: np.ndarray, *, signs: bool) -> tuple:
 
 
 def measure(estimator, operator, trace, k, num_keys, seed=0, batch=50) -> dict:
-    """Coverage, width and error bar of one cell."""
+    """Relative error, coverage, width and error bar for one cell of the table."""
 
     @eqx.filter_jit
     def run(operator, keys):
@@ -86,14 +86,14 @@ def measure(estimator, operator, trace, k, num_keys, seed=0, batch=50) -> dict:
         return jax.vmap(one)(keys)
 
     keys = jr.split(jr.key(seed), num_keys).reshape(-1, batch)
-    outputs = [jax.device_get(run(operator, some)) for some in keys]
+    outputs = [jax.device_get(run(operator, chunk)) for chunk in keys]
     value, error, low, high = (np.concatenate(x) for x in zip(*outputs, strict=True))
-    off = np.abs(value - trace)
-    rms = np.sqrt(np.mean(off**2))
+    deviations = np.abs(value - trace)
+    rms = np.sqrt(np.mean(deviations**2))
     return {
         "rms": rms / abs(trace),
         "coverage": 100 * np.mean((low <= trace) & (trace <= high)),
-        "width": np.mean(high - low) / 2 / np.quantile(off, 0.95),
+        "width": np.mean(high - low) / 2 / np.quantile(deviations, 0.95),
         "error bar": np.mean(error) / rms,
     }
 
@@ -105,34 +105,34 @@ def cells(sizes, names, num_keys, seed):
                 if name == "XNysTrace" and spectrum in ("signed", "nonsymmetric"):
                     continue
                 signs = name in ("Hutchinson", "Hutch++")
-                operator, trace = operators(values, signs=signs)
+                operator, trace = operator_and_trace(values, signs=signs)
                 for k in BUDGETS:
                     row = measure(ESTIMATORS[name], operator, trace, k, num_keys, seed)
                     yield {"n": n, "matrix": spectrum, "estimator": name, "k": k, **row}
 
 
 def markdown(rows: list[dict], num_keys: int) -> str:
-    """A table with a row for each matrix and budget, a column for each estimator."""
+    """A Markdown table: one row per matrix and budget, one column per estimator."""
     names = list(dict.fromkeys(row["estimator"] for row in rows))
     lines = []
     for n in dict.fromkeys(row["n"] for row in rows):
         lines += [
-            f"n = {n}, {num_keys} keys; coverage of the 95 % interval in %, width, "
-            "error bar:",
+            f"n = {n}, {num_keys} keys; coverage of the 95 % interval (%), "
+            "width (ratio), error bar (ratio):",
             "",
-            "| matrix | k | " + " | ".join(names) + " |",
+            "| matrix | products k | " + " | ".join(names) + " |",
             "|" + "---|" * (2 + len(names)),
         ]
-        found = {
+        cell_texts = {
             (row["matrix"], row["k"], row["estimator"]): (
                 f"{row['coverage']:.1f}, {row['width']:.2f}, {row['error bar']:.2f}"
             )
             for row in rows
             if row["n"] == n
         }
-        for matrix, k in dict.fromkeys((m, k) for m, k, _ in found):
-            entries = [found.get((matrix, k, name), "") for name in names]
-            lines.append(f"| {matrix} | {k} | " + " | ".join(entries) + " |")
+        for matrix, k in dict.fromkeys((m, k) for m, k, _ in cell_texts):
+            row_texts = [cell_texts.get((matrix, k, name), "") for name in names]
+            lines.append(f"| {matrix} | {k} | " + " | ".join(row_texts) + " |")
         lines.append("")
     return "\n".join(lines)
 
@@ -142,10 +142,10 @@ def figure(rows: list[dict], path: str) -> None:
     _, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
     for axis, quantity in zip(axes, ("coverage", "width", "error bar"), strict=True):
         for j, name in enumerate(names):
-            mine = [row for row in rows if row["estimator"] == name]
+            own_rows = [row for row in rows if row["estimator"] == name]
             shift = (j - (len(names) - 1) / 2) * 0.18
-            x = [BUDGETS.index(row["k"]) + shift for row in mine]
-            y = [row[quantity] for row in mine]
+            x = [BUDGETS.index(row["k"]) + shift for row in own_rows]
+            y = [row[quantity] for row in own_rows]
             axis.plot(x, y, "o", alpha=0.5, markersize=4, label=name)
         axis.set_xticks(range(len(BUDGETS)), [str(k) for k in BUDGETS])
         axis.set_xlabel("products")
@@ -164,8 +164,8 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--estimators", nargs="+", default=list(ESTIMATORS))
-    parser.add_argument("--markdown", help="file to write the table to")
-    parser.add_argument("--figure", help="file to draw the results to")
+    parser.add_argument("--markdown", help="write the table to this file")
+    parser.add_argument("--figure", help="draw the figure into this file")
     arguments = parser.parse_args()
     rows = []
     print(

@@ -1,23 +1,25 @@
-"""Error against products of the estimator that splits its budget, and of the others.
+"""Errors of the default estimator, which splits its budget, compared with other estimators.
 
-    python benchmarks/choice.py --figure docs/choice.svg    # all of it: ten minutes
+    python benchmarks/choice.py --figure docs/choice.svg    # everything: ten minutes
     python benchmarks/choice.py --keys 100 --k 24 60
     python benchmarks/choice.py --keys 100 --constants      # other values of constants
-    python benchmarks/choice.py --time      # beside XTrace: a dense matrix and a stencil
+    python benchmarks/choice.py --time      # compared with XTrace: a dense matrix and a stencil
 
-For every operator and budget, over many keys:
+For each operator and budget, the script prints statistics over many keys:
 
-- `RMSE / best`: over the smallest root mean square error of Hutchinson's estimator with
-  signs and on the sphere, Hutch++ and XTrace, which only hindsight knows. `two` is over
-  that of Hutchinson's estimator with signs or XTrace, and `XTrace` is that estimator's;
-- `bar / RMSE`: the root mean square of the standard error, and `cover`, the share of 95 %
-  intervals that hold the truth, in percent;
-- `basis`, the share of keys for which any test used the basis.
+- `RMSE / best`: the root mean square error, divided by the smallest error among four estimators:
+  Hutchinson's with signs and on the sphere, Hutch++ and XTrace. Only hindsight knows the best
+  estimator. `two` compares with Hutchinson's with signs and XTrace alone. `XTrace` is XTrace's own
+  error, divided by the smallest error;
+- `bar/RMSE`: the root mean square standard error, divided by the root mean square error;
+- `cover`: the coverage of 95 % intervals, in percent;
+- `basis`: the share of keys for which at least one test used the basis.
 
-Operators are dense: three spectra and a signed one in a random basis, a nonsymmetric one, a
-Matern kernel, the Laplacian of a random geometric graph, and Hessians of a network before
-and after training. `--more` takes others. The figure has relative errors of all estimators;
-XNysTrace is for the semidefinite ones, tagged so, and isn't among the four.
+All operators are dense: matrices with random eigenvectors and three positive spectra or a
+signed one, a nonsymmetric matrix, a Matern kernel, the Laplacian of a random geometric graph,
+and a network's Hessian before and after training. `--more` takes seven others. The figure shows
+relative errors for all estimators. XNysTrace appears for semidefinite operators, which we tag
+for it. It isn't among the four.
 """
 
 import argparse
@@ -52,34 +54,34 @@ OTHERS = {
 
 
 def hessians(steps=(0, 300)) -> list[np.ndarray]:
-    """Of the loss of a tanh network on ten classes, after steps of Adam."""
+    """A tanh network's loss Hessians on ten classes, after each number of Adam steps."""
     rng = np.random.default_rng(2)
     classes = rng.integers(0, 10, 400)
     centres = rng.normal(size=(10, 20))
     x = jnp.asarray(centres[classes] + rng.normal(size=(400, 20)))
-    first = {
+    layers = {
         "a": rng.normal(size=(20, 13)) / np.sqrt(20),
         "b": np.zeros(13),
         "c": rng.normal(size=(13, 10)) / np.sqrt(13),
         "d": np.zeros(10),
     }
-    start, unravel = jax.flatten_util.ravel_pytree(first)
+    start, unravel = jax.flatten_util.ravel_pytree(layers)
 
     def loss(p):
         p = unravel(p)
         logits = jnp.tanh(x @ p["a"] + p["b"]) @ p["c"] + p["d"]
         return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(400), classes])
 
-    gradient, found = jax.jit(jax.grad(loss)), []
+    gradient, results = jax.jit(jax.grad(loss)), []
     p, m, v = start, 0 * start, 0 * start
     for step in range(max(steps) + 1):
         if step in steps:
-            found.append(np.asarray(jax.jit(jax.hessian(loss))(p)))
+            results.append(np.asarray(jax.jit(jax.hessian(loss))(p)))
         g = gradient(p)
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
         unit = (1 - 0.9 ** (step + 1)) / jnp.sqrt(1 - 0.999 ** (step + 1))
         p = p - 0.01 * m / (unit * (jnp.sqrt(v) + 1e-8))
-    return found
+    return results
 
 
 def matrices(*, more: bool) -> dict[str, np.ndarray]:
@@ -96,7 +98,7 @@ def matrices(*, more: bool) -> dict[str, np.ndarray]:
     adjacent = (distances < 0.1) & ~np.eye(N, dtype=bool)
     signs = np.where(rng.uniform(size=N) < 0.5, -1, 1)
     hessian = hessians()
-    found = {
+    first_nine = {
         "flat": rotated(np.linspace(1, 3, N)),
         "1 / i": rotated(1 / i),
         "0.9^i": rotated(0.9**i),
@@ -108,7 +110,7 @@ def matrices(*, more: bool) -> dict[str, np.ndarray]:
         "Hessian, step 300": hessian[1],
     }
     if not more:
-        return found
+        return first_nine
     outliers = np.where(i <= 20, 20 + i, 1 + rng.uniform(size=N))
     return {
         "step": rotated(np.where(i <= 50, 1, 1e-3)),
@@ -126,18 +128,18 @@ def estimates(matrix, keys, k, estimator, tags):
     operator = lx.MatrixLinearOperator(matrix, tags)
 
     def one(key):
-        found = tx.trace(key, operator, k, estimator, throw=False)
-        low, high = found.confidence_interval()
-        basis = found.stats.get("basis", 0)
-        return found.value, found.standard_error, low, high, basis
+        estimate = tx.trace(key, operator, k, estimator, throw=False)
+        low, high = estimate.confidence_interval()
+        basis = estimate.stats.get("basis", 0)
+        return estimate.value, estimate.standard_error, low, high, basis
 
     return jax.lax.map(one, keys)
 
 
 def measure(matrix, k, estimator, keys, tags=()) -> tuple[float, float, float, float]:
-    """The RMSE, the error bar over it, the coverage, and how often a basis was taken."""
-    found = estimates(jnp.asarray(matrix), keys, k, estimator, tags)
-    value, error, low, high, basis = (np.asarray(x) for x in found)
+    """RMSE, error bar / RMSE, coverage in percent, and the share of keys that used a basis."""
+    outputs = estimates(jnp.asarray(matrix), keys, k, estimator, tags)
+    value, error, low, high, basis = (np.asarray(x) for x in outputs)
     truth = np.trace(matrix)
     rms = np.sqrt(np.mean((value - truth) ** 2))
     bar = np.sqrt(np.mean(error**2)) / rms
@@ -151,7 +153,7 @@ def is_semidefinite(matrix) -> bool:
 
 
 def draw(errors: dict[str, dict[str, dict[int, float]]], path: str) -> None:
-    """Relative errors by products, a panel for each operator."""
+    """Draw relative errors against products, one panel per operator."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "traceax"})
     styles = {
         "signs": ("Hutchinson, signs", "s", "#7f7f7f"),
@@ -162,8 +164,10 @@ def draw(errors: dict[str, dict[str, dict[int, float]]], path: str) -> None:
         "adaptive": ("adaptive, the default", "", "black"),
     }
     figure, axes = plt.subplots(3, 3, figsize=(10, 8.5), layout="constrained")
-    for ax, (operator, found) in zip(axes.flat, errors.items(), strict=True):
-        for name, by_budget in found.items():
+    for ax, (operator, errors_by_estimator) in zip(
+        axes.flat, errors.items(), strict=True
+    ):
+        for name, by_budget in errors_by_estimator.items():
             label, marker, colour = styles[name]
             x, y = list(by_budget), list(by_budget.values())
             ax.loglog(
@@ -190,22 +194,25 @@ def geometric_mean(ratios) -> float:
 
 
 def compare(operators: dict[str, np.ndarray], budgets: list[int], keys, figure) -> None:
-    """A line for each operator and budget, and the figure if it has a path."""
+    """Print a line for each operator and budget. With a path, draw the figure."""
     print("                      |  RMSE / best         |")
     print("operator            k | adaptive  two XTrace | bar/RMSE cover | basis")
     ratios, errors = {"adaptive": [], "two": [], "XTrace": []}, {}
     for k in budgets:
         for name, matrix in operators.items():
-            found = {x: measure(matrix, k, OTHERS[x], keys)[0] for x in OTHERS}
-            best, two = min(found.values()), min(found["signs"], found["XTrace"])
+            rms_errors = {x: measure(matrix, k, OTHERS[x], keys)[0] for x in OTHERS}
+            best, best_of_two = (
+                min(rms_errors.values()),
+                min(rms_errors["signs"], rms_errors["XTrace"]),
+            )
             error, bar, cover, basis = measure(matrix, k, ADAPTIVE, keys)
-            row = error / best, error / two, found["XTrace"] / best
+            row = error / best, error / best_of_two, rms_errors["XTrace"] / best
             for ratio, so_far in zip(row, ratios.values(), strict=True):
                 so_far.append(ratio)
             if figure and is_semidefinite(matrix):
                 tag, estimator = lx.positive_semidefinite_tag, tx.XNysTraceEstimator()
-                found["XNysTrace"] = measure(matrix, k, estimator, keys, tag)[0]
-            for estimator, rms in {**found, "adaptive": error}.items():
+                rms_errors["XNysTrace"] = measure(matrix, k, estimator, keys, tag)[0]
+            for estimator, rms in {**rms_errors, "adaptive": error}.items():
                 by_budget = errors.setdefault(name, {}).setdefault(estimator, {})
                 by_budget[k] = rms / abs(np.trace(matrix))
             print(
@@ -213,23 +220,23 @@ def compare(operators: dict[str, np.ndarray], budgets: list[int], keys, figure) 
                 f" {bar:8.2f} {cover:5.1f} | {basis:.2f}",
                 flush=True,
             )
-    for name, found in ratios.items():
+    for name, values in ratios.items():
         print(
-            f"{name}: geometric mean {geometric_mean(found):.2f}, worst {max(found):.2f}"
+            f"{name}: geometric mean {geometric_mean(values):.2f}, worst {max(values):.2f}"
         )
     if figure:
         draw(errors, figure)
 
 
 def compare_constants(operators, budgets: list[int], keys) -> None:
-    """Geometric mean and worst of RMSE / best, for other values of the constants."""
+    """Print the geometric mean and the worst RMSE / best, for other values of constants."""
     best = {
         (name, k): min(measure(matrix, k, x, keys)[0] for x in OTHERS.values())
         for name, matrix in operators.items()
         for k in budgets
     }
     for constant, values in CONSTANTS.items():
-        used = getattr(adaptive, constant)
+        default = getattr(adaptive, constant)
         for value in values:
             setattr(adaptive, constant, value)
             jax.clear_caches()
@@ -239,11 +246,11 @@ def compare_constants(operators, budgets: list[int], keys) -> None:
             ]
             mean, worst = geometric_mean(ratios), max(ratios)
             print(f"{constant} {value}: {mean:.3f}, worst {worst:.2f}", flush=True)
-        setattr(adaptive, constant, used)
+        setattr(adaptive, constant, default)
 
 
 def compare_times(k: int = 60, repetitions: int = 9) -> None:
-    """CPU seconds of the adaptive estimator and of XTrace, the least of repetitions."""
+    """Print the smallest CPU time over repetitions, for the adaptive estimator and XTrace."""
     side = 1000
     structure = jax.ShapeDtypeStruct((side * side,), jnp.float32)
 
@@ -260,7 +267,7 @@ def compare_times(k: int = 60, repetitions: int = 9) -> None:
 
     dense = jr.normal(jr.key(0), (4000, 4000), jnp.float32)
     for case in ("dense", "stencil"):
-        programs, first, times = {}, {}, {}
+        programs, compile_seconds, times = {}, {}, {}
         for name, estimator in {
             "adaptive": ADAPTIVE,
             "XTrace": OTHERS["XTrace"],
@@ -268,7 +275,7 @@ def compare_times(k: int = 60, repetitions: int = 9) -> None:
             start = time.process_time()
             run = jax.jit(value, static_argnums=(2, 3))
             programs[name] = run.lower(dense, jr.key(0), case, estimator).compile()
-            first[name], times[name] = time.process_time() - start, []
+            compile_seconds[name], times[name] = time.process_time() - start, []
         for repetition in range(repetitions):
             for name, program in programs.items():
                 start = time.process_time()
@@ -276,7 +283,7 @@ def compare_times(k: int = 60, repetitions: int = 9) -> None:
                 times[name].append(time.process_time() - start)
         for name in programs:
             print(
-                f"{case:8}{name:9}{min(times[name]):7.3f}, compiled in {first[name]:.2f}"
+                f"{case:8}{name:9}{min(times[name]):7.3f}, compiled in {compile_seconds[name]:.2f}"
             )
 
 
@@ -285,10 +292,12 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[12, 24, 60, 120, 240])
     parser.add_argument("--keys", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--more", action="store_true", help="other operators")
-    parser.add_argument("--figure", help="draw errors into this file")
-    parser.add_argument("--constants", action="store_true", help="compare constants")
-    parser.add_argument("--time", action="store_true", help="compare times")
+    parser.add_argument("--more", action="store_true", help="use seven other operators")
+    parser.add_argument("--figure", help="draw the errors into this file")
+    parser.add_argument(
+        "--constants", action="store_true", help="compare other constants"
+    )
+    parser.add_argument("--time", action="store_true", help="compare times with XTrace")
     arguments = parser.parse_args()
     if arguments.time:
         return compare_times()

@@ -1,9 +1,10 @@
-"""Coloured probes against plain ones: errors by the number of products.
+"""Errors with coloured probes and with plain ones, by the number of products.
 
     JAX_ENABLE_X64=1 python benchmarks/colours.py --figure docs/colours.svg
 
-Root mean square errors over keys: of log-determinants of lattices, of the divergence of a
-block-hollow flow, and of the trace of a sparse inverse. And the time that colouring takes.
+The script prints root mean square errors over keys for three jobs: log-determinants on
+lattices, the divergence of a block-hollow flow, and the trace of a sparse inverse. It also
+times colouring.
 """
 
 import argparse
@@ -22,7 +23,7 @@ KEYS = 10
 
 
 def lattice(shape, periodic, mass):
-    """The Laplacian of a lattice and a mass, periodic or of open ends; its eigenvalues."""
+    """A lattice Laplacian plus a mass, periodic or with open ends, and its eigenvalues."""
 
     def product(x):
         out = (mass + 2 * len(shape)) * x
@@ -54,7 +55,7 @@ def edges(shape, periodic=False):
 
 
 def error(estimate, truth, keys=KEYS):
-    """The root mean square error of a function of a key."""
+    """Root mean square error over keys. `estimate` maps a key to an estimate."""
     value = eqx.filter_jit(lambda key: estimate(key).value)
     values = [float(value(key)) for key in jax.random.split(jax.random.key(1), keys)]
     return float(np.sqrt(np.mean((np.asarray(values) - truth) ** 2)))
@@ -86,13 +87,13 @@ def log_determinants():
         truth = np.log(eigenvalues).sum()
         colours = tx.lattice_colours(shape, distance, periodic)
         coloured = log_determinant_error(A, truth, colours, steps)
-        # More than 400 products are no better for the time that they take.
-        few = min(colours.number * steps, 400)
-        plain = plain_log_determinant_error(A, truth, few)
+        # We stop at 400 products: more of them gain too little for their time.
+        plain_budget = min(colours.number * steps, 400)
+        plain = plain_log_determinant_error(A, truth, plain_budget)
         size = " x ".join(map(str, shape)) + ("" if periodic else ", open")
         print(
             f"{size}, {mass} | {colours.number} x {steps} | {colours.number * steps} | "
-            f"{coloured:.2g} | {plain:.2g} with {few}",
+            f"{coloured:.2g} | {plain:.2g} with {plain_budget}",
             flush=True,
         )
 
@@ -112,29 +113,32 @@ def log_determinants_by_products():
 
 
 def divergences_by_products():
-    """Of 55 points in space: each moves by its own place and by what it sees."""
+    """Divergence errors for a flow of 55 points in space.
+
+    A point's velocity depends on the point, and on a context from the other points.
+    """
     x = jnp.asarray(np.random.default_rng(0).normal(size=(55, 3)))
 
-    def seen(x):
+    def compute_context(x):
         return jnp.cos(jnp.sum(jnp.tanh(x), axis=0)[None] - jnp.tanh(x))
 
     def field(z, context):
         mixing = jnp.asarray([[0.5, -1.0, 0.2], [0.3, 0.7, 1.0], [-0.4, 0.1, 0.9]])
         return jnp.sin(z @ mixing + context) * (1 + z**2)
 
-    def whole(flat):
+    def full_field(flat):
         z = flat.reshape(55, 3)
-        return field(z, seen(z)).reshape(-1)
+        return field(z, compute_context(z)).reshape(-1)
 
-    truth = jnp.trace(jax.jacfwd(whole)(x.reshape(-1)))
+    truth = jnp.trace(jax.jacfwd(full_field)(x.reshape(-1)))
     colours = tx.ColouredSampler(np.arange(165) % 3, exact=True)
-    context = seen(x)
+    context = compute_context(x)
 
     def coloured(key):
         return tx.divergence(key, lambda z: field(z, context), x, colours=colours)[1]
 
     def plain(k):
-        return lambda key: tx.divergence(key, whole, x.reshape(-1), k)[1]
+        return lambda key: tx.divergence(key, full_field, x.reshape(-1), k)[1]
 
     budgets = (1, 3, 10, 30, 100)
     return (
@@ -149,29 +153,29 @@ def inverses_by_solves():
     truth = (1 / eigenvalues).sum()
     inverse = tx.InverseLinearOperator(A, lx.CG(rtol=1e-8, atol=1e-8))
 
-    def of_trace(k, estimator=None):
+    def trace_error(k, estimator=None):
         return error(lambda key: tx.trace(key, inverse, k, estimator), truth)
 
     coloured, plain = {}, {}
     x, y = np.indices(shape).reshape(2, -1)
     for reach in (1, 2, 3):
-        # Perfect codes: what is within a distance of 2 * reach differs.
+        # These are perfect codes: nodes within a distance of 2 * reach differ in colour.
         k = 2 * reach**2 + 2 * reach + 1
         sampler = tx.ColouredSampler((reach * x + (reach + 1) * y) % k)
-        coloured[k] = of_trace(k, tx.HutchinsonEstimator(sampler))
-        plain[k] = of_trace(k)
+        coloured[k] = trace_error(k, tx.HutchinsonEstimator(sampler))
+        plain[k] = trace_error(k)
     return coloured, plain
 
 
 def times():
     cube = (100, 100, 100)
-    numbers = np.random.default_rng(0).permutation(10**6)
+    permutation = np.random.default_rng(0).permutation(10**6)
     print("colouring: grid | distance | colours | seconds")
     for name, pairs in [
         ("open, 1e6", edges(cube, False)),
         ("torus, 1e6", edges(cube, True)),
         ("torus, 30 x 31 x 32", edges((30, 31, 32), True)),
-        ("open, 1e6, numbered at random", numbers[edges(cube, False)]),
+        ("open, 1e6, numbered at random", permutation[edges(cube, False)]),
     ]:
         for distance in (1, 2, 3):
             start = time.perf_counter()
@@ -188,16 +192,16 @@ CURVES = {
 
 
 def draw(curves, path):
-    """Errors by products, a panel for each job."""
+    """Draw errors against products, one panel per job."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "traceax"})
     figure, axes = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
     for axis, (title, (coloured, plain)) in zip(axes, curves.items(), strict=True):
-        for found, style, colour in [
+        for error_by_products, style, colour in [
             (plain, "s-", "#7f7f7f"),
             (coloured, "o-", "#0072b2"),
         ]:
-            errors = np.maximum(list(found.values()), 1e-13)  # what is exact has no log
-            axis.loglog(list(found), errors, style, color=colour)
+            errors = np.maximum(list(error_by_products.values()), 1e-13)  # 0 has no log
+            axis.loglog(list(error_by_products), errors, style, color=colour)
         axis.set_xticks(list(plain), [str(k) for k in plain])
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.set_title(title, fontsize="medium")
@@ -210,14 +214,16 @@ def draw(curves, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--figure", help="file to draw the curves to")
+    parser.add_argument("--figure", help="draw the curves into this file")
     path = parser.parse_args().figure
     log_determinants()
     curves = {}
     for title, run in CURVES.items():
         curves[title] = run()
-        for name, found in zip(("coloured", "plain"), curves[title], strict=True):
-            row = " | ".join(f"{k}: {x:.2g}" for k, x in found.items())
+        for name, error_by_products in zip(
+            ("coloured", "plain"), curves[title], strict=True
+        ):
+            row = " | ".join(f"{k}: {x:.2g}" for k, x in error_by_products.items())
             print(f"{title} | {name} | {row}", flush=True)
     times()
     if path:

@@ -1,11 +1,11 @@
-"""CPU seconds to trace, lower and compile, beside other libraries and code by hand.
+"""CPU seconds to trace, lower and compile, compared with other libraries and handwritten code.
 
     taskset -c 1 python benchmarks/compile.py         # the tables of docs/performance.md
     python benchmarks/compile.py logdet default       # these rows alone
     python benchmarks/compile.py readme import        # README's blocks, and imports
 
-Each row is the least of two fresh processes, in each of which the peer of the row compiles
-before, in 32 bits and without a cache of programs.
+Each number is the smallest from two fresh processes, in 32 bits and without a compilation
+cache. In each process we compile the peer first, then the row's program.
 """
 
 # ruff: noqa: PLC0415
@@ -38,7 +38,7 @@ def tagged(matrix):
 
 
 #
-# Ours: a function of a key and arguments, and the arguments.
+# Our programs: each function returns a program, and the arguments that come before its key.
 #
 
 
@@ -53,7 +53,7 @@ def logdet(k=None, **options):
     return jax.value_and_grad(value), psd(1000)
 
 
-def of_a_function():
+def logdet_of_function():
     import jax
     import jax.numpy as jnp
     import lineax as lx
@@ -138,7 +138,7 @@ def divergences():
 
 
 #
-# Peers.
+# The peers' programs.
 #
 
 
@@ -172,7 +172,7 @@ def matfree_xtrace():
 
 
 def hand_likelihood(n=3000):
-    """Exact, by Cholesky's factors."""
+    """The exact likelihood, from a Cholesky factor."""
     import jax
     import jax.numpy as jnp
 
@@ -209,16 +209,20 @@ def hand_divergences():
 PEERS = {
     "matfree's Lanczos quadrature": matfree_logdet,
     "matfree's XTrace": matfree_xtrace,
-    "Cholesky by hand": hand_likelihood,
-    "`jax.linearize` by hand": hand_divergences,
+    "handwritten Cholesky": hand_likelihood,
+    "handwritten `jax.linearize`": hand_divergences,
 }
 SLQ, XTRACE, CHOLESKY, HAND = PEERS
-# Name: the row's text, the program, its peer.
+# Each name has a row label, a program and a peer.
 ROWS = {
     "logdet": ("`tx.logdet`, k = 100, gradient", lambda: logdet(100), SLQ),
-    "whole": ("the same, without k, of a function", of_a_function, SLQ),
+    "whole": (
+        "`tx.logdet` for a function operator, no k, gradient",
+        logdet_of_function,
+        SLQ,
+    ),
     "until": (
-        "the same, to a tolerance, k = 240",
+        "`tx.logdet` to a tolerance, k = 240, gradient",
         lambda: logdet(240, rtol=1e-2),
         SLQ,
     ),
@@ -227,19 +231,27 @@ ROWS = {
         lambda: likelihood(False),
         CHOLESKY,
     ),
-    "likelihood": ("the same, gradient", lambda: likelihood(True), CHOLESKY),
-    "default": ("`tx.trace`, k = 40", trace, XTRACE),
+    "likelihood": (
+        "`tx.gaussian_log_likelihood`, n = 3,000, 200 pivots, gradient",
+        lambda: likelihood(True),
+        CHOLESKY,
+    ),
+    "default": ("`tx.trace`, k = 40, default estimator", trace, XTRACE),
     "xtrace": ("XTrace", lambda: trace("XTraceEstimator"), XTRACE),
     "xnystrace": ("XNysTrace", lambda: trace("XNysTraceEstimator"), XTRACE),
     "hutchinson": ("Hutchinson", lambda: trace("HutchinsonEstimator"), XTRACE),
-    "tolerance": ("to a tolerance, k = 40", lambda: trace(rtol=1e-2), XTRACE),
-    "divergence": ("`tx.divergence`, a batch of 64", divergences, XTRACE),
-    "by hand": ("the same", divergences, HAND),
+    "tolerance": (
+        "`tx.trace` to a tolerance, k = 40",
+        lambda: trace(rtol=1e-2),
+        XTRACE,
+    ),
+    "divergence": ("`tx.divergence`, 64 points", divergences, XTRACE),
+    "by hand": ("`tx.divergence`, 64 points", divergences, HAND),
 }
 
 
 def cost(build):
-    """CPU seconds, of which XLA, and StableHLO lines of a program."""
+    """A program's CPU seconds, XLA's part of them, and its StableHLO lines."""
     import jax
 
     program, arguments = build()
@@ -254,7 +266,7 @@ def cost(build):
 
 
 def readme():
-    """CPU seconds of README's blocks in one process, each of which compiles and runs."""
+    """CPU seconds for README's blocks in one process. Each block compiles and runs."""
     text = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
     blocks = [x.split("```")[0] for x in text.split("```python\n")[1:4]]
     names, seconds = {}, []
@@ -276,12 +288,12 @@ def programs(name):
 
     jax.jit(lambda x: x + 1).lower(1.0).compile()
     _, build, peer = ROWS[name]
-    of_peer = cost(PEERS[peer])
-    return [*cost(build), *of_peer]
+    peer_numbers = cost(PEERS[peer])
+    return [*cost(build), *peer_numbers]
 
 
 def least(*arguments, processes=2):
-    """The least of each of the numbers that fresh processes print."""
+    """Elementwise minimum over fresh processes, which print the numbers."""
     runs = []
     for _ in range(processes):
         command = [sys.executable, __file__, "--serve", *arguments]
@@ -296,19 +308,22 @@ def main():
     parser.add_argument("--serve", nargs="*")
     arguments = parser.parse_args()
     if arguments.serve:
-        what, *given = arguments.serve
+        job, *values = arguments.serve
         numbers = {"readme": readme, "import": imports, "program": programs}
-        print(json.dumps(numbers[what](*given)))
+        print(json.dumps(numbers[job](*values)))
         return
     rows = [x for x in arguments.rows if x in ROWS]
     if rows:
-        print("| program | s | of which XLA | lines | beside | s | ratio |")
+        print(
+            "| program | time (s) | XLA's part (s) | StableHLO (lines) | "
+            "compared with | its time (s) | time ratio |"
+        )
         print("|---|---|---|---|---|---|---|")
     for name in rows:
         text, _, peer = ROWS[name]
-        seconds, of_xla, lines, theirs, *_ = least("program", name)
-        cells = text, f"{seconds:.2f}", f"{of_xla:.2f}", f"{lines:,}"
-        cells += peer, f"{theirs:.2f}", f"{seconds / theirs:.2f}"
+        seconds, xla_seconds, lines, peer_seconds, *_ = least("program", name)
+        cells = text, f"{seconds:.2f}", f"{xla_seconds:.2f}", f"{lines:,}"
+        cells += peer, f"{peer_seconds:.2f}", f"{seconds / peer_seconds:.2f}"
         print("| " + " | ".join(cells) + " |", flush=True)
     if "readme" in arguments.rows:
         seconds = ", ".join(f"{x:.1f}" for x in least("readme"))

@@ -1,11 +1,12 @@
-"""Which estimator a divergence should take by default: variance x time over a batch.
+"""Which estimator should a divergence use by default? Variance times time over a batch.
 
     python benchmarks/divergence.py
 
-A tanh network of two hidden layers on n inputs, random weights, a batch of 64 points, as in
-a training step of a flow or of a score. The table gives the ratio of AdaptiveXTrace to
-Hutchinson's estimator with signs, of variance times time; below 1 it would be the better
-default. Times are medians of interleaved runs in one process, 32 bits.
+The field is a tanh network with two hidden layers on n inputs and random weights. A batch has
+64 points, as in a training step for a flow or a score. The table shows ratios of
+AdaptiveXTrace to Hutchinson's estimator with signs, in variance and in variance times time. If
+the last ratio is below 1, AdaptiveXTrace would be the better default. Times are medians of
+interleaved runs in one process, in 32 bits.
 """
 
 import statistics
@@ -71,15 +72,16 @@ def measure(n, k):
 
 if __name__ == "__main__":
     print(
-        "| n | k | signs, ms | adaptive, ms | variance ratio | variance x time ratio |"
+        "| dimension n | products k | signs (ms) | adaptive (ms) | variance ratio | "
+        "variance x time ratio |"
     )
     print("|---|---|---|---|---|---|")
     for n, k in CASES:
         times, errors = measure(n, k)
-        variance = errors["adaptive"] / errors["signs"]
-        slower = times["adaptive"] / times["signs"]
+        variance_ratio = errors["adaptive"] / errors["signs"]
+        time_ratio = times["adaptive"] / times["signs"]
         print(
             f"| {n} | {k} | {1e3 * times['signs']:.2f} | {1e3 * times['adaptive']:.2f} "
-            f"| {variance:.2f} | {variance * slower:.2f} |",
+            f"| {variance_ratio:.2f} | {variance_ratio * time_ratio:.2f} |",
             flush=True,
         )

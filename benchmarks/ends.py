@@ -1,9 +1,10 @@
-"""How well error bars hold what lies between Ritz values and the ends of the spectrum.
+"""Error bars for functions that change between the Ritz values and the spectrum's ends.
 
     python benchmarks/ends.py
 
-A line for each case of functions without a bracket that are flat on the Ritz values: the truth, root
-mean square error, mean standard error, and the share of 95 % intervals that hold the truth, over 100 keys.
+These functions have no bracket, and are flat on the Ritz values. Each line shows the truth, the
+root mean square error, the mean standard error, and the coverage of 95 % intervals, over 100
+keys.
 """
 
 import functools as ft
@@ -20,7 +21,7 @@ KEYS = 100
 
 
 def differences(n, order):
-    """Squared differences; those of order 1 are the Laplacian of a path."""
+    """`D^T D` for the difference matrix D. Order 1 gives the Laplacian of a path."""
     steps = np.diff(np.eye(n), n=order, axis=0)
     return steps.T @ steps
 
@@ -49,14 +50,14 @@ def heat(s, t):
 
 
 CASES = [
-    *((f"spline, n = 150, {s:g}", differences(150, 2), smoother, s, 60) for s in (1e2, 1e4, 1e6)),
-    ("spline, n = 150, 1e4", differences(150, 2), smoother, 1e4, 100),
-    ("cubic spline, n = 200, 1e5", differences(200, 3), smoother, 1e5, 60),
-    *((f"path, n = 140, {s:g}", differences(140, 1), heat, s, 40) for s in (40.0, 400.0, 4e3)),
-    ("minus a path, n = 140, 4000", -differences(140, 1), heat, -4e3, 40),
-    *((f"grid, 15 x 20, {s:g}", grid(15, 20), heat, s, 60) for s in (40.0, 400.0)),
-    *((f"kernel times {c:g}, n = 60, 1", kernel(60, 2, 1.0, c), freedom, 1.0, 20) for c in (1e2, 1e4)),
-    *((f"kernel, n = 200, 3-D, {s:g}", kernel(200, 3, 0.5), freedom, s, 60) for s in (0.1, 1e-2)),
+    *((f"spline, n = 150, s = {s:g}", differences(150, 2), smoother, s, 60) for s in (1e2, 1e4, 1e6)),
+    ("spline, n = 150, s = 1e4", differences(150, 2), smoother, 1e4, 100),
+    ("cubic spline, n = 200, s = 1e5", differences(200, 3), smoother, 1e5, 60),
+    *((f"path, n = 140, s = {s:g}", differences(140, 1), heat, s, 40) for s in (40.0, 400.0, 4e3)),
+    ("negated path, n = 140, s = -4000", -differences(140, 1), heat, -4e3, 40),
+    *((f"grid, 15 x 20, s = {s:g}", grid(15, 20), heat, s, 60) for s in (40.0, 400.0)),
+    *((f"kernel times {c:g}, n = 60, s = 1", kernel(60, 2, 1.0, c), freedom, 1.0, 20) for c in (1e2, 1e4)),
+    *((f"kernel, n = 200, 3-D, s = {s:g}", kernel(200, 3, 0.5), freedom, s, 60) for s in (0.1, 1e-2)),
 ]  # fmt: skip
 
 
@@ -72,15 +73,15 @@ def run(fn, a, k, s):
 
 def main():
     jax.config.update("jax_enable_x64", True)
-    print("| case | products | truth | error | standard error | covered |")
+    print("| case | products | truth | RMS error | standard error | coverage |")
     print("|---|---|---|---|---|---|")
     for name, a, fn, s, k in CASES:
         truth = float(np.sum(fn(s, np.linalg.eigvalsh(a))))
         value, error, (low, high) = jax.tree.map(np.asarray, run(fn, a, k, s))
         rms = np.sqrt(np.mean((value - truth) ** 2))
-        covered = np.mean((low <= truth) & (truth <= high))
+        coverage = np.mean((low <= truth) & (truth <= high))
         print(
-            f"| {name} | {k} | {truth:.4g} | {rms:.2g} | {np.mean(error):.2g} | {covered:.0%} |",
+            f"| {name} | {k} | {truth:.4g} | {rms:.2g} | {np.mean(error):.2g} | {coverage:.0%} |",
             flush=True,
         )
 

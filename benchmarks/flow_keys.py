@@ -1,10 +1,10 @@
-"""One key for all steps of training a flow, or new keys in each step.
+"""Train a flow with one key for all steps, or with new keys in each step.
 
     python benchmarks/flow_keys.py  # the table of docs/jobs/normalising-flows.md
 
-A flow in six dimensions learns a mixture of normal distributions from two products at each
-stage of the ODE solver. Log densities of 1,000 other points are then estimated with the keys
-of the last step, and computed exactly from six products.
+A flow in six dimensions learns a mixture of normal distributions, with two products at each ODE
+solver stage. We then estimate log densities at 1,000 other points with the last step's keys,
+and compute them exactly from six products.
 """
 
 import diffrax
@@ -20,7 +20,7 @@ DIMENSION, PRODUCTS, UPDATES, BATCH, STEPS = 6, 2, 100, 128, 8
 
 
 def draw(key, number):
-    """Points from eight normal distributions."""
+    """Points from a mixture of eight normal distributions."""
     which, noise = jax.random.split(key)
     centres = jax.random.normal(jax.random.key(0), (8, DIMENSION))
     chosen = centres[jax.random.randint(which, (number,), 0, 8)]
@@ -28,7 +28,7 @@ def draw(key, number):
 
 
 def log_density(network, x, key, k):
-    """The log density of `x`, and the integral of the divergence's standard error."""
+    """The log density at `x`, and the integral of the divergence's standard error."""
 
     def rates(t, state, args):
         velocity, divergence = tx.divergence(
@@ -67,12 +67,12 @@ def train(network, keys):
 if __name__ == "__main__":
     sizes, key = (DIMENSION + 1, DIMENSION, 64, 2), jax.random.key(2)
     start, shape = eqx.nn.MLP(*sizes, jax.nn.swish, key=key), (UPDATES, BATCH)
-    one, new = jnp.broadcast_to(key, shape), jax.random.split(key, shape)
+    one_key, new_keys = jnp.broadcast_to(key, shape), jax.random.split(key, shape)
     test = draw(jax.random.key(3), 1000)
-    for way, keys in ("one key", one), ("new keys", new):
-        network, own = train(start, keys), jnp.resize(keys[-1], 1000)
-        value, bar = run(network, test, own, PRODUCTS)
-        exact, _ = run(network, test, own, DIMENSION)
-        off = 100 * jnp.mean(abs(value - exact) > 2 * bar)
-        means = f"{jnp.mean(value):.2f} by its own keys, {jnp.mean(exact):.2f} exactly"
-        print(f"{way}: log density {means}, {off:.0f} % off by two bars")
+    for name, keys in ("one key", one_key), ("new keys", new_keys):
+        network, test_keys = train(start, keys), jnp.resize(keys[-1], 1000)
+        value, bar = run(network, test, test_keys, PRODUCTS)
+        exact, _ = run(network, test, test_keys, DIMENSION)
+        percent_off = 100 * jnp.mean(abs(value - exact) > 2 * bar)
+        means = f"{jnp.mean(value):.2f} estimated, {jnp.mean(exact):.2f} exact"
+        print(f"{name}: log density {means}, {percent_off:.0f} % off by over two bars")

@@ -1,12 +1,13 @@
-"""Jobs beside the code that one writes by hand in JAX: first calls, steps, errors.
+"""First calls, steps and errors of whole jobs, compared with handwritten JAX code.
 
-    taskset -c 1 python benchmarks/jobs.py       # the table of docs/performance.md
+    taskset -c 1 python benchmarks/jobs.py       # the tables of docs/performance.md
     taskset -c 1 python benchmarks/jobs.py flow  # flow, score, pinn, hessian, layers, gp
 
-All ways of a job run in this one process, in turn; times are medians of CPU time of one
-thread, and ratios are to the fastest way by hand. First calls are with empty caches: tracing,
-compilation and a run. Errors are root mean squares over keys, of a gradient or a value,
-relative to the truth; of the large Hessian, standard deviations relative to the mean.
+A job's implementations run in turn, in this one process. Times are medians of one thread's CPU
+time, and ratios are relative to the fastest handwritten code. A first call traces, compiles and
+runs once, with empty caches. Errors are root mean squares over keys, for a gradient or a value,
+relative to the truth. For the large Hessian, the error is the standard deviation relative to
+the mean.
 """
 
 import argparse
@@ -50,14 +51,14 @@ def cpu_time(fn, *args):
     return time.process_time() - start
 
 
-def compare(title, ways, args, repetitions, error=None, first_calls=3):
-    """Prints a row for each way: `ways` are functions of `*args` and a key, by name.
+def compare(title, methods, args, repetitions, error=None, first_calls=3):
+    """Print a row for each method. `methods` maps names to functions of `*args` and a key.
 
-    The names of those by hand begin with "by hand".
+    Handwritten code has a name that begins with "by hand".
     """
-    first, steps, compiled = ({name: [] for name in ways} for _ in range(3))
+    first, steps, compiled = ({name: [] for name in methods} for _ in range(3))
     for _ in range(first_calls):
-        for name, fn in ways.items():
+        for name, fn in methods.items():
             jax.clear_caches()
             compiled[name] = jax.jit(lambda *args, fn=fn: fn(*args))
             first[name].append(cpu_time(compiled[name], *args, jr.key(0)))
@@ -67,30 +68,32 @@ def compare(title, ways, args, repetitions, error=None, first_calls=3):
         for name, fn in compiled.items():
             steps[name].append(cpu_time(fn, *args, jr.key(i)))
     first, steps = (
-        {name: statistics.median(taken) for name, taken in times.items()}
+        {name: statistics.median(seconds) for name, seconds in times.items()}
         for times in (first, steps)
     )
     best = min(
-        (name for name in ways if name.startswith("by hand")),
+        (name for name in methods if name.startswith("by hand")),
         key=lambda name: steps[name],
     )
     for name, fn in compiled.items():
-        off = "" if error is None else f"{error(lambda key, fn=fn: fn(*args, key)):.1e}"
+        cell = (
+            "" if error is None else f"{error(lambda key, fn=fn: fn(*args, key)):.1e}"
+        )
         print(
             f"| {title} | {name} | {first[name]:.2f} ({first[name] / first[best]:.2f}) "
-            f"| {1e3 * steps[name]:.3g} ({steps[name] / steps[best]:.2f}) | {off} |",
+            f"| {1e3 * steps[name]:.3g} ({steps[name] / steps[best]:.2f}) | {cell} |",
             flush=True,
         )
     return steps
 
 
 def relative_error(exact, keys=20):
-    """The root mean square over keys, of the last part of what a way returns."""
+    """Return a function for the relative root mean square error in a method's last output."""
 
     def error(fn):
         truth = ravel_pytree(exact)[0]
-        outs = [ravel_pytree(fn(key)[-1])[0] for key in jr.split(jr.key(5), keys)]
-        squares = [jnp.sum((out - truth) ** 2) for out in outs]
+        outputs = [ravel_pytree(fn(key)[-1])[0] for key in jr.split(jr.key(5), keys)]
+        squares = [jnp.sum((out - truth) ** 2) for out in outputs]
         return float(jnp.sqrt(jnp.mean(jnp.stack(squares)) / jnp.sum(truth**2)))
 
     return error
@@ -102,7 +105,7 @@ def deviation(fn, keys=8):
 
 
 def mlp(inputs, outputs, width, depth):
-    """The arrays of a network, and the rest."""
+    """A network's arrays, and its static part."""
     network = eqx.nn.MLP(inputs, outputs, width, depth, jnp.tanh, key=jr.key(0))
     return eqx.partition(network, eqx.is_inexact_array)
 
@@ -117,7 +120,7 @@ def signs(key, n):
 
 
 def flow():
-    """Maximum likelihood of a continuous normalising flow in the plane, one probe."""
+    """Maximum likelihood for a continuous normalising flow in the plane, with one probe."""
     params, static = mlp(3, 2, 64, 2)
     xs = jr.normal(jr.key(1), (256, 2)) * jnp.array([1.0, 0.3]) + 0.5
 
@@ -151,38 +154,41 @@ def flow():
 
         return log_density(rates, x)
 
-    def forward(way):
+    def forward(method):
         def fn(params, key):
             network = eqx.combine(params, static)
 
             def f(t, x):
                 return network(jnp.append(x, t))
 
-            values = jax.vmap(lambda x, key: way(f, x, key))(xs, jr.split(key, 256))
+            values = jax.vmap(lambda x, key: method(f, x, key))(xs, jr.split(key, 256))
             return (-jnp.mean(values),)
 
         return fn
 
-    def step(way):
+    def step(method):
         def fn(params, key):
-            loss, gradient = jax.value_and_grad(lambda p: forward(way)(p, key)[0])(
+            loss, gradient = jax.value_and_grad(lambda p: forward(method)(p, key)[0])(
                 params
             )
             return optax.apply_updates(params, gradient), loss, gradient
 
         return fn
 
-    ways = {"traceax": ours, "by hand, jvp": by_hand}
+    methods = {"traceax": ours, "by hand, jvp": by_hand}
     exact = jax.jit(step(lambda *args: ours(*args, 2)))(params, jr.key(0))[-1]
     compare(
-        "flow, forward", {n: forward(way) for n, way in ways.items()}, (params,), 20
+        "flow, forward",
+        {n: forward(method) for n, method in methods.items()},
+        (params,),
+        20,
     )
-    steps = {n: step(way) for n, way in ways.items()}
+    steps = {n: step(method) for n, method in methods.items()}
     compare("flow, training step", steps, (params,), 20, relative_error(exact))
 
 
 def score():
-    """Sliced score matching in 20 dimensions, one probe a point."""
+    """Sliced score matching in 20 dimensions, with one probe per point."""
     params, static = mlp(20, 20, 128, 2)
     xs = jr.normal(jr.key(1), (256, 20))
 
@@ -195,16 +201,18 @@ def score():
         value, product = jax.jvp(f, (x,), (probe,))
         return probe @ product + jnp.sum(value**2) / 2
 
-    def step(way):
+    def step(method):
         def loss(params, key):
             f = eqx.combine(params, static)
-            return jnp.mean(jax.vmap(lambda x, k: way(f, x, k))(xs, jr.split(key, 256)))
+            return jnp.mean(
+                jax.vmap(lambda x, k: method(f, x, k))(xs, jr.split(key, 256))
+            )
 
         return jax.value_and_grad(loss)
 
     exact = jax.jit(step(lambda *args: ours(*args, 20)))(params, jr.key(0))[-1]
-    ways = {"traceax": step(ours), "by hand, jvp": step(by_hand)}
-    compare("score matching, gradient", ways, (params,), 100, relative_error(exact))
+    methods = {"traceax": step(ours), "by hand, jvp": step(by_hand)}
+    compare("score matching, gradient", methods, (params,), 100, relative_error(exact))
 
 
 def pinn():
@@ -222,29 +230,36 @@ def pinn():
     def dense(u, x, key):
         return jnp.trace(jax.hessian(u)(x))
 
-    def step(way):
+    def step(method):
         def loss(params, key):
             u = eqx.combine(params, static)
-            laplacians = jax.vmap(lambda x: way(u, x, key))(xs)
+            laplacians = jax.vmap(lambda x: method(u, x, key))(xs)
             return jnp.mean((laplacians + jnp.sum(jnp.sin(xs), axis=1)) ** 2)
 
         return jax.value_and_grad(loss)
 
     exact = jax.jit(step(dense))(params, jr.key(0))[-1]
-    ways = {"traceax": ours, "by hand, linearize": by_hand, "by hand, hessian": dense}
-    ways = {name: step(way) for name, way in ways.items()}
-    compare("PINN Laplacian, gradient", ways, (params,), 20, relative_error(exact))
+    methods = {
+        "traceax": ours,
+        "by hand, linearize": by_hand,
+        "by hand, hessian": dense,
+    }
+    methods = {name: step(method) for name, method in methods.items()}
+    compare("PINN Laplacian, gradient", methods, (params,), 20, relative_error(exact))
 
 
 def networks():
-    """Networks of about 200,000 parameters: arrays, and a function of these and images."""
+    """Networks with about 200,000 parameters: arrays, and a function of arrays and images."""
     params, static = mlp(784, 10, 200, 2)
-    found = {"equinox": (params, lambda p, x: jax.vmap(eqx.combine(p, static))(x))}
+    models = {"equinox": (params, lambda p, x: jax.vmap(eqx.combine(p, static))(x))}
     if linen is None:
-        return found
+        return models
     layers = (linen.Dense(200), jnp.tanh, linen.Dense(200), jnp.tanh, linen.Dense(10))
     model = linen.Sequential(layers)
-    found["flax linen"] = model.init(jr.key(0), jnp.zeros((1, 784))), model.apply
+    models["flax linen"] = (
+        model.init(jr.key(0), jnp.zeros((1, 784))),
+        model.apply,
+    )
 
     class Network(nnx.Module):
         def __init__(self, rngs):
@@ -257,12 +272,12 @@ def networks():
             return self.layers[-1](x)
 
     graph, state = nnx.split(Network(nnx.Rngs(0)))
-    found["flax nnx"] = state, lambda p, x: nnx.merge(graph, p)(x)
-    return found
+    models["flax nnx"] = state, lambda p, x: nnx.merge(graph, p)(x)
+    return models
 
 
 def hessian(k=40):
-    """The trace of the Hessian of a network, from 40 products."""
+    """The trace of a network's Hessian, from 40 products."""
     x = jr.normal(jr.key(1), (128, 784))
     labels = jr.randint(jr.key(2), (128,), 0, 10)
     for name, (params, apply) in networks().items():
@@ -298,15 +313,15 @@ def hessian(k=40):
             sample, keys = samples(*args)
             return jnp.mean(jax.lax.map(sample, keys))
 
-        ways = {"traceax, Hutchinson": hutchinson, "traceax, default": ours}
-        ways |= {"by hand, vmap": vmapped, "by hand, lax.map": mapped}
+        methods = {"traceax, Hutchinson": hutchinson, "traceax, default": ours}
+        methods |= {"by hand, vmap": vmapped, "by hand, lax.map": mapped}
         error = deviation if name == "equinox" else None
         title, args = f"Hessian, {name}", (params, x, labels)
-        compare(title, ways, args, 5, error, first_calls=1)
+        compare(title, methods, args, 5, error, first_calls=1)
 
 
 def layers(k=120):
-    """Traces by leaf of a convolutional network at initialisation, at equal time."""
+    """Traces by leaf for a convolutional network at initialisation, at equal time."""
 
     class Network(eqx.Module):
         convolutions: list
@@ -333,7 +348,7 @@ def layers(k=120):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
         return jnp.mean(losses)
 
-    def way(k, probes="whole"):
+    def ours(k, probes="whole"):
         def fn(params, key):
             operator = tx.HessianLinearOperator(loss, params, batch)
             parts, total = tx.leaf_traces(key, operator, k, probes=probes)
@@ -356,44 +371,52 @@ def layers(k=120):
         return fn
 
     n = tx.HessianLinearOperator(loss, params, batch).in_size()
-    parts, total = jax.jit(way(n))(params, jr.key(0))
+    parts, total = jax.jit(ours(n))(params, jr.key(0))
 
-    def taken(fn):
+    def median_time(fn):
         jax.block_until_ready(fn(params, jr.key(0)))
         return statistics.median(cpu_time(fn, params, jr.key(i)) for i in range(9))
 
-    blocks = jax.jit(way(k, probes="blocks"))
-    whole = {"whole, XTrace": way, "by hand, Hutchinson, vmap": by_hand}
-    print(f"\nby leaf, conv net of {n} parameters at initialisation, at equal time")
-    print("| probes | products | ms | error of total | error of leaves |")
+    blocks = jax.jit(ours(k, probes="blocks"))
+    whole = {"whole, XTrace": ours, "by hand, Hutchinson, vmap": by_hand}
+    print(
+        f"\ntraces by leaf, convolutional network with {n} parameters at initialisation, equal time"
+    )
+    print(
+        "| implementation | products | time (ms) | relative error of the total | "
+        "relative error of leaves |"
+    )
     print("|---|---|---|---|---|")
     rows = {"blocks": (blocks, k)}
-    goal = taken(blocks)
+    target_time = median_time(blocks)
     for name, make in whole.items():
-        # Time is affine in the number of products.
-        fewer, more = (taken(jax.jit(make(i))) for i in (k // 2, k))
-        number = int(k // 2 * (1 + (goal - fewer) / (more - fewer)))
+        # We interpolate, because time is affine in the number of products.
+        half_time, full_time = (median_time(jax.jit(make(i))) for i in (k // 2, k))
+        number = int(k // 2 * (1 + (target_time - half_time) / (full_time - half_time)))
         number = min(max(number, 8), n - 1)
         rows[name] = jax.jit(make(number)), number
     for name, (fn, number) in rows.items():
 
-        def first(key, fn=fn):
+        def leaf_traces(key, fn=fn):
             return (fn(params, key)[0],)
 
-        def last(key, fn=fn):
+        def total_trace(key, fn=fn):
             return (fn(params, key)[1],)
 
-        of_total, of_leaves = relative_error(total)(last), relative_error(parts)(first)
-        milliseconds = 1e3 * taken(fn)
+        total_error, leaf_error = (
+            relative_error(total)(total_trace),
+            relative_error(parts)(leaf_traces),
+        )
+        milliseconds = 1e3 * median_time(fn)
         print(
-            f"| {name} | {number} | {milliseconds:.3g} | {of_total:.1e} "
-            f"| {of_leaves:.1e} |",
+            f"| {name} | {number} | {milliseconds:.3g} | {total_error:.1e} "
+            f"| {leaf_error:.1e} |",
             flush=True,
         )
 
 
 def gp(n=3000, k=100):
-    """The log-determinant of a kernel matrix, and its gradient, in float64."""
+    """A kernel matrix's log-determinant and its gradient, in float64."""
     jax.config.update("jax_enable_x64", True)
     x = jr.uniform(jr.key(1), (n, 2))
     params = {"scales": jnp.log(jnp.full(2, 0.3)), "noise": jnp.log(0.1)}
@@ -411,11 +434,11 @@ def gp(n=3000, k=100):
         K = kernel(params) + jnp.exp(params["noise"]) * jnp.eye(n)
         return 2 * jnp.sum(jnp.log(jnp.diagonal(jnp.linalg.cholesky(K))))
 
-    ways = {"traceax": ours, "by hand, Cholesky": cholesky}
-    ways = {name: jax.value_and_grad(way) for name, way in ways.items()}
-    exact = jax.jit(ways["by hand, Cholesky"])(params, jr.key(0))[-1]
+    methods = {"traceax": ours, "by hand, Cholesky": cholesky}
+    methods = {name: jax.value_and_grad(method) for name, method in methods.items()}
+    exact = jax.jit(methods["by hand, Cholesky"])(params, jr.key(0))[-1]
     title, error = f"log-determinant, n = {n:,}", relative_error(exact, keys=3)
-    compare(title, ways, (params,), 3, error, first_calls=1)
+    compare(title, methods, (params,), 3, error, first_calls=1)
 
 
 JOBS = {
@@ -433,7 +456,10 @@ def main():
     parser.add_argument("jobs", nargs="*", default=list(JOBS), metavar="JOB")
     jobs = parser.parse_args().jobs
     jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((8, 8))))
-    print("| job | way | first call, s (ratio) | step, ms (ratio) | error |")
+    print(
+        "| job | implementation | first call (s), ratio | step (ms), ratio | "
+        "relative error |"
+    )
     print("|---|---|---|---|---|")
     for name in jobs:
         JOBS[name]()

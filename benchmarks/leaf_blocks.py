@@ -1,11 +1,11 @@
-"""Traces by leaf: probes of the whole, and probes on one leaf at a time.
+"""Traces by leaf, with probes of the whole or with probes on one leaf at a time.
 
     taskset -c 1 python benchmarks/leaf_blocks.py  # the table of docs/jobs/hessians.md
 
-Networks are measured at initialisation and after training. Times are medians of CPU time of
-one thread. Errors are root mean squares over 24 keys, relative to the exact values; the error
-of the leaves is the root of the sum of squares. Blocks get 20 products a leaf, and probes of
-the whole the number of products that takes the same time.
+We measure networks at initialisation and after training. Times are medians of one thread's CPU
+time. Errors are root mean squares over 24 keys, relative to the exact values. For leaves, we
+add up squared errors and take the root. Blocks get 20 products per leaf. Probes of the whole
+get the same time.
 """
 
 import os
@@ -48,7 +48,7 @@ class Cnn(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Patches of a row each, two blocks of two heads, and the mean of the tokens."""
+    """Each row is a patch. Two blocks with two heads follow, and a mean over tokens."""
 
     embedding: eqx.nn.Linear
     positions: jax.Array
@@ -94,7 +94,7 @@ class Mlp(eqx.Module):
 def measure(name, network):
     params, static = eqx.partition(network(jr.key(0)), eqx.is_inexact_array)
     x = jr.normal(jr.key(1), (32, 16, 16))
-    # A teacher's labels.
+    # A random teacher makes the labels.
     teacher = jr.normal(jr.key(2), (256, CLASSES))
     batch = x, jnp.argmax(jnp.abs(x).reshape(32, -1) @ teacher, axis=1)
 
@@ -115,7 +115,7 @@ def measure(name, network):
         carry = params, optimiser.init(params)
         return jax.lax.scan(step, carry, length=STEPS)[0][0]
 
-    def way(probes, k):
+    def make_program(probes, k):
         def fn(params, key):
             operator = tx.HessianLinearOperator(loss, params, batch)
             parts, total = tx.leaf_traces(key, operator, k, probes=probes)
@@ -123,7 +123,7 @@ def measure(name, network):
 
         return jax.jit(fn)
 
-    def taken(fn):
+    def median_time(fn):
         jax.block_until_ready(fn(params, jr.key(0)))
         times = []
         for i in range(7):
@@ -137,7 +137,7 @@ def measure(name, network):
 
     @jax.jit
     def entries(params, start):
-        # The columns of the identity from `start` on; the last chunk repeats some.
+        # We take columns of the identity from `start` on. The last chunk repeats some.
         flat, unravel = ravel_pytree(params)
         gradient = jax.grad(lambda p: loss(unravel(p), batch))
         places = jnp.minimum(start + jnp.arange(64), n - 1)
@@ -146,34 +146,41 @@ def measure(name, network):
         return jnp.take_along_axis(products, places[:, None], 1)[:, 0]
 
     def exact(params):
-        # A Python loop: convolutions are ten times slower in a loop of JAX on a CPU.
-        found = jnp.concatenate([entries(params, i) for i in range(0, n, 64)])[:n]
-        parts = [jnp.sum(x) for x in jax.tree.leaves(ravel_pytree(params)[1](found))]
-        return jnp.stack(parts), jnp.sum(found)
+        # We loop in Python: on a CPU, JAX's loops make convolutions ten times slower.
+        diagonal = jnp.concatenate([entries(params, i) for i in range(0, n, 64)])[:n]
+        parts = [jnp.sum(x) for x in jax.tree.leaves(ravel_pytree(params)[1](diagonal))]
+        return jnp.stack(parts), jnp.sum(diagonal)
 
     stages = {"start": params, "trained": train(params)}
     truths = {stage: exact(p) for stage, p in stages.items()}
     print(f"{name}: {leaves} leaves, {n} parameters")
     for label in ("blocks", "whole"):
-        number, run = k, way(label, k)
+        number, run = k, make_program(label, k)
         if label == "blocks":
-            goal = taken(run)
+            target_time = median_time(run)
         else:
-            # Time is affine in the number of products.
-            fewer, more = taken(way(label, k // 2)), taken(run)
-            number = int(k // 2 * (1 + (goal - fewer) / (more - fewer)))
+            # We interpolate, because time is affine in the number of products.
+            half_time, full_time = (
+                median_time(make_program(label, k // 2)),
+                median_time(run),
+            )
+            number = int(
+                k // 2 * (1 + (target_time - half_time) / (full_time - half_time))
+            )
             number = min(max(number, 8), n - 1)
-            run = way(label, number)
-        milliseconds = 1e3 * taken(run)
+            run = make_program(label, number)
+        milliseconds = 1e3 * median_time(run)
         for stage, p in stages.items():
-            of_parts, of_total = truths[stage]
-            outs = [run(p, key) for key in jr.split(jr.key(5), KEYS)]
-            off = np.array([total - of_total for _, total in outs]) / of_total
-            parts = np.array([parts - of_parts for parts, _ in outs])
-            parts = parts / np.linalg.norm(of_parts)
+            true_parts, true_total = truths[stage]
+            outputs = [run(p, key) for key in jr.split(jr.key(5), KEYS)]
+            total_errors = (
+                np.array([total - true_total for _, total in outputs]) / true_total
+            )
+            parts = np.array([parts - true_parts for parts, _ in outputs])
+            parts = parts / np.linalg.norm(true_parts)
             print(
                 f"| {name}, {stage} | {label} | {number} | {milliseconds:.3g} "
-                f"| {np.sqrt(np.mean(off**2)):.1e} "
+                f"| {np.sqrt(np.mean(total_errors**2)):.1e} "
                 f"| {np.sqrt(np.mean(np.sum(parts**2, axis=1))):.1e} |",
                 flush=True,
             )

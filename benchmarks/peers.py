@@ -1,14 +1,14 @@
-"""Side by side with other libraries: time over that of the products, memory, accuracy.
+"""Time relative to the products, memory and accuracy, compared with other libraries.
 
     python benchmarks/peers.py              # the table of docs/performance.md
-    python benchmarks/peers.py --peers no   # without other libraries, nothing is installed
+    python benchmarks/peers.py --peers no   # without other libraries, installs nothing
 
-Compared with traceax 1.0.2 of mancusolab, which has the same import name, and with matfree,
-each in a virtual environment of its own under `.benchmarks/`; and with Hutchinson's estimator
-written by hand in JAX. Every library runs in a process of its own. Repetitions are
-interleaved: each process in turn does one, while the others wait. Times are medians, given
-as multiples of the time of the products alone, in the faster layout of a block, (n, k) or
-(k, n), measured between them.
+We compare with traceax 1.0.2 by mancusolab, which has the same import name, and with matfree,
+each in its own virtual environment under `.benchmarks/`. We also compare with Hutchinson's
+estimator, written by hand in JAX. Every library runs in its own process. Repetitions are
+interleaved: the processes take turns, and each waits while another runs. Times are medians,
+divided by the time for the products alone, which we measure in between. The products use the
+faster block layout, (n, k) or (k, n).
 """
 
 # ruff: noqa: PLC0415
@@ -26,7 +26,7 @@ import time
 import venv
 from functools import partial
 
-# One thread a LAPACK call, for every library: with more, OpenBLAS and XLA spin against each
+# We give every library one thread per LAPACK call. With more, OpenBLAS and XLA spin against each
 # other, and small factorisations take up to a hundred times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -43,12 +43,12 @@ CASES = {
 
 
 #
-# A process of one library: `build` gives its programs.
+# The process for one library. `build` compiles its programs.
 #
 
 
 def product(case, data):
-    """`v -> A v`, for every library the same."""
+    """The function `v -> A v`, which is the same for every library."""
     import jax.numpy as jnp
 
     if case != "stencil":
@@ -73,7 +73,7 @@ def matrix(case):
     if case == "stencil":
         return jnp.float32(4.1)
     rng = np.random.default_rng(0)
-    if case == "middle":  # of known accuracy: eigenvalues i^-2
+    if case == "middle":  # eigenvalues i^-2, to compare accuracy
         u, _ = np.linalg.qr(rng.normal(size=(n, n)))
         return jnp.asarray((u * np.arange(1, n + 1) ** -2.0) @ u.T, jnp.float32)
     a = rng.normal(size=(n, n)).astype(np.float32)
@@ -91,7 +91,7 @@ def operator(case, data):
         product(case, data),
         structure,
         lx.positive_semidefinite_tag,
-        # Closure-converted, it would refuse the integer signs of mancusolab's sampler.
+        # A closure-converted operator refuses the integer signs of mancusolab's sampler.
         closure_convert=False,
     )
 
@@ -99,26 +99,28 @@ def operator(case, data):
 def ours(case, estimator, data, key):
     import traceax as tx
 
-    kind = {
+    estimator_class = {
         "Hutchinson": tx.HutchinsonEstimator,
         "Hutch++": tx.HutchPlusPlusEstimator,
         "XTrace": tx.XTraceEstimator,
         "XNysTrace": tx.XNysTraceEstimator,
     }[estimator]
-    estimate = tx.trace(key, operator(case, data), CASES[case][1], kind(), throw=False)
+    estimate = tx.trace(
+        key, operator(case, data), CASES[case][1], estimator_class(), throw=False
+    )
     return estimate.value, estimate.standard_error
 
 
 def mancusolab(case, estimator, data, key):
     import traceax
 
-    kind = {
+    estimator_class = {
         "Hutchinson": traceax.HutchinsonEstimator,
         "Hutch++": traceax.HutchPlusPlusEstimator,
         "XTrace": traceax.XTraceEstimator,
         "XNysTrace": traceax.XNysTraceEstimator,
     }[estimator]
-    return kind().estimate(key, operator(case, data), CASES[case][1])[0]
+    return estimator_class().estimate(key, operator(case, data), CASES[case][1])[0]
 
 
 def matfree(case, estimator, data, key):
@@ -133,7 +135,7 @@ def matfree(case, estimator, data, key):
         return stochtrace.estimator_monte_carlo(integrand, sampler)(
             product(case, data), key
         )
-    # XTrace takes two products with each of its samples.
+    # XTrace takes two products per sample.
     number, integrand = {
         "XTrace": (k // 2, stochtrace.leave_one_out_xtrace),
         "XNysTrace": (k, stochtrace.leave_one_out_xnystrace),
@@ -164,7 +166,7 @@ LIBRARIES = {
 
 
 def build(library, case, estimator, data):
-    """A compiled program of a key, the seconds it took to compile, its memory in bytes."""
+    """A compiled program, its key, its compile time in seconds, and its memory in bytes."""
     import jax
 
     key = jax.random.PRNGKey(0)
@@ -186,7 +188,7 @@ def build(library, case, estimator, data):
 
 
 def serve():
-    """Answers a request a line, until there are none."""
+    """Answer requests, one per line, until the input ends."""
     import jax
 
     data, programs = {}, {}
@@ -231,12 +233,12 @@ def serve():
 
 
 #
-# The process that asks.
+# The process that sends requests.
 #
 
 
 class Library:
-    """A process in which one library answers."""
+    """A process that answers requests with one library."""
 
     def __init__(self, python):
         self.process = subprocess.Popen(
@@ -256,7 +258,7 @@ class Library:
 
 
 def environment(name):
-    """The Python of a peer's virtual environment, made at the first call."""
+    """The Python in a peer's virtual environment, which the first call creates."""
     home = ROOT / ".benchmarks" / name
     python = home / "bin" / "python"
     if not python.exists():
@@ -270,39 +272,41 @@ def environment(name):
 
 
 def measure(case, libraries):
-    """Rows `(estimator, library, ratio, compile, memory, eager, error)` of a case."""
+    """Print a case's rows: estimator, library, ratio, compilation, memory, eager, error."""
     _, _, repetitions = CASES[case]
-    here = libraries["ours"]
+    our_process = libraries["ours"]
     programs = [
         (name, estimator)
         for estimator in ESTIMATORS
         for name in ("ours", "by hand", "mancusolab", "matfree")
         if (name if name in PEERS else "ours") in libraries
     ]
-    host = {name: libraries.get(name, here) for name, _ in programs}
-    first = {p: host[p[0]].ask("time", p[0], case, p[1]) for p in programs}
-    programs = [p for p in programs if "error" not in first[p]]
+    host = {name: libraries.get(name, our_process) for name, _ in programs}
+    first_answers = {p: host[p[0]].ask("time", p[0], case, p[1]) for p in programs}
+    programs = [p for p in programs if "error" not in first_answers[p]]
     times = {p: [] for p in programs}
     layouts = {axis: [] for axis in (0, 1)}
     for _ in range(repetitions):
-        for axis, taken in layouts.items():
-            taken.append(here.ask("time", "products", case, axis)["time"])
+        for axis, run_times in layouts.items():
+            run_times.append(our_process.ask("time", "products", case, axis)["time"])
         for name, estimator in programs:
             answer = host[name].ask("time", name, case, estimator)
             times[name, estimator].append(answer["time"])
-    own = min(statistics.median(taken[1:]) for taken in layouts.values())
-    print(
-        f"\n{case}: n = {CASES[case][0]:,}, k = {CASES[case][1]}, products {own * 1e3:.3g} ms"
+    product_time = min(
+        statistics.median(run_times[1:]) for run_times in layouts.values()
     )
     print(
-        "| estimator | library | time / products | compile, s | memory, MB | eager, ms | error |"
+        f"\n{case}: n = {CASES[case][0]:,}, k = {CASES[case][1]}, products take {product_time * 1e3:.3g} ms"
+    )
+    print(
+        "| estimator | library | time / products | compilation (s) | memory (MB) | eager (ms) | relative error |"
     )
     print("|---|---|---|---|---|---|---|")
     for name, estimator in programs:
-        ratio = statistics.median(times[name, estimator]) / own
+        ratio = statistics.median(times[name, estimator]) / product_time
         cells = [estimator, name, f"{ratio:.2f}"]
-        cells += [f"{first[name, estimator]['compile']:.2f}"]
-        cells += [f"{first[name, estimator]['memory'] / 1e6:.3g}"]
+        cells += [f"{first_answers[name, estimator]['compile']:.2f}"]
+        cells += [f"{first_answers[name, estimator]['memory'] / 1e6:.3g}"]
         eager = error = ""
         if case == "small":
             eager = (

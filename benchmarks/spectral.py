@@ -1,12 +1,12 @@
-"""Spectral functions: accuracy at equal products, and time, beside other ways.
+"""Accuracy and time of spectral functions, compared with other methods.
 
     python benchmarks/spectral.py                 # the tables of docs/spectral-functions.md
-    python benchmarks/spectral.py accuracy        # one of accuracy, gradients, time
+    python benchmarks/spectral.py accuracy        # one table: accuracy, gradients or time
 
-Compared with plain stochastic Lanczos quadrature, at its best split of the products into
-probes and steps; with matfree, if it is installed (`pip install matfree==0.6.3`); and with
-a dense Cholesky factorisation. Errors are root mean squares over keys, relative to the
-truth. Times are medians of interleaved repetitions in this one process.
+We compare with plain stochastic Lanczos quadrature, at its best split into probes and steps;
+with matfree, if it is installed (`pip install matfree==0.6.3`); and with a dense Cholesky
+factorisation. Errors are root mean squares over keys, relative to the truth. Times are medians
+of interleaved repetitions in this one process.
 """
 
 import argparse
@@ -31,7 +31,7 @@ except ImportError:
 
 KEYS = 20
 PSD = lx.positive_semidefinite_tag
-# Probes and steps of plain quadrature, for 120 products.
+# We try these probe and step counts for plain quadrature. Each pair takes 120 products.
 SPLITS = ((2, 60), (4, 30), (6, 20), (8, 15), (12, 10), (20, 6), (40, 3))
 
 
@@ -45,14 +45,14 @@ def with_spectrum(values):
 
 
 def graph(n=1000, degree=10):
-    """Of edges drawn independently."""
+    """A random graph's adjacency matrix, with independent edges."""
     drawn = np.random.default_rng(1).random((n, n)) < degree / n
     upper = np.triu(drawn, 1).astype(float)
     return upper + upper.T
 
 
 def preferential_graph(n=1000):
-    """Each vertex is joined to two earlier ones, likelier to those with many edges."""
+    """An adjacency matrix. Each vertex joins two earlier ones, and prefers many edges."""
     rng = np.random.default_rng(3)
     adjacency, ends = np.zeros((n, n)), [0, 1]
     adjacency[0, 1] = adjacency[1, 0] = 1
@@ -68,7 +68,7 @@ def root_mean_square(errors):
 
 
 def accuracy():
-    """Values, at 120 products."""
+    """Errors of values from 120 products."""
     i = np.arange(1, 1001)
     decay = 1000 * 0.8 ** np.arange(500)
     cases = {
@@ -77,7 +77,10 @@ def accuracy():
         "tr exp(A), random graph, n = 1000": (graph(), jnp.exp),
         "tr exp(A), preferential graph, n = 1000": (preferential_graph(), jnp.exp),
     }
-    print("| | plain quadrature, best split | Krylov-aware | ratio | covered |")
+    print(
+        "| function and matrix | plain quadrature's error (probes x steps) "
+        "| Krylov-aware error | ratio | coverage |"
+    )
     print("|---|---|---|---|---|")
     for name, (matrix, fn) in cases.items():
         truth = float(jnp.sum(fn(jnp.clip(np.linalg.eigvalsh(matrix), -1e9))))
@@ -91,20 +94,20 @@ def accuracy():
                 low, high = estimate.confidence_interval()
                 return estimate.value, (low <= truth) & (truth <= high)
 
-            values, covered = jax.lax.map(jax.jit(one), jr.split(jr.key(0), number))
+            values, coverage = jax.lax.map(jax.jit(one), jr.split(jr.key(0), number))
             return (
                 root_mean_square(np.asarray(values) / truth - 1),
-                float(covered.mean()),
+                float(coverage.mean()),
             )
 
         plain = {
             (m, s): errors(tx.LanczosQuadratureEstimator(m), KEYS)[0] for m, s in SPLITS
         }
         best = min(plain, key=plain.__getitem__)
-        ours, covered = errors(tx.KrylovAwareEstimator(), 5 * KEYS)
+        ours, coverage = errors(tx.KrylovAwareEstimator(), 5 * KEYS)
         print(
             f"| {name} | {plain[best]:.1e} ({best[0]} x {best[1]}) | {ours:.1e} | "
-            f"{plain[best] / ours:.3g} | {covered:.0%} |",
+            f"{plain[best] / ours:.3g} | {coverage:.0%} |",
             flush=True,
         )
 
@@ -165,42 +168,47 @@ def plane(n, dtype=jnp.float64):
 
 
 def gradients():
-    """With respect to length scale, amplitude and noise."""
-    grid = plane(1000)
+    """Errors of gradients with respect to length scale, amplitude and noise."""
+    plane_distances = plane(1000)
     cases = {
         "diabetes, n = 442": (diabetes(), (3.0, 1.0, 0.1), (100, 200, 440)),
     }
     for length in (0.1, 0.2, 0.5):
         for noise in (1e-1, 1e-3):
             name = f"plane, n = 1000, length {length}, noise {noise}"
-            cases[name] = (grid, (length, 1.0, noise), (200,))
-    print("| | estimator | products | length | amplitude | noise |")
+            cases[name] = (plane_distances, (length, 1.0, noise), (200,))
+    print(
+        "| data and parameters | estimator | products "
+        "| error, length | error, amplitude | error, noise |"
+    )
     print("|---|---|---|---|---|---|")
-    for name, (distances, given, budgets) in cases.items():
-        parameters = jnp.asarray(given)
+    for name, (distances, values, budgets) in cases.items():
+        parameters = jnp.asarray(values)
         truth = jax.grad(exact_logdet)(parameters, distances)
-        ways = {("Krylov-aware", k): functools.partial(logdet, k=k) for k in budgets}
+        methods = {("Krylov-aware", k): functools.partial(logdet, k=k) for k in budgets}
         k = budgets[-1]
         plain = tx.LanczosQuadratureEstimator(k // 10 if len(budgets) == 1 else k // 25)
-        ways["plain quadrature", k] = functools.partial(logdet, k=k, estimator=plain)
+        methods["plain quadrature", k] = functools.partial(logdet, k=k, estimator=plain)
         if matfree is not None and len(budgets) == 1:
-            ways["matfree, 20 x 10", 200] = functools.partial(
+            methods["matfree, 20 x 10", 200] = functools.partial(
                 matfree_logdet, probes=20, steps=10
             )
-        for (way, k), fn in ways.items():
+        for (method, k), fn in methods.items():
             gradient = jax.jit(
                 jax.grad(lambda p, key, fn=fn, d=distances: fn(p, d, key))
             )
-            found = np.stack(
+            estimates = np.stack(
                 [gradient(parameters, key) for key in jr.split(jr.key(0), KEYS)]
             )
-            errors = [root_mean_square(x) for x in (found / np.asarray(truth) - 1).T]
+            errors = [
+                root_mean_square(x) for x in (estimates / np.asarray(truth) - 1).T
+            ]
             row = " | ".join(f"{x:.1e}" for x in errors)
-            print(f"| {name} | {way} | {k} | {row} |", flush=True)
+            print(f"| {name} | {method} | {k} | {row} |", flush=True)
 
 
 def interleaved(functions, repetitions=7):
-    """Median times, in seconds, after one call that compiles."""
+    """Median times in seconds, after a call that compiles."""
     times = {name: [] for name in functions}
     for fn in functions.values():
         jax.block_until_ready(fn())
@@ -213,14 +221,14 @@ def interleaved(functions, repetitions=7):
 
 
 def timed():
-    """Value and gradient."""
+    """Time and errors for value and gradient."""
     key = jr.key(0)
 
-    def both(fn, parameters, distances):
+    def make_program(fn, parameters, distances):
         program = jax.jit(jax.value_and_grad(fn))
         return lambda: program(parameters, distances)
 
-    print("| | time | error of value | error of gradient |")
+    print("| points, precision, method | time | value error | gradient error |")
     print("|---|---|---|---|")
     for n, dtype, noise, budgets in (
         (1000, jnp.float64, 1e-1, (100, 200)),
@@ -228,20 +236,28 @@ def timed():
     ):
         distances = plane(n, dtype)
         parameters = jnp.asarray((0.2, 1.0, noise), dtype)
-        ways = {"Cholesky": both(exact_logdet, parameters, distances)}
+        methods = {"Cholesky": make_program(exact_logdet, parameters, distances)}
         for k in budgets:
             ours = functools.partial(logdet, key=key, k=k)
-            ways[f"Krylov-aware, {k}"] = both(ours, parameters, distances)
+            methods[f"Krylov-aware, {k} products"] = make_program(
+                ours, parameters, distances
+            )
         if n == 1000:
             plain = tx.LanczosQuadratureEstimator(20)
             ours = functools.partial(logdet, key=key, k=200, estimator=plain)
-            ways["plain quadrature, 20 x 10"] = both(ours, parameters, distances)
+            methods["plain quadrature, 20 x 10"] = make_program(
+                ours, parameters, distances
+            )
             if matfree is not None:
-                theirs = functools.partial(matfree_logdet, key=key, probes=20, steps=10)
-                ways["matfree, 20 x 10"] = both(theirs, parameters, distances)
-        medians = interleaved(ways)
-        exact = [np.asarray(x, np.float64) for x in ways["Cholesky"]()]
-        for name, fn in ways.items():
+                matfree_on_key = functools.partial(
+                    matfree_logdet, key=key, probes=20, steps=10
+                )
+                methods["matfree, 20 x 10"] = make_program(
+                    matfree_on_key, parameters, distances
+                )
+        medians = interleaved(methods)
+        exact = [np.asarray(x, np.float64) for x in methods["Cholesky"]()]
+        for name, fn in methods.items():
             value, gradient = fn()
             print(
                 f"| n = {n}, {jnp.dtype(dtype).name}, {name} | "

@@ -1,22 +1,22 @@
-"""Estimates to a tolerance: are the intervals honest, and what do they cost?
+"""Coverage and cost of estimates to a tolerance.
 
-    python benchmarks/tolerances.py normal       # the rule, for normal samples
-    python benchmarks/tolerances.py coverage     # the table of the docs
-    python benchmarks/tolerances.py overhead     # time against a fixed budget
-    python benchmarks/tolerances.py loops        # against differentiating the loop
+    python benchmarks/tolerances.py normal       # the stopping rule, for normal samples
+    python benchmarks/tolerances.py coverage     # the coverage table of docs/tolerances.md
+    python benchmarks/tolerances.py overhead     # time compared with a fixed budget
+    python benchmarks/tolerances.py loops        # compared with differentiating the loop
 
-- `normal`: the smallest coverage over all tolerances, and products over those of an oracle
-  that knows the variance, simulated for independent normal samples;
-- `coverage`: for every estimator, spectrum and tolerance, over many keys: the share of
-  intervals that hold the truth, and of values within the tolerance; median products, and
-  those of an oracle that knows the root mean square error of every fixed budget: the
-  smallest budget for which 1.96 of it are within the tolerance;
-- `overhead`: a dense matrix of order 4000, a tolerance that is not met against the same
-  number of products, interleaved in one process, medians;
-- `loops`: value and gradient of an estimate to a tolerance that is met by a part of the
-  budget, against loops through which JAX differentiates: Hutchinson's estimator as one
-  writes it by hand, in steps of equal blocks, and the very loop of this library. Medians
-  of the ratios of time of interleaved calls, and temporary memory of the programs.
+- `normal` simulates independent normal samples. It prints the smallest coverage over all
+  tolerances, and the product count divided by an oracle's count. The oracle knows the variance;
+- `coverage` runs every estimator, matrix and tolerance over many keys. It prints the intervals'
+  coverage, the percentage of values within the tolerance, and the median product count. An
+  oracle knows the root mean square error for every fixed budget. Its count is the smallest
+  budget for which 1.96 root mean square errors are within the tolerance;
+- `overhead` times a tolerance that isn't met, and a fixed budget with the same product count,
+  for a dense matrix of order 4000. Times are medians of interleaved runs in one process;
+- `loops` times value and gradient for an estimate that meets its tolerance with part of the
+  budget. It compares them with loops that JAX differentiates: a handwritten loop for
+  Hutchinson's estimator, with equal blocks, and this library's own loop. It prints median
+  ratios of interleaved times, and the programs' temporary memory.
 """
 
 import argparse
@@ -51,44 +51,48 @@ ESTIMATORS = {
 RTOLS = (1e-1, 1e-2, 1e-3)
 
 
-def looks(most):
-    """The numbers of probes at which error bars are looked at."""
-    width = step_width(most, LEAST_PRODUCTS)
-    found, due = [], LEAST_PRODUCTS
-    for count in range(width, most + 1, width):
-        if count >= due or count + width > most:
-            found.append(count)
-            due = count + max(width, count // 3)
-    return found
+def check_counts(largest):
+    """The probe counts at which a loop checks its error bar."""
+    width = step_width(largest, LEAST_PRODUCTS)
+    counts, next_check = [], LEAST_PRODUCTS
+    for count in range(width, largest + 1, width):
+        if count >= next_check or count + width > largest:
+            counts.append(count)
+            next_check = count + max(width, count // 3)
+    return counts
 
 
 def normal(chains):
     samples = np.random.default_rng(0).standard_normal((chains, 512))
     sums, squares = np.cumsum(samples, 1), np.cumsum(samples**2, 1)
     z = float(norm.ppf(0.975))
-    print("widening | smallest coverage (at oracle's k) | median products / oracle's")
+    print(
+        "widening | smallest coverage (the oracle's products) | median products / the oracle's"
+    )
     for widening in (0.0, 1.0, 2.0, 3.0):
         coverage, ratios = [], []
-        for oracle in np.geomspace(8, 300, 30):
-            tolerance = z / np.sqrt(oracle)
-            open_, held, used = np.ones(chains, bool), np.zeros(chains, bool), 0.0
+        for oracle_count in np.geomspace(8, 300, 30):
+            tolerance = z / np.sqrt(oracle_count)
+            running, covered = np.ones(chains, bool), np.zeros(chains, bool)
             used = np.full(chains, 512)
-            for m in looks(512):
+            for m in check_counts(512):
                 mean = sums[:, m - 1] / m
                 s = np.sqrt((squares[:, m - 1] - m * mean**2) / (m - 1))
                 freedom = jnp.asarray(m - 1.0)
                 quantile = float(student_t_quantile(0.95, freedom))
                 half = quantile * s / np.sqrt(m) * (1 + 1 / (4 * (m - 1)))
                 half = half * (1 + widening / m)
-                stop = open_ & (half <= tolerance)
-                held[stop] = np.abs(mean[stop]) <= half[stop]
+                stop = running & (half <= tolerance)
+                covered[stop] = np.abs(mean[stop]) <= half[stop]
                 used[stop] = m
-                open_ &= ~stop
-            if not open_.any():
-                coverage.append((held.mean(), oracle))
-                ratios.append(np.median(used) / oracle)
-        worst, at = min(coverage)
-        print(f"{widening:8.0f} | {worst:.4f} ({at:.0f}) | {np.median(ratios):.2f}")
+                running &= ~stop
+            if not running.any():
+                coverage.append((covered.mean(), oracle_count))
+                ratios.append(np.median(used) / oracle_count)
+        lowest, at_count = min(coverage)
+        print(
+            f"{widening:8.0f} | {lowest:.4f} ({at_count:.0f}) | {np.median(ratios):.2f}"
+        )
 
 
 def matrices(n):
@@ -102,12 +106,12 @@ def matrices(n):
         "step": np.where(i < 50, 1.0, 1e-3),
         "slow": (i + 1.0) ** -0.5,
     }
-    found = {name: (U * x) @ U.T for name, x in spectra.items()}
+    matrices_by_name = {name: (U * x) @ U.T for name, x in spectra.items()}
     points = rng.uniform(size=(n, 2))
     distances = ((points[:, None] - points[None]) ** 2).sum(-1)
-    found["kernel"] = np.exp(-distances / (2 * 0.1**2)) + 1e-2 * np.eye(n)
-    found["nonsymmetric"] = (U * (i + 1.0) ** -1) @ V.T + 0.05 * np.eye(n)
-    return found
+    matrices_by_name["kernel"] = np.exp(-distances / (2 * 0.1**2)) + 1e-2 * np.eye(n)
+    matrices_by_name["nonsymmetric"] = (U * (i + 1.0) ** -1) @ V.T + 0.05 * np.eye(n)
+    return matrices_by_name
 
 
 @eqx.filter_jit
@@ -124,37 +128,40 @@ def run(keys, A, estimator, k, rtol):
     return jax.vmap(one)(keys)
 
 
-def oracle(keys, dense, label, most):
-    """The smallest fixed budget by tolerance, found by bisection over all budgets."""
+def oracle(keys, dense, label, largest):
+    """Return a function from a tolerance to the smallest fixed budget that meets it."""
     estimator, truth = ESTIMATORS[label], np.trace(dense)
 
     @functools.cache
     def error(k):
-        if (
-            label == "Hutchinson"
-        ):  # known: of signs, only what is off the diagonal counts
-            off = (dense + dense.T) / 2 * (1 - np.eye(len(dense)))
-            return np.sqrt(2 * np.sum(off**2) / k)
+        if label == "Hutchinson":
+            # We know the variance for signs, which depends on off-diagonal entries alone.
+            off_diagonal = (dense + dense.T) / 2 * (1 - np.eye(len(dense)))
+            return np.sqrt(2 * np.sum(off_diagonal**2) / k)
         values = run(keys, jnp.asarray(dense), estimator, k, None)[0]
         return np.sqrt(np.mean((np.asarray(values) - truth) ** 2))
 
     # XTrace takes pairs of products.
-    budgets = range(4, most + 1, 2) if label == "XTrace" else range(2, most + 1)
+    budgets = range(4, largest + 1, 2) if label == "XTrace" else range(2, largest + 1)
 
     def smallest(rtol):
-        # Of what doesn't fall; `most` if none is enough.
-        at = bisect.bisect_left(
+        # We assume that the error falls with the budget, and bisect. If no budget is
+        # enough, the result is the largest one.
+        index = bisect.bisect_left(
             budgets[:-1], True, key=lambda k: 1.96 * error(k) <= rtol * abs(truth)
         )
-        return budgets[at]
+        return budgets[index]
 
     return smallest
 
 
-def coverage(labels, n, num_keys, most):
+def coverage(labels, n, num_keys, largest):
     jax.config.update("jax_enable_x64", True)
     keys = jr.split(jr.key(7), num_keys)
-    print("| estimator | matrix | rtol | holds | within | met | products | oracle |")
+    print(
+        "| estimator | matrix | rtol | coverage (%) | within the tolerance (%) "
+        "| met (%) | products | oracle's products |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for label in labels:
         ratios = []
@@ -162,26 +169,27 @@ def coverage(labels, n, num_keys, most):
             if label == "XNysTrace" and name == "nonsymmetric":
                 continue
             A, truth = jnp.asarray(dense), np.trace(dense)
-            needed = oracle(keys, dense, label, most)
+            needed = oracle(keys, dense, label, largest)
             for rtol in RTOLS:
-                results = run(keys, A, ESTIMATORS[label], most, jnp.asarray(rtol))
+                results = run(keys, A, ESTIMATORS[label], largest, jnp.asarray(rtol))
                 values, (low, high), used, met = jax.tree.map(np.asarray, results)
                 if met.mean() < 0.95:
-                    continue  # out of reach
-                holds = np.mean((low <= truth) & (truth <= high))
+                    continue  # the budget can't meet this tolerance
+                coverage_rate = np.mean((low <= truth) & (truth <= high))
                 within = np.mean((np.abs(values - truth) <= rtol * np.abs(values))[met])
                 ratios.append((np.median(used) / needed(rtol), needed(rtol)))
                 print(
-                    f"| {label} | {name} | {rtol:g} | {100 * holds:.1f} | "
+                    f"| {label} | {name} | {rtol:g} | {100 * coverage_rate:.1f} | "
                     f"{100 * within:.1f} | {100 * met.mean():.0f} | "
                     f"{np.median(used):.0f} | {needed(rtol)} |",
                     flush=True,
                 )
         for least in (0, LEAST_PRODUCTS):
-            of = [ratio for ratio, k in ratios if k >= least]
+            selected = [ratio for ratio, k in ratios if k >= least]
             print(
-                f"{label}, where the oracle needs at least {least}: products / oracle's "
-                f"median {np.median(of):.2f}, {min(of):.2f} to {max(of):.2f}",
+                f"{label}, products / the oracle's, if the oracle needs at least {least}: "
+                f"median {np.median(selected):.2f}, "
+                f"from {min(selected):.2f} to {max(selected):.2f}",
                 flush=True,
             )
         jax.clear_caches()
@@ -215,11 +223,16 @@ def overhead(n, budgets):
                     jax.block_until_ready(call(key, A))
                     times[name].append(time.perf_counter() - start)
             fixed, looped = (np.median(times[name]) for name in calls)
-            print(f"{label}, k = {k}: {looped / fixed:.2f} ({1e3 * fixed:.0f} ms)")
+            print(
+                f"{label}, k = {k}: time ratio {looped / fixed:.2f} (fixed: {1e3 * fixed:.0f} ms)"
+            )
 
 
 def kernel_squared(theta):
-    """K K of order 1000 for a length scale and an amplitude: dense."""
+    """K K, for a dense kernel matrix K of order 1000.
+
+    `theta` is a log length scale and a log amplitude.
+    """
     points = jnp.asarray(np.random.default_rng(0).uniform(size=(1000, 2)), jnp.float32)
     distances = jnp.sum((points[:, None] - points[None]) ** 2, axis=-1)
     K = jnp.exp(theta[1] - distances / (2 * jnp.exp(theta[0]) ** 2))
@@ -228,7 +241,7 @@ def kernel_squared(theta):
 
 
 def network_hessian(theta):
-    """Of the loss of a network with 1,810 parameters on 200 inputs: matrix-free."""
+    """The Hessian of a network's loss, matrix-free: 1,810 parameters, 200 inputs."""
     x = jnp.asarray(np.random.default_rng(1).uniform(size=(200, 64)), jnp.float32)
 
     def loss(theta):
@@ -251,8 +264,8 @@ OPERATORS = {
 KINDS = ("checkpointed", "bounded")
 
 
-def by_hand(operator, k, products, kind, width=16):
-    """Hutchinson's estimator; after how many products its loop stops is given."""
+def by_hand(operator, k, stop_after, kind, width=16):
+    """Hutchinson's estimator in a handwritten loop, which stops after a given product count."""
     n = operator.in_size()
 
     def step(carry):
@@ -265,7 +278,7 @@ def by_hand(operator, k, products, kind, width=16):
         return count, total, squares, jax.lax.stop_gradient(variance / count)
 
     count, total, _, _ = eqxi.while_loop(
-        lambda carry: (carry[0] < products) & (carry[3] > 0),
+        lambda carry: (carry[0] < stop_after) & (carry[3] > 0),
         step,
         (jnp.asarray(0), jnp.asarray(0.0), jnp.asarray(0.0), jnp.asarray(jnp.inf)),
         max_steps=k // width,
@@ -275,9 +288,9 @@ def by_hand(operator, k, products, kind, width=16):
 
 
 def own_loop(operator, k, estimator, rtol, kind):
-    """This library's loop, differentiated like any other."""
+    """This library's loop, which JAX differentiates like any other loop."""
 
-    class Lax:
+    class PatchedLax:
         def __getattr__(self, name):
             return getattr(jax.lax, name)
 
@@ -285,8 +298,8 @@ def own_loop(operator, k, estimator, rtol, kind):
             steps = k // step_width(k, LEAST_PRODUCTS)
             return eqxi.while_loop(proceed, body, init, max_steps=steps, kind=kind)
 
-    class Jax:
-        lax = Lax()
+    class PatchedJax:
+        lax = PatchedLax()
 
         def __getattr__(self, name):
             return getattr(jax, name)
@@ -294,25 +307,28 @@ def own_loop(operator, k, estimator, rtol, kind):
     state = estimator.init(jr.key(0), operator)
     dtype = space_of(operator).compute_dtype
     stop = make_stop(rtol, None, 0.95, NO_PROGRESS_METER, dtype, "loops")
-    with unittest.mock.patch.object(tolerance_module, "jax", Jax()):
+    with unittest.mock.patch.object(tolerance_module, "jax", PatchedJax()):
         return estimator.compute_until(state, k, stop)[0]
 
 
 def loops(k, repetitions):
-    print("| operator | estimator | products | loop | time | memory, MB | ours, MB |")
+    print(
+        "| operator | estimator | products | loop | time (ratio to traceax) | "
+        "memory (MB) | memory of traceax (MB) |"
+    )
     print("|---|---|---|---|---|---|---|")
-    for (name, (build, theta)), label in itertools.product(
+    for (name, (make_operator, theta)), label in itertools.product(
         OPERATORS.items(), ("Hutchinson", "XTrace")
     ):
         estimator = ESTIMATORS[label]
 
-        def ours(theta, rtol, build=build, estimator=estimator):
+        def ours(theta, rtol, make_operator=make_operator, estimator=estimator):
             estimate = tx.trace(
-                jr.key(0), build(theta), k, estimator, rtol=rtol, throw=False
+                jr.key(0), make_operator(theta), k, estimator, rtol=rtol, throw=False
             )
             return estimate.value, estimate.stats["num_matvecs"]
 
-        # The loosest tolerance that takes a quarter of the budget.
+        # We take the loosest tolerance that needs a quarter of the budget.
         used = jax.jit(lambda rtol, ours=ours, theta=theta: ours(theta, rtol)[1])
         rtol = next(x for x in 10 ** -jnp.arange(0, 4, 0.05) if used(x) >= k // 4)
         products = used(rtol)
@@ -321,42 +337,43 @@ def loops(k, repetitions):
         }
         for kind in KINDS:
             programs[f"by hand, {kind}"] = (
-                lambda theta, _, products, kind=kind, build=build: by_hand(
-                    build(theta), k, products, kind
+                lambda theta, _, products, kind=kind, make_operator=make_operator: (
+                    by_hand(make_operator(theta), k, products, kind)
                 )
             )
             if label == "XTrace":
-                continue  # its loop has no reverse mode
-            programs[f"the same, {kind}"] = (
-                lambda theta, rtol, _, kind=kind, build=build, estimator=estimator: (
-                    own_loop(build(theta), k, estimator, rtol, kind)
+                continue  # XTrace's loop has no reverse mode
+            programs[f"our loop, {kind}"] = (
+                lambda theta, rtol, _, kind=kind, make_operator=make_operator, estimator=estimator: (
+                    own_loop(make_operator(theta), k, estimator, rtol, kind)
                 )
             )
-        compiled, given = {}, (theta, rtol, products)
+        compiled, arguments = {}, (theta, rtol, products)
         for loop, program in programs.items():
             call = jax.jit(jax.value_and_grad(program))
-            compiled[loop] = call.lower(*given).compile()
-            jax.block_until_ready(compiled[loop](*given))
+            compiled[loop] = call.lower(*arguments).compile()
+            jax.block_until_ready(compiled[loop](*arguments))
         times = {loop: [] for loop in compiled}
-        order = np.random.default_rng(0)  # none always after the same other
+        # We shuffle, so that no loop always follows the same other loop.
+        order = np.random.default_rng(0)
         for _ in range(repetitions):
             for loop in order.permutation(list(compiled)):
                 start = time.perf_counter()
-                jax.block_until_ready(compiled[loop](*given))
+                jax.block_until_ready(compiled[loop](*arguments))
                 times[loop].append(time.perf_counter() - start)
         memory = {
             loop: call.memory_analysis().temp_size_in_bytes / 1e6
             for loop, call in compiled.items()
         }
-        own = np.asarray(times.pop("ours"))
-        for loop, taken in times.items():
+        our_times = np.asarray(times.pop("ours"))
+        for loop, loop_times in times.items():
             print(
                 f"| {name} | {label} | {products} of {k} | {loop} | "
-                f"{np.median(np.asarray(taken) / own):.2f} | {memory[loop]:.3g} | "
+                f"{np.median(np.asarray(loop_times) / our_times):.2f} | {memory[loop]:.3g} | "
                 f"{memory['ours']:.3g} |",
                 flush=True,
             )
-        print(f"({name}, {label}: {1e3 * np.median(own):.0f} ms)", flush=True)
+        print(f"({name}, {label}: {1e3 * np.median(our_times):.0f} ms)", flush=True)
         jax.clear_caches()
 
 
@@ -367,12 +384,12 @@ def main():
     parser.add_argument("--keys", type=int, default=500)
     parser.add_argument("--n", type=int, default=300)
     parser.add_argument("--most", type=int, default=240)
-    given = parser.parse_args()
-    match given.what:
+    options = parser.parse_args()
+    match options.what:
         case "normal":
             normal(100_000)
         case "coverage":
-            coverage(given.estimators, given.n, given.keys, given.most)
+            coverage(options.estimators, options.n, options.keys, options.most)
         case "overhead":
             overhead(4000, (60, 240, 960))
         case "loops":

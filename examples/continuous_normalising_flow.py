@@ -1,10 +1,10 @@
-"""A continuous normalising flow of handwritten digits, trained by estimated divergences.
+"""A continuous normalising flow for handwritten digits, trained with estimated divergences.
 
-A flow moves a point `x` from the data at `t = 0` to a normal distribution at `t = 1`
-along `dx/dt = f(t, x)`. Its log-density is that of the end point plus the integral of
-the divergence of `f`, which `traceax.divergence` estimates from one product with the
-Jacobian at every stage of the ODE solver. The data are 16 principal components of
-scikit-learn's digits; held-out log-densities are compared with exact ones.
+A flow moves a point `x` along `dx/dt = f(t, x)`, from the data at `t = 0` to a normal
+distribution at `t = 1`. The log-density at `x` is the log-density at its end point plus the
+integrated divergence of `f`. `traceax.divergence` estimates the divergence from one product
+with the Jacobian at every ODE solver stage. The data are 16 principal components of
+scikit-learn's digits. We compare log-densities for held-out images with exact ones.
 
     python examples/continuous_normalising_flow.py [figure.png]
 """
@@ -27,7 +27,7 @@ from sklearn.model_selection import train_test_split
 import traceax as tx
 
 DIMENSION, UPDATES, BATCH = 16, 300, 128
-TRAINING_STEPS, EVALUATION_STEPS = 6, 24  # of the ODE solver
+TRAINING_STEPS, EVALUATION_STEPS = 6, 24  # ODE steps
 KEYS = 8  # sets of probes, for error bars
 
 
@@ -42,9 +42,9 @@ class Field(eqx.Module):
 
 # --8<-- [start:log_density]
 def log_density(field, x, key, k, num_steps):
-    """Of `x`, from k products with the Jacobian at every stage; exact for `k >= n`.
+    """The log-density at `x`, from k products per solver stage. Exact if `k >= n`.
 
-    The key is fixed along a path, so that the integrand is a smooth function of time.
+    We fix the key along a path, so that the integrand is a smooth function of time.
     """
 
     def rates(t, state, args):
@@ -71,7 +71,7 @@ def log_density(field, x, key, k, num_steps):
 # --8<-- [start:objective]
 @eqx.filter_value_and_grad
 def objective(field, xs, key):
-    """The mean of `-log p(x)`, with probes of its own for each point."""
+    """The mean of `-log p(x)`. Each point has its own probes."""
     keys = jax.random.split(key, len(xs))
     return -jnp.mean(
         jax.vmap(lambda x, key: log_density(field, x, key, 1, TRAINING_STEPS))(xs, keys)
@@ -83,7 +83,7 @@ def objective(field, xs, key):
 
 @eqx.filter_jit
 def train(field, data, key):
-    """Adam, with a new batch and new probes in each step."""
+    """Train with Adam. Each step draws a new batch and new probes."""
     optimiser = optax.adam(optax.cosine_decay_schedule(1e-2, UPDATES))
     params, static = eqx.partition(field, eqx.is_inexact_array)
 

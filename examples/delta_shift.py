@@ -1,8 +1,8 @@
-"""Follow the trace of a Hessian through training with a custom estimator, DeltaShift.
+"""Follow a Hessian's trace through training with a custom estimator, DeltaShift.
 
-A network with one hidden layer learns to read scikit-learn's digits. After each of 50 steps
-we estimate the trace of its Hessian with 20 products: from scratch by Hutchinson's estimator
-and by XTrace, and by `DeltaShiftEstimator`, which corrects the last estimate by the change.
+A network with one hidden layer learns to read scikit-learn's digits. After each of 50 steps we
+estimate its Hessian's trace with 20 products. Hutchinson's estimator and XTrace start from
+scratch. `DeltaShiftEstimator` starts from the last estimate and adds the change.
 
     python examples/delta_shift.py [figure.png]
 """
@@ -24,7 +24,7 @@ import traceax as tx
 
 # --8<-- [start:estimator]
 class Past(NamedTuple):
-    """An operator B, an estimate t of its trace, and its worth in probes, 0 if unknown."""
+    """An operator B, an estimate t of its trace, and t's worth in probes (0 if unknown)."""
 
     operator: lx.AbstractLinearOperator
     value: jax.Array
@@ -33,7 +33,7 @@ class Past(NamedTuple):
 
 
 def past_of(estimate):
-    worth = estimate.stats.get("worth", jnp.zeros(()))  # Exact answers have none.
+    worth = estimate.stats.get("worth", jnp.zeros(()))  # Exact answers report none.
     value, error = estimate.value, estimate.standard_error
     return Past(estimate.state.operator, value, error, worth)
 
@@ -45,20 +45,21 @@ class DeltaShiftState(eqx.Module):
 
 
 class DeltaShiftEstimator(tx.TraceEstimator):
-    r"""The trace of a real operator A that was B at the last estimate, t.
+    r"""Trace of a real operator A, from an estimate t for an earlier operator B.
 
     Each of l = k/2 probes w_i takes a product with A and one with B. The value is the mean of
 
         x_i + c_i (t - y_i),    x_i = w_i^T A w_i,    y_i = w_i^T B w_i.
 
-    Let t have the variance that m probes with B would have. The value has the least variance
-    for `c = <A, B> / <B, B> m / (m + l)`: near 1 after a small change, near 0 after a jump.
-    The weight c_i comes from all products but the i-th, and not from the samples: a weight
-    that depends on them would bias the value. Without a past, or with fewer than 8 products,
-    this is Hutchinson's estimator.
+    Suppose that t is worth m probes: it is as accurate as m probes with B. Then the weight `c =
+    <A, B> / <B, B> m / (m + l)` minimises the value's variance. It is near 1 after a small
+    change, and near 0 after a jump. We compute c_i from all products but the i-th, and not from
+    the samples, because a weight that depends on samples would bias the value. Without a past,
+    or with fewer than 8 products, this is Hutchinson's estimator.
 
     **Reference:** Dharangutte and Musco, "Dynamic Trace Estimation", NeurIPS (2021),
-    arXiv:2110.13752. Leaving out the i-th product and counting variances in probes are ours.
+    arXiv:2110.13752. Two additions are
+    ours: c_i leaves out the i-th product, and we count variances in probes.
     """
 
     sampler: tx.Sampler = tx.RademacherSampler()
@@ -87,19 +88,21 @@ class DeltaShiftEstimator(tx.TraceEstimator):
         AW, BW = products(state.operator, W), products(past.operator, W)
         x, y = jnp.sum(W * AW, axis=0), jnp.sum(W * BW, axis=0)
         dots, squares = jnp.sum(AW * BW, axis=0), jnp.sum(BW**2, axis=0)
-        dots, squares = jnp.sum(dots) - dots, jnp.sum(squares) - squares  # but the i-th
+        # We leave out the i-th product.
+        dots, squares = jnp.sum(dots) - dots, jnp.sum(squares) - squares
         c = dots / squares * past.worth / (past.worth + l)
         c = jnp.clip(jnp.where(squares > 0, c, 0), 0, 1)
         samples = x + c * (past.value - y)
         weight = jnp.mean(c)
-        kept = jnp.where(weight > 0, weight * past.standard_error, 0)  # may be unknown
-        error = jnp.hypot(jnp.std(samples, ddof=1) / l**0.5, kept)
-        # The variance as a fraction of the variance of a single probe with A.
+        # An unknown standard error is NaN.
+        past_error = jnp.where(weight > 0, weight * past.standard_error, 0)
+        error = jnp.hypot(jnp.std(samples, ddof=1) / l**0.5, past_error)
+        # The variance, divided by the variance of a single probe with A.
         changed, before, now = (jnp.sum(x**2) for x in (AW - weight * BW, BW, AW))
         fraction = changed / l + weight**2 * before / jnp.maximum(past.worth, 1)
         worth = jnp.where(fraction > 0, now / fraction, l)
         stats = {"num_matvecs": 2 * l, "weight_of_past": weight, "worth": worth}
-        stats["degrees_of_freedom"] = l - 1  # at least
+        stats["degrees_of_freedom"] = l - 1  # a lower bound
         return jnp.mean(samples), error, stats, (W, W / l)
 
 
@@ -128,28 +131,28 @@ def descend(parameters, _):
 
 @eqx.filter_jit
 def from_scratch(keys, path, estimator):
-    def one(given):
-        operator = hessian(given[1])
-        return tx.trace(given[0], operator, PRODUCTS, estimator, throw=False).value
+    def one(pair):
+        operator = hessian(pair[1])
+        return tx.trace(pair[0], operator, PRODUCTS, estimator, throw=False).value
 
     return jax.lax.map(lambda keys: jax.lax.map(one, (keys, path)), keys)
 
 
 @jax.jit
 def tracked(keys, path):
-    """Values and ends of intervals, each from the estimate at the step before."""
+    """Values and interval ends. Each step starts from the previous step's estimate."""
     estimator = DeltaShiftEstimator()
 
-    def step(carry, given):
-        (before, last), (key, parameters) = carry, given
+    def step(carry, inputs):
+        (before, last), (key, parameters) = carry, inputs
         state = estimator.init(key, hessian(parameters), Past(hessian(before), *last))
         estimate = estimator.estimate(state, PRODUCTS, throw=False)
-        found = jnp.stack([estimate.value, *estimate.confidence_interval()])
-        return (parameters, past_of(estimate)[1:]), found
+        results = jnp.stack([estimate.value, *estimate.confidence_interval()])
+        return (parameters, past_of(estimate)[1:]), results
 
     start = jax.tree.map(lambda x: x[0], path), (jnp.zeros(()),) * 3  # worth nothing
-    found = jax.lax.map(lambda keys: jax.lax.scan(step, start, (keys, path))[1], keys)
-    return jnp.moveaxis(found, -1, 0)
+    results = jax.lax.map(lambda keys: jax.lax.scan(step, start, (keys, path))[1], keys)
+    return jnp.moveaxis(results, -1, 0)
 
 
 def main(figure_path):
@@ -166,7 +169,7 @@ def main(figure_path):
     for name, error in zip(("Hutchinson", "XTrace", "DeltaShift"), errors, strict=True):
         print(f"{name:10s} has a relative error of {100 * error:.2f} %")
     inside = jnp.mean((low <= truth) & (truth <= high))
-    print(f"{100 * inside:.0f} % of its intervals of 95 % hold the trace")
+    print(f"its 95 % intervals have a coverage of {100 * inside:.0f} %")
     assert errors[2] < errors[1] < errors[0]
     assert inside > 0.9
 
@@ -176,7 +179,7 @@ def main(figure_path):
     axes.fill_between(steps, low[0], high[0], alpha=0.3, label="DeltaShift, 95 %")
     axes.plot(steps, values[0], color="C0", label="DeltaShift")
     axes.plot(steps, truth, "k--", linewidth=1, label="exact")
-    axes.set(xlabel="step of training", ylabel="trace of the Hessian")
+    axes.set(xlabel="step of training", ylabel="Hessian trace")
     axes.legend()
     figure.savefig(figure_path, dpi=150)
 

@@ -1,8 +1,8 @@
 """Carbon dioxide at Mauna Loa: a Gaussian process, fitted without a factorisation.
 
-2,068 weekly means up to 1998, from statsmodels, and three years more as a forecast. The
-kernel is a sum: a trend, a season that may change its shape, and weather. Its parameters
-and the noise are fitted by L-BFGS; likelihoods are printed beside Cholesky's.
+The data are 2,068 weekly means up to 1998, from statsmodels, and we forecast three more years.
+The kernel is the sum of a trend, a season whose shape may change, and weather. L-BFGS fits the
+kernel's parameters and the noise. We print likelihoods next to Cholesky's.
 
     python examples/gaussian_process.py [figure.png]
 """
@@ -20,11 +20,11 @@ from threadpoolctl import threadpool_limits
 
 import traceax as tx
 
-# The noise is 1e-6 of the largest eigenvalue.
+# We need 64 bits, because the noise is 1e-6 times the largest eigenvalue.
 jax.config.update("jax_enable_x64", True)
 
 COLUMNS = 300  # for each likelihood, at most
-RUNS, STEPS, EXACT_STEPS = 4, 16, 6  # of L-BFGS; each run has pivots of its own
+RUNS, STEPS, EXACT_STEPS = 4, 16, 6  # for L-BFGS; each run chooses its own pivots
 FORECAST = 1999, 2002
 START = {"trend": [10.0, 20.0], "season": [2.0, 50.0, 1.0], "weather": [1.0, 1.0]}
 START = {name: jnp.log(jnp.array(x)) for name, x in (START | {"noise": 0.1}).items()}
@@ -32,7 +32,7 @@ START = {name: jnp.log(jnp.array(x)) for name, x in (START | {"noise": 0.1}).ite
 
 # --8<-- [start:likelihood]
 def matrix(log, t):
-    """The covariance of the signal at times in years. Parameters are given by their logarithms."""
+    """The signal's covariance at times in years. `log` contains log-parameters."""
     trend, season, weather, _ = (jnp.exp(log[name]) for name in START)
 
     def kernel(a, b):
@@ -47,9 +47,9 @@ def matrix(log, t):
 
 
 def log_likelihood(log, t, y, key, pivots):
-    given = {"shift": jnp.exp(log["noise"]), "preconditioner": pivots, "throw": False}
+    options = {"shift": jnp.exp(log["noise"]), "preconditioner": pivots, "throw": False}
     K = matrix(log, t)
-    estimate = tx.gaussian_log_likelihood(key, K, y, **given)
+    estimate = tx.gaussian_log_likelihood(key, K, y, **options)
     return estimate.value, estimate
 
 
@@ -59,9 +59,9 @@ def log_likelihood(log, t, y, key, pivots):
 def by_cholesky(log, t, y):
     K = matrix(log, t).as_matrix() + jnp.exp(log["noise"]) * jnp.eye(len(t))
     factor = jnp.linalg.cholesky(K)
-    half = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
+    whitened = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
     logdet = 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
-    return -(half @ half + logdet + len(t) * np.log(2 * np.pi)) / 2, None
+    return -(whitened @ whitened + logdet + len(t) * np.log(2 * np.pi)) / 2, None
 
 
 # --8<-- [start:fit]
@@ -71,7 +71,7 @@ def choose_pivots(key, log, t):
 
 @jax.jit(static_argnums=(0, 1))
 def maximise(function, steps, log, *data):
-    def loss(log, data):  # of order 10, so that a first step is not too long
+    def loss(log, data):  # about 10, so that the first step isn't too long
         return -function(log, *data)[0] / 100
 
     solver = optx.LBFGS(rtol=1e-6, atol=1e-6)
@@ -91,12 +91,12 @@ def fit(log, t, y, key):
 # --8<-- [start:predict]
 @jax.jit
 def predict(log, t, y, new, key, pivots):
-    """Means and standard deviations of what is observed at new times."""
+    """Means and standard deviations of observations at new times."""
     K, noise = matrix(log, t), jnp.exp(log["noise"])
     cross = jax.vmap(jax.vmap(K.kernel, (None, 0)), (0, None))(t, new)
-    right = jnp.concatenate([y[:, None], cross], axis=1)
-    budget, given = 6 * (len(new) + 2), {"shift": noise, "preconditioner": pivots}
-    terms = tx.inv_quad_logdet(key, K, right, budget, **given)
+    rhs = jnp.concatenate([y[:, None], cross], axis=1)
+    budget, options = 6 * (len(new) + 2), {"shift": noise, "preconditioner": pivots}
+    terms = tx.inv_quad_logdet(key, K, rhs, budget, **options)
     variances = jax.vmap(K.kernel)(new, new) + noise - terms.inv_quad.value[1:]
     return cross.T @ terms.solution[:, 0], jnp.sqrt(variances)
 
@@ -105,7 +105,7 @@ def predict(log, t, y, new, key, pivots):
 
 
 def compare(log, t, y, pivots):
-    """Print value and gradient beside Cholesky's."""
+    """Print value and gradient next to Cholesky's."""
     run = jax.jit(jax.value_and_grad(log_likelihood, has_aux=True))
     keys = jax.random.split(jax.random.key(1), 4)
     runs = [run(log, t, y, key, pivots) for key in keys]
@@ -131,7 +131,9 @@ def main(path):
     log = fit(START, *data, key)
     better = maximise(by_cholesky, EXACT_STEPS, log, *data)
     end, best = (float(jax.jit(by_cholesky)(x, *data)[0]) for x in (log, better))
-    print(f"fit by Cholesky's likelihood {end:.2f}, {EXACT_STEPS} steps on {best:.2f}")
+    print(
+        f"exact likelihood at our fit {end:.2f}, {EXACT_STEPS} exact steps later {best:.2f}"
+    )
     for name in log:
         print(f"{name:>14}", *(np.exp(x[name]).round(3) for x in (log, better)))
     assert best - end < 0.0015 * abs(best)
@@ -140,7 +142,7 @@ def main(path):
     mean, band = line(new) + mean, 1.96 * deviation
     center, width = (np.interp(t[~past], new, z) for z in (mean, band))
     inside = np.mean(np.abs(weekly[~past] - center) < width)
-    print(f"{inside:.0%} of {sum(~past)} weeks held out lie in the 95 % band")
+    print(f"{inside:.0%} of {sum(~past)} held-out weeks lie in the 95 % band")
     assert inside > 0.85
 
     figure = Figure(figsize=(10, 3.5), layout="constrained")
@@ -156,6 +158,6 @@ def main(path):
 
 
 if __name__ == "__main__":
-    # Threads of LAPACK wait for each other on a busy machine.
+    # We use one thread: on a busy machine, LAPACK's threads wait for each other.
     with threadpool_limits(1, user_api="blas"):
         main(sys.argv[1] if len(sys.argv) > 1 else "gaussian_process.png")

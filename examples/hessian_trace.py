@@ -1,9 +1,9 @@
-"""The trace of a network's Hessian, of the whole and by layer, through training.
+"""The trace of a network's Hessian, as a whole and by layer, during training.
 
-A network of 1,482 parameters learns to read scikit-learn's digits. On the way the trace of
-the Hessian of its loss is estimated from 120 products: of all parameters by probes of the
-whole, and leaf by leaf by probes of one leaf at a time. Estimates are printed next to
-exact traces, which take a product for each parameter.
+A network with 1,482 parameters learns to read scikit-learn's digits. At five checkpoints we
+estimate the trace of its loss Hessian from 120 products, in two ways: with probes of the whole
+network, and leaf by leaf, with probes on one leaf at a time. We print estimates next to exact
+traces, which take one product per parameter.
 
     python examples/hessian_trace.py [figure.png]
 """
@@ -21,7 +21,7 @@ from sklearn.datasets import load_digits
 import traceax as tx
 
 BUDGET = 120  # products with the Hessian
-CHECKPOINTS = (0, 5, 20, 80, 300)  # steps of training
+CHECKPOINTS = (0, 5, 20, 80, 300)  # training steps
 
 
 # --8<-- [start:loss]
@@ -61,7 +61,7 @@ def exact_curvature_by_layer(model, batch):
 
 
 def train(model, batch):
-    """The model at every checkpoint, from Adam on all of the data."""
+    """The model at every checkpoint of training with Adam on all data."""
     optimiser = optax.adam(1e-2)
     state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -70,12 +70,12 @@ def train(model, batch):
         updates, state = optimiser.update(eqx.filter_grad(loss)(model, batch), state)
         return eqx.apply_updates(model, updates), state
 
-    kept = []
+    models = []
     for step in range(CHECKPOINTS[-1] + 1):
         if step in CHECKPOINTS:
-            kept.append(model)
+            models.append(model)
         model, state = update(model, state)
-    return kept
+    return models
 
 
 def show(step, name, estimate, exact):
@@ -89,7 +89,7 @@ def main(path):
     model = eqx.nn.MLP(64, 10, 16, 2, jnp.tanh, key=jax.random.key(0))
     key = jax.random.key(1)
 
-    found, truths = [], []
+    pairs, truths = [], []
     print(f"step  {'part':<14} {'estimate':>10}   {'error':<8} {'exact':>10}")
     for step, at in zip(CHECKPOINTS, train(model, batch), strict=True):
         whole = curvature(key, at, batch)
@@ -99,35 +99,35 @@ def main(path):
         for name, estimate in estimates.items():
             show(step, name, estimate, sum(exact))
             assert abs(estimate.value - sum(exact)) < 5 * estimate.standard_error
-        found.append((whole, total))
+        pairs.append((whole, total))
         truths.append(sum(exact))
         if step == CHECKPOINTS[-1]:
-            of_leaves = by_layer, exact
+            last_leaves = by_layer, exact
 
-    by_layer, exact = of_leaves
+    by_layer, exact = last_leaves
     paths = jax.tree_util.tree_leaves_with_path(by_layer.value)
     errors = jax.tree.leaves(by_layer.standard_error)
     print()
-    for (where, value), error, truth in zip(paths, errors, exact, strict=True):
-        name = jax.tree_util.keystr(where)
+    for (leaf_path, value), error, truth in zip(paths, errors, exact, strict=True):
+        name = jax.tree_util.keystr(leaf_path)
         print(f"{name:<20} {value:>10.4f} ± {error:<8.4f} {truth:>10.4f}")
 
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
     truths = np.asarray(truths)
     places = np.arange(len(CHECKPOINTS))
-    names = ("probes of the whole", "of one leaf at a time")
+    names = ("probes of the whole", "probes on one leaf at a time")
     for i, name in enumerate(names):
-        estimates = [pair[i] for pair in found]
-        off = np.array([estimate.value for estimate in estimates]) / truths - 1
+        estimates = [pair[i] for pair in pairs]
+        deviations = np.array([estimate.value for estimate in estimates]) / truths - 1
         ends = np.array([estimate.confidence_interval() for estimate in estimates]).T
         half = (ends[1] - ends[0]) / 2 / truths
         at = places + 0.15 * i
-        axes.errorbar(at, 100 * off, 100 * half, fmt="o", capsize=3, label=name)
+        axes.errorbar(at, 100 * deviations, 100 * half, fmt="o", capsize=3, label=name)
     axes.axhline(0, color="grey", linewidth=1, label="exact")
     axes.set_xticks(places, [str(step) for step in CHECKPOINTS])
     axes.set(xlabel="step of training", ylabel="error and 95 % interval, %")
-    axes.set_title(f"trace of the Hessian, {BUDGET} products")
+    axes.set_title(f"Hessian trace, {BUDGET} products")
     axes.legend()
     figure.savefig(path, dpi=150)
 

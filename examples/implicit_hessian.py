@@ -1,9 +1,9 @@
-"""The trace of the Hessian of an implicitly defined function.
+"""The trace of an implicitly defined function's Hessian.
 
-Ridge regression on scikit-learn's diabetes data has a penalty for each of 285 features,
-chosen on a validation set. The validation loss depends on the penalties through the
-solution of a linear system, which lineax differentiates implicitly, so that its Hessian is
-applied without unrolling a solver. Estimates are printed next to exact traces.
+Ridge regression on scikit-learn's diabetes data has 285 features with one penalty each. We
+choose the penalties on a validation set. The validation loss depends on the penalties through
+the solution of a linear system. lineax differentiates the solution implicitly, so we apply the
+Hessian without unrolling a solver. We print estimates next to exact traces.
 
     python examples/implicit_hessian.py [figure.png]
 """
@@ -22,12 +22,12 @@ from sklearn.datasets import load_diabetes
 import traceax as tx
 
 BUDGET = 60  # products with the Hessian
-CHECKPOINTS = (0, 10, 30, 80, 160)  # steps of the choice of penalties
+CHECKPOINTS = (0, 10, 30, 80, 160)  # optimiser steps
 
 
 # --8<-- [start:loss]
 def validation_loss(log_penalties, data):
-    """The error, on the validation set, of the weights w that minimise
+    """The validation error of the weights w that minimise
 
     mean (x w - y)^2 + sum_j exp(log_penalties_j) w_j^2 .
     """
@@ -57,7 +57,7 @@ def exact_curvature(log_penalties, data):
 
 
 def choose(log_penalties, data):
-    """The penalties at every checkpoint, from Adam on the validation loss."""
+    """The penalties at every checkpoint, while Adam minimises the validation loss."""
     optimiser = optax.adam(0.1)
 
     @jax.jit
@@ -66,16 +66,19 @@ def choose(log_penalties, data):
         updates, state = optimiser.update(gradient, state)
         return optax.apply_updates(log_penalties, updates), state
 
-    state, kept = optimiser.init(log_penalties), []
+    state, checkpoints = optimiser.init(log_penalties), []
     for step in range(CHECKPOINTS[-1] + 1):
         if step in CHECKPOINTS:
-            kept.append(log_penalties)
+            checkpoints.append(log_penalties)
         log_penalties, state = update(log_penalties, state)
-    return kept
+    return checkpoints
 
 
 def diabetes():
-    """All products of up to three of the ten measurements, in two halves."""
+    """Features and targets in two halves.
+
+    The features are all products of up to three among the ten measurements.
+    """
     measurements, target = load_diabetes(return_X_y=True)
     columns = standardise(measurements).T
     monomials = [
@@ -116,8 +119,8 @@ def main(path):
     label = f"{BUDGET} products, 95 % interval"
     axes.errorbar(places, value, bars, fmt="o", capsize=3, label=label)
     axes.set_xticks(places, [str(step) for step in CHECKPOINTS])
-    axes.set(xlabel="step", ylabel="trace of the Hessian", ylim=(0, None))
-    axes.set_title("validation loss, through the fit")
+    axes.set(xlabel="step", ylabel="Hessian trace", ylim=(0, None))
+    axes.set_title("validation loss, during the fit")
     axes.legend()
     figure.savefig(path, dpi=150)
 

@@ -1,9 +1,10 @@
-"""A map in time: 100,000 cells of a grid, some of which are missing, by a class of one's own.
+"""A map in time: 100,000 cells in a grid with gaps, and a custom operator class.
 
-The covariance of the signal is a Kronecker product of two kernels, at the cells that were
-observed, each with a noise of its own. A product with it takes two products of small matrices;
-its columns and its diagonal are read, which makes a preconditioner of it. Against Cholesky's
-answer on 2,400 cells, then value and gradient on all of them.
+The signal's covariance is a Kronecker product of two kernels, restricted to the observed cells.
+Each cell has its own noise variance. A product with the covariance takes two products with
+small matrices. The library reads columns and the diagonal, and makes a preconditioner from
+them. We compare with Cholesky's answer on 2,400 cells, and then compute value and gradient on
+100,000.
 
     python examples/kronecker_with_holes.py
 """
@@ -19,18 +20,18 @@ from jax.flatten_util import ravel_pytree
 
 import traceax as tx
 
-COLUMNS = {2_400: 100, 100_000: 200}  # by the number of cells, at most
+COLUMNS = {2_400: 100, 100_000: 200}  # at most, by the number of cells
 TRUTH = {"lengths": jnp.log(jnp.full(2, 0.5)), "scale": 0.0, "noise": jnp.log(0.3)}
 TRUTH = jax.tree.map(jnp.asarray, TRUTH)
 
 
 # --8<-- [start:operator]
 class MaskedKronecker(lx.AbstractLinearOperator):
-    """Rows and columns `cells` of a Kronecker product of two kernel matrices."""
+    """A Kronecker product of two kernel matrices, restricted to `cells`."""
 
     left: jax.Array  # (a, a)
     right: jax.Array  # (b, b)
-    cells: jax.Array  # of the flattened grid of a x b
+    cells: jax.Array  # in the flattened (a, b) grid
 
     def mv(self, vector):
         grid = jnp.zeros((len(self.left), len(self.right)), vector.dtype)
@@ -80,7 +81,7 @@ def _(operator: MaskedKronecker):
 
 
 # --8<-- [start:likelihood]
-def matern(x, length):  # 3/2, of points on a line
+def matern(x, length):  # Matern 3/2, for points on a line
     r = jnp.sqrt(3.0) * jnp.abs(x[:, None] - x[None]) / length
     return (1 + r) * jnp.exp(-r)
 
@@ -110,13 +111,13 @@ value_and_grad = jax.jit(
 def by_cholesky(log, grid, cells, y, relative_noise):
     K = covariance(log, grid, cells).as_matrix()
     factor = jnp.linalg.cholesky(K + jnp.diag(jnp.exp(log["noise"]) * relative_noise))
-    half = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
+    whitened = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
     logdet = 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
-    return -(half @ half + logdet + len(y) * np.log(2 * np.pi)) / 2
+    return -(whitened @ whitened + logdet + len(y) * np.log(2 * np.pi)) / 2
 
 
 def draw(grid, number, seed):
-    """Cells of a grid that were observed, their data, and how noisy each is."""
+    """Observed grid cells, their data, and their relative noise variances."""
     rng = np.random.default_rng(seed)
     cells = np.sort(rng.choice(grid[0] * grid[1], number, replace=False))
     K = covariance(TRUTH, grid, cells)

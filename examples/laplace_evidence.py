@@ -1,9 +1,9 @@
-"""The prior precision of a network, chosen by the Laplace evidence.
+"""A network's prior precision, chosen by the Laplace evidence.
 
-A network of 2,410 parameters learns to read 300 of scikit-learn's digits. The Laplace
-approximation makes the evidence of the data a function of the prior's precision, through
-the log-determinant of the Gauss-Newton matrix plus the precision. Its gradient moves the
-precision while the network is trained. Estimates are printed next to exact values.
+A network with 2,410 parameters learns to read 300 of scikit-learn's digits. The Laplace
+approximation gives the evidence for a prior precision, through the log-determinant of the
+Gauss-Newton matrix plus the precision. The evidence's gradient moves the precision while the
+network trains. We print estimates next to exact values.
 
     python examples/laplace_evidence.py [figure.png]
 """
@@ -20,8 +20,8 @@ from threadpoolctl import threadpool_limits
 
 import traceax as tx
 
-BUDGET = 200  # products with the Gauss-Newton matrix, for every log-determinant
-ROUNDS, STEPS, EVIDENCE_STEPS = 14, 100, 5  # of the network and of the precision
+BUDGET = 200  # products with the Gauss-Newton matrix, per log-determinant
+ROUNDS, STEPS, EVIDENCE_STEPS = 14, 100, 5  # steps per round: network, then precision
 CHECKED = (0, 4, ROUNDS)
 
 
@@ -53,11 +53,11 @@ def map_loss(network, log_precision, data):
 
 @jax.jit
 def negative_log_evidence(log_precision, network, data, key):
-    """By the Laplace approximation at a trained network, and its standard error."""
+    """The Laplace approximation at a trained network, and its standard error."""
     G = tx.GaussNewtonLinearOperator(logits, negative_log_likelihood, network, data)
     logdet = tx.logdet(key, G, BUDGET, shift=jnp.exp(log_precision))
-    of_prior = G.in_size() * log_precision
-    value = map_loss(network, log_precision, data) + (logdet.value - of_prior) / 2
+    prior_logdet = G.in_size() * log_precision
+    value = map_loss(network, log_precision, data) + (logdet.value - prior_logdet) / 2
     return value, logdet.standard_error / 2
 
 
@@ -78,7 +78,7 @@ def exact_evidence(log_precision, network, data):
 
 
 def square_root(network, data):
-    """A matrix R with `R^T R = G`: of each image, `sqrt(p_c) (J_c - sum_c p_c J_c)`."""
+    """A matrix R with `R^T R = G`. An image has the rows `sqrt(p_c) (J_c - sum_c p_c J_c)`."""
     p = np.asarray(jax.nn.softmax(logits(network, data)), np.float64)
     parts = jax.tree.leaves(jax.jit(jax.jacrev(logits))(network, data))
     jacobian = np.concatenate([x.reshape(*p.shape, -1) for x in parts], axis=-1)
@@ -137,7 +137,7 @@ def main(path):
     assert values[best] < values[0] / 2
 
     figure = Figure(figsize=(10, 3.5), layout="constrained")
-    titles = ("precision of the prior", "negative log evidence", "test loss")
+    titles = ("prior precision", "negative log evidence", "test loss")
     for i, (axes, title) in enumerate(zip(figure.subplots(1, 3), titles, strict=True)):
         axes.plot([row[i] for row in rows])
         axes.set(title=title, xlabel="round")
@@ -145,6 +145,6 @@ def main(path):
 
 
 if __name__ == "__main__":
-    # Threads of LAPACK wait for each other on a busy machine.
+    # We use one thread: on a busy machine, LAPACK's threads wait for each other.
     with threadpool_limits(1, user_api="blas"):
         main(sys.argv[1] if len(sys.argv) > 1 else "laplace_evidence.png")

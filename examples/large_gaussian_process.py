@@ -1,8 +1,8 @@
-"""Doctor visits: the likelihood of 20,190 observations, whose matrix is never stored.
+"""Doctor visits: the likelihood of 20,190 observations, without storing their matrix.
 
-The RAND health insurance experiment, from statsmodels: visits of a year, explained by nine
-regressors with a length scale each. A few steps on 2,000 of the rows, where Cholesky's
-answer is known, come first; then value and gradient for all rows, in 32-bit precision.
+The data are the RAND health insurance experiment, from statsmodels: visits in a year, explained
+by nine regressors, each with its own length scale. We first fit 2,000 rows in a few steps, where
+Cholesky's answer is known. Then we compute value and gradient for all rows, in 32 bits.
 
     python examples/large_gaussian_process.py [figure.png]
 """
@@ -29,10 +29,10 @@ START = jax.tree.map(jnp.asarray, START)
 
 
 def matrix(log, x):
-    """The covariance of the signal. Parameters are given by their logarithms."""
+    """The signal's covariance. `log` contains log-parameters."""
     scale = jnp.exp(log["scale"])
 
-    def kernel(a, b):  # written out, the sum is a quarter of the time of `jnp.sum`
+    def kernel(a, b):  # this sum is 4 times as fast as `jnp.sum`
         return scale * jnp.exp(-sum((a[i] - b[i]) ** 2 for i in range(9)) / 2)
 
     return tx.KernelLinearOperator(kernel, x / jnp.exp(log["lengths"]))
@@ -44,9 +44,9 @@ def choose_pivots(log, x, key):
 
 
 def log_likelihood(log, x, y, key, pivots):
-    K, given = matrix(log, x), {"shift": jnp.exp(log["noise"])}
-    given["preconditioner"] = pivots
-    estimate = tx.gaussian_log_likelihood(key, K, y, **given)
+    K, options = matrix(log, x), {"shift": jnp.exp(log["noise"])}
+    options["preconditioner"] = pivots
+    estimate = tx.gaussian_log_likelihood(key, K, y, **options)
     return estimate.value, estimate
 
 
@@ -67,13 +67,13 @@ def fit(log, *data):
 def by_cholesky(log, x, y):
     K = matrix(log, x).as_matrix() + jnp.exp(log["noise"]) * jnp.eye(len(x))
     factor = jnp.linalg.cholesky(K)
-    half = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
+    whitened = jax.scipy.linalg.solve_triangular(factor, y, lower=True)
     logdet = 2 * jnp.sum(jnp.log(jnp.diagonal(factor)))
-    return -(half @ half + logdet + len(x) * np.log(2 * np.pi)) / 2
+    return -(whitened @ whitened + logdet + len(x) * np.log(2 * np.pi)) / 2
 
 
 def memory():
-    """The most that this process has held, in MB."""
+    """The peak memory of this process, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -82,9 +82,9 @@ def main(path):
     x, y = table.exog.to_numpy(), np.log1p(table.endog.to_numpy())
     x, y = (jnp.asarray((z - z.mean(0)) / z.std(0), jnp.float32) for z in (x, y))
     key = jax.random.key(0)
-    some = jax.random.choice(key, len(x), (SUBSET,), replace=False)
+    subset = jax.random.choice(key, len(x), (SUBSET,), replace=False)
 
-    small = x[some], y[some]
+    small = x[subset], y[subset]
     pivots = choose_pivots(START, small[0], key)
     log = fit(START, *small, key, pivots)
     for name, point in {"at the start": START, "fitted": log}.items():
@@ -106,23 +106,25 @@ def main(path):
     pivots = choose_pivots(log, x, key)
     (_, estimate), gradient = value_and_grad(log, x, y, key, pivots)
     estimate.value.block_until_ready()
-    seconds, more = time.perf_counter() - start, memory() - before
+    seconds, extra_memory = time.perf_counter() - start, memory() - before
     print(f"{len(x)} rows: {estimate}, {int(estimate.stats['num_columns'])} columns")
     print(f"    value and gradient in {seconds:.0f} s, compiling included, and")
     print(
-        f"    {more:.0f} MB, of which the matrix alone would be {4e-6 * len(x) ** 2:.0f}"
+        f"    {extra_memory:.0f} MB; the matrix alone would take {4e-6 * len(x) ** 2:.0f} MB"
     )
     assert estimate.standard_error < 1e-3 * abs(estimate.value)
-    assert more < 4e-6 * len(x) ** 2
+    assert extra_memory < 4e-6 * len(x) ** 2
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.subplots()
     axes.barh(list(lengths), [1 / length for length in lengths.values()])
-    axes.set(xlabel="1 / length scale: how much a regressor says of doctor visits")
+    axes.set(
+        xlabel="1 / length scale: how strongly doctor visits depend on a regressor"
+    )
     figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":
-    # Threads of LAPACK wait for each other on a busy machine.
+    # We use one thread: on a busy machine, LAPACK's threads wait for each other.
     with threadpool_limits(1, user_api="blas"):
         main(sys.argv[1] if len(sys.argv) > 1 else "large_gaussian_process.png")

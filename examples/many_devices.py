@@ -1,12 +1,12 @@
 """One estimate on one device, on four, and on two processes, with the same result.
 
-The operators are made of scikit-learn's digits: a kernel matrix by rows, the Hessian of a
-network by images (data-parallel) and by columns of a layer (model-parallel), and a Gram
-matrix with the probes spread over devices.
+The operators come from scikit-learn's digits: a kernel matrix, split by rows; a network's
+Hessian, split by images (data-parallel) or by the columns of a layer (model-parallel); and a
+Gram matrix, with the probes split over devices.
 
     python examples/many_devices.py
 
-runs all on this machine: on one device, on four simulated ones, and as two processes.
+runs everything on this machine: on one device, on four simulated ones, and as two processes.
 """
 
 import json
@@ -26,14 +26,14 @@ from sklearn.datasets import load_digits
 
 import traceax as tx
 
-NUMBER = 1792  # images: a multiple of every number of devices here
+NUMBER = 1792  # images: a multiple of every device count here
 
 
 def main():
-    if sys.argv[1:]:  # a process that `start` has started
+    if sys.argv[1:]:  # in a process that `start` launched
         process, processes, coordinator, results = sys.argv[1:]
-        found = work(int(process), int(processes), coordinator)
-        Path(results).write_text(json.dumps(found))
+        values = work(int(process), int(processes), coordinator)
+        Path(results).write_text(json.dumps(values))
         return
     [one], [four] = start(devices=1), start(devices=4)
     first, second = start(devices=2, processes=2)
@@ -47,7 +47,7 @@ def main():
 
 
 def start(devices, processes=1):
-    """Results of this file, run in processes of so many simulated devices each."""
+    """Run this file in processes with simulated devices, and return their results."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -68,7 +68,7 @@ def start(devices, processes=1):
 
 
 def work(process, processes, coordinator):
-    """What runs on every process, the same program on all. Each gets every result."""
+    """The program that every process runs. Each process gets every result."""
     results = {}
     # --8<-- [start:initialize]
     if processes > 1:
@@ -81,7 +81,7 @@ def work(process, processes, coordinator):
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
 
     def spread(x, *spec):
-        """Each process gives its own part of `x`."""
+        """Spread `x` over the mesh. Each process provides its own part."""
         sharding = NamedSharding(mesh, jax.P(*spec))
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
@@ -92,7 +92,7 @@ def work(process, processes, coordinator):
     labels = labels[:NUMBER].astype(np.int32)
     points, classes = spread(images, "d", None), spread(labels, "d")
 
-    # A kernel matrix, by rows: each device has those of its images.
+    # A kernel matrix by rows: each device has the rows of its images.
     def squared_kernel(length, points, key):
         def product(vector):
             squares = jnp.sum(points**2, axis=1)
@@ -110,7 +110,7 @@ def work(process, processes, coordinator):
     results |= {"tr K^2": float(value), "its error bar": float(error)}
     results["d tr K^2 / d length"] = float(gradient)
 
-    # The Hessian of a network: images over devices, then a layer over devices.
+    # A network's Hessian: we spread images over devices, then a layer.
     generator = np.random.default_rng(0)
     shapes = (64, 64), (64, 10)
     layers = [generator.normal(size=s).astype(np.float32) / 8 for s in shapes]
@@ -133,7 +133,7 @@ def work(process, processes, coordinator):
     results["tr H, images over devices"] = float(by_images)
     results["tr H, a layer over devices"] = float(by_layer)
 
-    # Probes over devices: each has the operator, and a part of the products.
+    # Probes over devices: each device has the operator, and takes a part of the products.
     class SpreadSampler(tx.IndexedSampler):
         rotation_invariant = False
 

@@ -1,10 +1,10 @@
-"""How many products does an accuracy take? A trace to a tolerance, whatever it takes.
+"""How many products does an accuracy need? A trace estimate that stops at a tolerance.
 
-Softmax regression on scikit-learn's digits: the Hessian of its loss in the 640 weights is
-semidefinite, and its trace has a closed form. Hutchinson's estimator and XNysTrace are
-asked for tolerances of 1e-1, 3e-2 and 1e-2, with the gradient with respect to a
-temperature; one program serves all tolerances. A curve of the estimate against products
-goes on from point to point, so that no product is taken twice.
+For softmax regression on scikit-learn's digits, the loss Hessian in the 640 weights is
+semidefinite, and its trace has a closed form. We set tolerances of 1e-1, 3e-2 and 1e-2 for
+Hutchinson's estimator and XNysTrace, and take the gradient with respect to a temperature. One
+program serves all tolerances. We also draw the estimate against products. This curve resumes
+from point to point, so it takes no product twice.
 
     python examples/trace_to_tolerance.py [figure.png]
 """
@@ -23,8 +23,8 @@ from sklearn.linear_model import LogisticRegression
 import traceax as tx
 
 RTOLS = (1e-1, 3e-2, 1e-2)
-MOST = 128  # products, for whatever tolerance
-CURVE = (8, 24, 96)  # each of so many more products
+MOST = 128  # products, at any tolerance
+CURVE = (8, 24, 96)  # additional products for each point
 TEMPERATURE = jnp.asarray(2.0)
 ESTIMATORS = {
     "Hutchinson": tx.HutchinsonEstimator(),
@@ -49,7 +49,7 @@ def hessian(weights, x, labels, temperature):
 
 
 def exact_trace(temperature, weights, x):
-    """A mean over images: of squared lengths, times the variances of the classes."""
+    """The mean over images of `|x|^2 / T^2` times the summed class variances."""
     p = jax.nn.softmax(x @ weights / temperature)
     variances = jnp.sum(p * (1 - p), axis=1)
     return jnp.mean(jnp.sum(x**2, axis=1) * variances) / temperature**2
@@ -74,11 +74,11 @@ def stop_at(rtol, key, weights, x, labels, estimator):
 
 # --8<-- [start:curve]
 def curve(key, operator, estimator):
-    """Of more and more products, each estimate from the state of the one before."""
-    go_on = eqx.filter_jit(estimator.estimate)
+    """Estimates from more and more products. Each one resumes from the previous state."""
+    resume = eqx.filter_jit(estimator.estimate)
     state, estimates = estimator.init(key, operator), []
     for more in CURVE:
-        estimates.append(go_on(state, more))
+        estimates.append(resume(state, more))
         state = estimates[-1].state
     return estimates
 
@@ -108,9 +108,9 @@ def main(path):
     print(f" {'gradient':>9}   (exact: {exact:.4f}, gradient {slope:.4f})")
     for axes, (name, estimator) in zip(panels, ESTIMATORS.items(), strict=True):
         for i, rtol in enumerate(RTOLS):
-            # As an array, which is no reason to compile again.
-            given = jnp.asarray(rtol), key, weights, x, labels, estimator
-            estimate, gradient = stop_at(*given)
+            # We pass rtol as an array, so that JAX compiles once for all tolerances.
+            arguments = jnp.asarray(rtol), key, weights, x, labels, estimator
+            estimate, gradient = stop_at(*arguments)
             products, value = estimate.stats["num_matvecs"], estimate.value
             met = bool(estimate.result == tx.RESULTS.successful)
             print(

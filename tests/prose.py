@@ -1,12 +1,13 @@
-"""Count the habits that make English hard to read, by kind of text.
+"""Counts habits that make English hard to read, by kind of text.
 
-    python tests/prose.py              # the table
-    python tests/prose.py FILE ...     # the sentences behind it, in these files
+    python tests/prose.py              # a table for the whole project
+    python tests/prose.py FILE ...     # the sentences with a habit in these files
 
-Code spans, code blocks, links' targets and formulas are removed. Sentences end at `.:;!?`.
+We remove code, formulas and link targets, and split sentences at `.:;!?`.
 """
 
 import ast
+import collections
 import io
 import pathlib
 import re
@@ -14,61 +15,66 @@ import sys
 import tokenize
 
 ROOT = pathlib.Path(__file__).parents[1]
-CODE = {"src": "src", "tests": "tests", "scripts": "benchmarks examples docs"}
+CODE = {
+    "src": ["src"],
+    "tests": ["tests"],
+    "scripts": ["benchmarks", "examples", "docs"],
+}
+WORDS = {
+    "words": r"[A-Za-z][A-Za-z'-]*",
+    "of": r"\bof\b",
+    "what": r"\bwhat\b",
+    "you or we": r"\b(?:you|your|we|our)\b",
+}
+HABITS = {
+    "starts with of": r"^\W*(?:Of|That of|Those of)\b",
+    "that of": r"\b(?:that|those|are) of\b",
+    ", of which": r", (?:of|in|by) which\b",
+    "so many": r"\b(?:so many|as many|so much|as far as)\b",
+    "idiom": r"\b(?:go(?:es|ing)? on|went on|begins? anew|belongs? into|by (?:itself|themselves)"
+    r"|of (?:your|my|our) own|beside|asked for|there (?:is|are))\b",
+}
 
-START = r"(?:^|\|)\W*(?:Of|That of|Those of)\b"
-NOUN = r"\b(?:that|those|is that|are) of\b"
-CHAIN = r", (?:of|in|by) which\b"
-QUANTITY = r"\b(?:so many|as many|so much|as far as)\b"
-IDIOMS = (
-    r"\b(?:go(?:es|ing)? on|went on|begins? anew|belongs? into|of (?:your|my|our) own"
-    r"|by (?:itself|themselves)|beside|asked for|there (?:is|are))\b"
-)
 
-
-def _sentences(text):
-    """The sentences of a text without code, formulas and links' targets."""
-    text = re.sub(r"```.*?```|~~~.*?~~~|\$\$.*?\$\$", "\n\n", text, flags=re.DOTALL)
+def sentences(text):
+    text = re.sub(r"```.*?```|\$\$.*?\$\$", "\n\n", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->|<[^>\n]+>", " ", text, flags=re.DOTALL)
-    text = re.sub(r"`[^`]*`", "CODE", text)
-    text = re.sub(r"\$[^$\n]+\$", "FORMULA", text)
+    text = re.sub(r"`[^`]*`|\$[^$\n]+\$", "CODE", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     for paragraph in re.split(r"\n\s*\n|\n\s*(?=[-*#|] |\|)|\|", text):
-        plain = " ".join(paragraph.split())
-        for sentence in re.split(r"(?<=[.:;!?])\s", plain):
+        for sentence in re.split(r"(?<=[.:;!?])\s", " ".join(paragraph.split())):
             if re.search(r"[A-Za-z]{2}", sentence):
                 yield sentence
 
 
 def _comments(source):
-    """Comments; those on consecutive lines are one text."""
-    last, lines = (-2, 0), []
+    """The comments. Those on consecutive lines are one text."""
+    last, lines = None, []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
-            if (row - 1, column) != last and lines:
+            if (row - 1, column) != last:
                 yield "\n".join(lines)
                 lines = []
             lines.append(token.string.lstrip("# "))
-            last = (row, column)
+            last = row, column
     yield "\n".join(lines)
 
 
 def texts(path):
-    """The texts of a file, each with its kind: docstrings, comments, messages, pages."""
+    """Pairs of a kind (docstrings, comments, messages or pages) and a text."""
     source = path.read_text()
     if path.suffix == ".md":
         yield "pages", source
         return
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    tree, docstrings = ast.parse(source), set()
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and ast.get_docstring(node):
+    with_docstrings = ast.Module | ast.ClassDef | ast.FunctionDef
+    nodes, docstrings = list(ast.walk(ast.parse(source))), set()
+    for node in nodes:
+        if isinstance(node, with_docstrings) and ast.get_docstring(node):
             docstrings.add(node.body[0].value)
-            # Indented code is code.
-            text = re.sub(r"(?m)^ {4,}.*$", "", ast.get_docstring(node))
-            yield "docstrings", text
-    for node in ast.walk(tree):
+            # Indented lines are code or continue a list.
+            yield "docstrings", re.sub(r"(?m)^ {4,}.*$", "", ast.get_docstring(node))
+    for node in nodes:
         text = node.value if isinstance(node, ast.Constant) else None
         if isinstance(text, str) and node not in docstrings and len(text.split()) > 3:
             yield "messages", text
@@ -77,89 +83,48 @@ def texts(path):
 
 
 def files():
-    """Every file that a person reads, with where it lies: src, tests, scripts or pages."""
+    """Pairs of a place (src, tests, scripts or pages) and a file."""
     for place, folders in CODE.items():
-        for folder in folders.split():
+        for folder in folders:
             for path in sorted((ROOT / folder).rglob("*.py")):
-                yield place, path
+                if path != pathlib.Path(__file__):
+                    yield place, path
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]):
         yield "pages", path
 
 
-class Count:
-    """Sums over the sentences of one kind of text."""
-
-    def __init__(self):
-        self.words = self.of = self.what = self.reader = 0
-        self.start = self.noun = self.chain = self.quantity = self.idiom = 0
-
-    def add(self, sentence):
-        def occurrences(pattern):
-            return len(re.findall(pattern, sentence, re.IGNORECASE))
-
-        self.words += occurrences(r"[A-Za-z][A-Za-z'-]*")
-        self.of += occurrences(r"\bof\b")
-        self.what += occurrences(r"\bwhat\b")
-        self.reader += occurrences(r"\b(?:you|your|we|our)\b")
-        self.start += occurrences(START)
-        self.noun += occurrences(NOUN)
-        self.chain += occurrences(CHAIN)
-        self.quantity += occurrences(QUANTITY)
-        self.idiom += occurrences(IDIOMS)
-
-    def per_thousand(self, number):
-        return 1000 * number / max(self.words, 1)
+def count(sentence):
+    patterns = {**WORDS, **HABITS}.items()
+    return {x: len(re.findall(y, sentence, re.IGNORECASE)) for x, y in patterns}
 
 
-def counts():
-    """`{(place, kind): Count}`."""
-    total = {}
+def totals():
+    """For every place and kind: rates per 1,000 words, and the number of each habit."""
+    sums = collections.defaultdict(collections.Counter)
     for place, path in files():
         for kind, text in texts(path):
-            count = total.setdefault((place, kind), Count())
-            for sentence in _sentences(text):
-                count.add(sentence)
-    return total
-
-
-def _table():
-    print("| text | words | of | what | you, we | R1 | R2 | R5 | R6 | idioms |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for (place, kind), c in counts().items():
-        name = kind if place == kind else f"{place}, {kind}"
-        rates = [f"{c.per_thousand(number):.1f}" for number in (c.of, c.what, c.reader)]
-        rules = [c.start, c.noun, c.chain, c.quantity, c.idiom]
-        print("|", " | ".join(map(str, [name, c.words, *rates, *rules])), "|")
-
-
-def _offenders(path):
-    """Print each sentence with a habit, or with three "of" or more."""
-    for kind, text in texts(path):
-        for sentence in _sentences(text):
-            c = Count()
-            c.add(sentence)
-            habits = [
-                name
-                for name in ("start", "noun", "chain", "quantity", "idiom", "what")
-                if getattr(c, name)
-            ]
-            if c.of > 2 or (c.of > 1 and c.words < 12):
-                habits.append(f"{c.of} of")
-            if habits:
-                print(f"{kind}: {', '.join(habits)}: {sentence}")
+            for sentence in sentences(text):
+                sums[place, kind].update(count(sentence))
+    for total in sums.values():
+        for word in WORDS:
+            if word != "words":
+                total[word] = round(1000 * total[word] / total["words"], 1)
+    return sums
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:
-        _table()
+        columns = ["text", *WORDS, *HABITS]
+        print("|", " | ".join(columns), "|")
+        print("|" + "---|" * len(columns))
+        for (place, kind), total in totals().items():
+            row = [f"{place}, {kind}", *(total[x] for x in columns[1:])]
+            print("|", " | ".join(map(str, row)), "|")
     for name in sys.argv[1:]:
-        print(f"== {name}")
-        count = {}
         for kind, text in texts(pathlib.Path(name)):
-            for sentence in _sentences(text):
-                count.setdefault(kind, Count()).add(sentence)
-        for kind, c in count.items():
-            print(
-                f"{kind}: {c.words} words, {c.per_thousand(c.of):.0f} of, {c.per_thousand(c.what):.0f} what"
-            )
-        _offenders(pathlib.Path(name))
+            for sentence in sentences(text):
+                found = count(sentence)
+                habits = [x for x in [*HABITS, "what"] if found[x]]
+                habits += [f"{found['of']} of"] * (found["of"] > 2)
+                if habits:
+                    print(f"{name}, {kind}: {', '.join(habits)}: {sentence}")

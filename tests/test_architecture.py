@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import prose
 import pytest
 
 import traceax as tx
@@ -190,7 +191,7 @@ def _may_be_overridden(method):
 
 
 def test_abstract_or_final():
-    # What dataclasses write by themselves.
+    # Dataclasses generate these.
     generated = {"__init__", "__replace__"}
     for cls in set(_classes()):
         for base in cls.__mro__[1:]:
@@ -231,3 +232,18 @@ def test_public_arguments_are_documented():
         for field in dataclasses.fields(cls):
             if not field.name.startswith("_"):
                 assert f"`{field.name}`" in cls.__doc__, f"{cls.__name__}.{field}"
+
+
+# Ceilings for occurrences in 1,000 words, by kind of text, and a floor. We only tighten
+# them.
+CEILINGS = {"docstrings": 28, "comments": 20, "messages": 34, "pages": 24}
+
+
+@pytest.mark.skipif(not (DOCS / "index.md").exists(), reason="needs the pages")
+def test_prose_stays_plain():
+    for (place, kind), total in prose.totals().items():
+        text = f"python tests/prose.py: {place}, {kind}"
+        assert total["of"] <= CEILINGS[kind], text
+        assert total["what"] <= 1, text
+        assert total["you or we"] >= 5 or kind in ("docstrings", "messages"), text
+        assert all(total[habit] == 0 for habit in prose.HABITS), text

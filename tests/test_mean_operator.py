@@ -305,7 +305,10 @@ def _identity(batch):
 @pytest.mark.wrong_types
 def test_wrong_arguments():
     for batches, message in [
-        ((np.ones((3, 2)), np.ones(4)), r"of one length.*got lengths \[3, 4\]; stack"),
+        (
+            (np.ones((3, 2)), np.ones(4)),
+            r"with one length.*got lengths \[3, 4\]; stack",
+        ),
         ({}, r"got lengths \[\]"),
         (np.ones((0, 3)), r"got lengths \[0\]"),
         (np.ones(()), r"leading axis of minibatches, got an array of shape \(\) and"),
