@@ -547,9 +547,7 @@ def _operator():
     [
         (3.0, TypeError, "function of a real scalar, got 3.0 of type float"),
         (None, TypeError, "NoneType"),
-        (lambda x: jnp.stack([x, x]), ValueError, r"scalars.*shapes \[\(2,\)\]"),
-        (lambda x: {"a": x, "b": x[None]}, ValueError, r"\[\(\), \(1,\)\]"),
-        (lambda x: None, ValueError, r"shapes \[\]"),
+        (lambda x: None, ValueError, "a result without arrays"),
     ],
 )
 def test_wrong_functions(key, fn, kind, match):

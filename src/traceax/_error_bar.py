@@ -20,7 +20,7 @@ from ._linalg.dense import (
 )
 from ._linalg.leave_one_out import PairedSamples
 
-# We subtract this share of a squared skewness's noise, tuned for coverage.
+# From a squared skewness we subtract this share of its variance. We tuned it for coverage.
 _SUBTRACTED_NOISE = 0.5
 
 
@@ -28,8 +28,8 @@ class Moments(NamedTuple):
     """Running moments of a functional's samples, updated one block at a time."""
 
     mean: Inexact[Array, "*g"]  # sample mean / unit
-    deviations: Float[Array, "*g"]  # sum over |sample / unit - mean|^2
-    energy: Float[Array, "*g"]  # sum over |A w_j / unit|^2, for ties
+    deviations: Float[Array, "*g"]  # sum of |sample / unit - mean|^2
+    energy: Float[Array, "*g"]  # sum of |A w_j / unit|^2, for equal samples
     unit: Float[Array, ""]  # a power of two near the largest entry in the first block
 
 
@@ -72,9 +72,9 @@ def off_diagonal_size(
     products: Inexact[Array, "n g"],
     active: Bool[Array, " g"] | None = None,
 ) -> Float[Array, ""]:
-    """Estimates `|B - diag B|_F` from products `B w_j` with signs; 0 from one product.
+    """Estimates `|B - diag B|_F` from products with sign vectors; 0 for a single product.
 
-    Row r of `conj(w_j) (B w_j)` is `B_rr` plus off-diagonal terms, which alone vary with j.
+    Entry r of `conj(w_j) * (B w_j)` is `B_rr` plus off-diagonal terms, which vary with j.
     """
     entrywise = probes.T.conj() * products.T
     unit = power_of_two_scale(entrywise)
@@ -103,7 +103,7 @@ def skewness_term(gamma_squared: ArrayLike, m: ArrayLike) -> Float[Array, "*g"]:
 
 
 def power_sums(deviations: Inexact[Array, "*g m"]) -> tuple[list[Array], list[Array]]:
-    """Sums over squares, and over cubes: for real parts, then any imaginary parts."""
+    """Sums of squares and sums of cubes, each for the real and any imaginary part."""
     parts = [jnp.real(deviations)]
     if jnp.iscomplexobj(deviations):
         parts.append(jnp.imag(deviations))
@@ -112,7 +112,7 @@ def power_sums(deviations: Inexact[Array, "*g m"]) -> tuple[list[Array], list[Ar
 
 
 def squared_skewness(square_sums, cube_sums, m: ArrayLike) -> Float[Array, "*g"]:
-    """The larger squared skewness over both parts; rounding (`m eps^2`) has none."""
+    """The larger squared skewness of the parts. `m eps^2` hides deviations from rounding."""
     eps = float(jnp.finfo(square_sums[0].dtype).eps)
     pairs = zip(cube_sums, square_sums, strict=True)
     ratios = [_cubed_ratio(cube, square + m * eps**2) for cube, square in pairs]
@@ -124,8 +124,8 @@ def gram_squared_skewness(
 ) -> Float[Array, ""]:
     """Estimates the squared skewness of `w^* A w` from the Gram matrix `w_i^* A w_j`."""
     g = len(gram)
-    # We bound the squared skewness by 8, as (tr A^3)^2 <= (tr A^2)^3. The mean over products
-    # M_ij M_jl M_li has variance 6 (tr A^2)^3 / triples. Complex probes halve both numbers.
+    # The squared skewness is at most 8: (tr A^3)^2 <= (tr A^2)^3. If tr A^3 = 0, the mean
+    # over triples has variance 6 (tr A^2)^3 / triples. Complex probes halve both numbers.
     bound, noise = (4.0, 3.0) if jnp.iscomplexobj(gram) else (8.0, 6.0)
     if g < 3:
         return jnp.full((), bound, jnp.finfo(gram.dtype).dtype)
@@ -139,8 +139,8 @@ def gram_squared_skewness(
         squared = matmul(hermitian, hermitian)
         trace_2 = jnp.sum(jnp.abs(hermitian) ** 2) / (g * (g - 1))
         trace_3 = jnp.sum(jnp.real(squared * hermitian.conj())) / triples
-        # On average, a squared estimate exceeds the squared mean by the variance. We
-        # subtract only a share: with all of it, few probes would give short intervals.
+        # On average, a squared estimate exceeds the squared mean by the estimate's variance.
+        # We subtract only a share, because all of it would make intervals too short.
         fraction = _cubed_ratio(trace_3, trace_2) - _SUBTRACTED_NOISE * noise / triples
         return bound * jnp.clip(fraction, 0, 1)
 
@@ -152,18 +152,18 @@ def gram_squared_skewness(
 
 
 def _cubed_ratio(x: Float[Array, "*g"], y: Float[Array, "*g"]) -> Float[Array, "*g"]:
-    """`x^2 / y^3`, even if `x^2` or `y^3` over- or underflows."""
+    """`x^2 / y^3`, without overflow or underflow in `x^2` and `y^3`."""
     return ratio(x, y * jnp.sqrt(y)) ** 2
 
 
 Active = Bool[Array, " m"] | None
 
-# We chose 16 probes for the skewness: at most n x 16 x 16 operations.
+# We estimate the skewness from at most 16 probes, with n x 16 x 16 operations.
 GRAM_PROBES = 16
-# Rounding error, in units of eps times the terms of a value. Measured after convergence.
+# Rounding error, in units of eps times a value's terms. We measured it after convergence.
 _ROUNDING = 4
-# Samples are tied if their variance is below this share of a tie's variance. We chose less
-# with a measured off-diagonal norm, since two samples can be close by chance.
+# Samples are tied if their variance is below this share of a tie's variance. The share is
+# smaller if we know the off-diagonal norm, because two samples can be close by chance.
 _TIE_SHARE, _TIE_SHARE_OFF_DIAGONAL = 0.01, 1e-4
 # Weights on 1/(m-1) and on J in `leave_one_out_bar`, tuned for coverage at 95 %.
 _NORMAL_WEIGHT, _UNEVENNESS_WEIGHT = 0.5, 0.7
@@ -191,25 +191,25 @@ def independent_samples(
     r"""The error bar for a mean of independent samples `w_j^* A w_j`.
 
     - `norms`, `gram`: `|A w_j|` and `w_i^* A w_j` for the first probes.
-    - `exact`: further terms in the value, for its rounding error.
-    - `dimension`: n, to remove multiples of the identity from ties.
+    - `exact`: terms that the caller adds to the mean, for the rounding error of the sum.
+    - `dimension`: n, so that multiples of the identity don't enlarge a tie's variance.
     - `active`: mask that selects at least two samples; by default all.
     - `off_diagonal`: an estimate of A's off-diagonal norm, for ties.
     - `may_miss`: whether few probes can miss a large eigenvalue (see `_cap_freedom`).
 
-    *Variance.* `V = s^2 / m`, with the sample variance `s^2`, unless samples are tied: with
-    sign probes, all m can agree by chance, with probability `2^(1 - m)`. We then replace
-    `s^2` by this probability times `2 |A|_F^2`, the largest variance that signs can give;
-    the mean of `|A w_j|^2` estimates `|A|_F^2`. A multiple of the identity only adds a
-    constant to samples, so given n we use the traceless part's norm, the mean of
-    `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`: unbiased if this part has a zero
-    diagonal. Given `off_diagonal`, we use that norm unless it is mere rounding, since
-    `2 |A|_F^2` is far too large for an almost diagonal A.
+    *Variance.* `V = s^2 / m`, with the sample variance `s^2`. Samples are *tied* if they are
+    equal by chance, with probability `2^(1 - m)` if signs give two equally likely values. We
+    then replace `s^2` by this probability times `2 |A|_F^2`, the largest variance that signs
+    can give. The mean of `|A w_j|^2` estimates `|A|_F^2`. A multiple of the identity only
+    adds a constant to samples. So with n we use the traceless part's squared norm, the mean
+    of `(|A w_j|^2 - |w_j^* A w_j|^2 / n) n / (n - 2)`. It is unbiased if the traceless part
+    has a zero diagonal. For an almost diagonal A both norms are far too large, so we use
+    `off_diagonal` instead if it is given and above rounding level.
 
     *Degrees of freedom.* `1/nu = 1/(m-1) + 0.9 gamma^2 / (m+2)`: m - 1 for normal samples,
     fewer with skewness gamma (see `skewness_term`). Few samples hide their skewness, but
-    products reveal it. For a Hermitian A, `gamma^2 = 8 (tr A^3)^2 / (tr A^2)^3`. With the
-    Gram matrix M from three probes, `M_ij M_jl M_li` estimates `tr A^3` without bias.
+    products reveal it. Real normal probes and a symmetric A have `gamma^2 = 8 (tr A^3)^2 /
+    (tr A^2)^3` (4 if complex), and `M_ij M_jl M_li` from a Gram matrix M estimates `tr A^3`.
     """
     m, count = len(samples), len(norms)
     if active is not None:
@@ -246,7 +246,7 @@ def independent_samples(
 
 
 def _cap_freedom(bar: ErrorBar, m: ArrayLike) -> ErrorBar:
-    """Caps the degrees of freedom at `exp((m - 3) / 6)`, or at 1 if that is larger.
+    """Caps the degrees of freedom at `max(1, exp((m - 3) / 6))`.
 
     A single large eigenvalue may affect only one probe in several. The probability that all
     m probes miss it falls exponentially in m, and then neither samples nor products reveal
@@ -272,11 +272,12 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
 
 
 def joint_bar(bars: list[ErrorBar]) -> ErrorBar:
-    """The error bar for a tolerance on several values. Their moduli are its mean, since
-    some values may be complex. A single value keeps its own error bar."""
+    """The error bars of several values in one, for a tolerance. Its `mean` holds moduli,
+    because some values may be complex. A single value keeps its own error bar."""
     if len(bars) > 1:
-        means, errors, freedoms = zip(*bars, strict=True)
-        return ErrorBar(*map(jnp.stack, (list(map(jnp.abs, means)), errors, freedoms)))
+        bars = [bar._replace(mean=jnp.abs(bar.mean)) for bar in bars]
+        flat = [[jnp.ravel(x) for x in part] for part in zip(*bars, strict=True)]
+        return ErrorBar(*map(jnp.concatenate, flat))
     (bar,) = bars
     freedom = jnp.asarray(bar.degrees_of_freedom, bar.standard_error.dtype)
     return bar._replace(degrees_of_freedom=freedom)
@@ -292,9 +293,9 @@ def leave_one_out_bar(
 ) -> ErrorBar:
     r"""The error bar for a mean of leave-one-out samples.
 
-    The samples `t_i` share probes, so their sample variance understates the mean's error up
-    to tenfold. We correct it with `t_ij`, which is sample i with probe j left out of
-    everything. The mean over the given partners j stands for the mean over all.
+    The samples `t_i` share probes, so `s^2 / m` with their sample variance can be far too
+    small. We correct it with `t_ij`, which is sample i with probe j left out of everything.
+    We average over the partners j in `paired`, instead of over all j.
 
     *Derivation.* Let t be the truth. `E[t_i | all but i] = t`, and `t_ij` does not depend
     on probe j. So `t_j - t` is uncorrelated with `t_ij - t`, `t_i - t` is uncorrelated with
@@ -309,18 +310,18 @@ def leave_one_out_bar(
 
         V = s^2 / m + 1 / (m (m-1)) sum_{i != j} (t_i - t_ij)(t_j - t_ji) .
 
-    *Orthogonal probes.* Given all but i and j, orthonormal `u_i`, `u_j` are a uniform pair
-    in the complement, with dimension `N = paired.dimension`. Quadratic forms over a full
+    *Orthogonal probes.* Given the others, orthonormal `u_i`, `u_j` are a uniform pair in
+    their complement, of dimension `N = paired.dimension`. Quadratic forms over a full
     orthonormal basis add up to a constant, so any two have correlation `-1 / (N - 1)`. The
     last term is `-var(t_ij) / (N - 1)` instead of 0, so we add `var(t_ij) / (N - 1)` to V.
     We compute this variance about the samples' mean instead of t, which makes it smaller by
     about V; the factor `(N - 1) / (N - 2)` corrects V for this.
 
-    The sum over pairs is noisy if it is small, so we keep V at `s^2 / (2 m)` or above.
+    A small sum over pairs has a large relative error, so V is at least `s^2 / (2 m)`.
 
     *Degrees of freedom.* `1/nu = 0.5/(m-1) + 0.7 J + 0.9 gamma^2 / (m+2)`. Satterthwaite's
-    rule is `nu = 2 V^2 / var V`. V is a sum over contributions `h_i`, one for each probe,
-    and their spread estimates var V: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`. For normal samples
+    rule is `nu = 2 V^2 / var V`. V is a sum of contributions `h_i`, one for each probe, and
+    their spread estimates var V: `J = (sum_i h_i^2 / V^2 - 1/m) / 2`. For normal samples
     `J = 1/m`; if few probes make up V, J is larger. The weights are chosen, not derived.
     """
     t_i, t_j, t_ij, t_ji, is_pair, magnitude, dimension = paired
@@ -365,9 +366,9 @@ def leave_one_out_bar(
 def moments_bar(moments: Moments, m: int | Int[Array, ""], rows: ArrayLike) -> ErrorBar:
     """Error bars for means of m independent samples, elementwise, from their moments.
 
-    `V = s^2 / m` and `nu = m - 1`. Samples may be tied (see `independent_samples`). For row
-    r, signs give at most the variance `sum_s |A_rs|^2 - |A_rr|^2`. For a sum over several
-    `rows`, we bound the trace over these rows.
+    `V = s^2 / m` and `nu = m - 1`. For tied samples (see `independent_samples`) we need the
+    largest variance that signs can give. For row r it is `sum_s |A_rs|^2 - |A_rr|^2`. For a
+    sum over several `rows`, we bound the trace over these rows.
     """
     mean, square_sum, energy, unit = moments
     count = jnp.asarray(m).astype(square_sum.dtype)
@@ -396,9 +397,9 @@ def weighted_bar(
 ) -> ErrorBar:
     """The error bar for a weighted sum of samples with one expectation.
 
-    `V = s^2 sum_i weight_i^2 + shared`, where covariances give `shared`. Weights add up to
-    1, and samples with weight 0 don't count. If samples are tied, we assume that each has
-    at most the variance `2 half_variance`.
+    `V = s^2 sum_i weight_i^2 + shared`, where `shared` comes from covariances between
+    samples. Weights add up to 1, and samples with weight 0 don't count. If samples are tied,
+    we assume that each has at most the variance `2 half_variance`.
     """
     dtype = weights.dtype
     m = jnp.sum(weights != 0).astype(dtype)
@@ -418,7 +419,7 @@ def _fix_ties(variance, bound, m, share: ArrayLike = _TIE_SHARE) -> Array:
 
 def _error_bar(mean, unit, variance, inverse_freedom, magnitude) -> ErrorBar:
     """The error bar from the variance of `mean / unit` and from `1 / nu`, capped at 1."""
-    # The root of an estimated variance is too small on average: by 1 - 1 / (4 nu).
+    # The root of an estimated variance is too small on average, by a factor 1 - 1 / (4 nu).
     inverse_freedom = jnp.minimum(inverse_freedom, 1)
     error = unit * jnp.sqrt(variance) * (1 + inverse_freedom / 4)
     rounding = _ROUNDING * jnp.finfo(error.dtype).eps * magnitude
@@ -433,6 +434,6 @@ def exact_bar(value: Inexact[Array, "*g"], magnitude: Float[Array, "*g"]) -> Err
 
 
 def _unknown(mean: Inexact[Array, "*g"]) -> ErrorBar:
-    """The error bar from a single sample: infinite."""
+    """The error bar from a single sample, which is infinite."""
     real = jnp.finfo(mean.dtype).dtype
     return ErrorBar(mean, jnp.full((), jnp.inf, real), jnp.zeros((), real))

@@ -17,7 +17,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
 from ._arguments import check_level
-from ._results import RESULTS, any_unmet, has_failed, map_results, results_of
+from ._results import (
+    RESULTS,
+    any_unmet,
+    first_failure,
+    has_failed,
+    map_results,
+    results_of,
+)
 
 # Below `_FEW` degrees of freedom, we interpolate quantiles between `1 / node` degrees.
 _FEW = 3
@@ -245,7 +252,7 @@ class Estimate(eqx.Module):
     def __str__(self) -> str:
         if any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(self)):
             return eqx.tree_pformat(self)
-        shape = np.shape(results_of(self.result)[0]._value)
+        shape = np.shape(self.stats["num_matvecs"])
         if not shape:
             return self._in_words()
         indices = list(np.ndindex(*shape))[:_MOST_PRINTED]
@@ -280,7 +287,8 @@ class Estimate(eqx.Module):
         lines[-1] += f", {name}" if name else ""
         if bool(any_unmet(self.result)):
             lines[-1] += f"; tolerance not met: {self._forecast()}"
-        failures = [RESULTS[x] for x in results_of(self.result) if bool(has_failed(x))]
+        firsts = map(first_failure, results_of(self.result))
+        failures = [RESULTS[x] for x in firsts if bool(has_failed(x))]
         lines += dict.fromkeys(failures)
         return "\n".join(lines)
 
@@ -367,8 +375,9 @@ def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
 def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     """A number, rounded to the digits that its error supports, and its interval."""
     if np.ndim(value):
-        size = np.sqrt(np.mean(np.abs(np.asarray(error)) ** 2))
-        return f"array of shape {np.shape(value)} +- {size:.2g} (root mean square)"
+        size = np.sqrt(np.mean(np.asarray(error) ** 2))
+        words = "(exact)" if size == 0 else f"+- {size:.2g} (root mean square)"
+        return f"array of shape {np.shape(value)} {words}"
     number, error = np.asarray(value).item(), float(error)
     if error == 0:
         return f"{number:.6g} (exact)"
@@ -389,7 +398,8 @@ def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
 @eqx.filter_jit
 def _verdict(results: list[RESULTS]) -> tuple[Bool[Array, "..."], Bool[Array, "..."]]:
     """Whether any value must not be used, and whether any tolerance is not met."""
-    return ft.reduce(op.or_, map(has_failed, results)), any_unmet(results)
+    failed = [has_failed(first_failure(x)) for x in results]
+    return ft.reduce(op.or_, failed), any_unmet(results)
 
 
 def raise_failure(estimate: Estimate, *, warn: bool = True) -> Estimate:
@@ -413,7 +423,7 @@ def raise_failure(estimate: Estimate, *, warn: bool = True) -> Estimate:
     # We raise through a factor of 1 rather than through the value. It multiplies
     # derivatives too, so they raise even if nobody uses the value.
     factor = jnp.ones((), real)
-    for result in results:
+    for result in map(first_failure, results):
         factor = result.error_if(factor, has_failed(result))
     return eqx.tree_at(
         lambda e: jtu.tree_leaves((e.value, e._standard_error)),

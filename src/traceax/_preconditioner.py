@@ -26,7 +26,7 @@ from ._operators.check import as_data, checked_operator, jitted, shift_of
 from ._operators.entries import columns_of, diagonal_of, has_known_entries
 from ._operators.space import ByProducts, apply_block, space_of
 
-# We fold this into the key for pivots. Probe j folds in j, which is always smaller.
+# We fold this into the key for pivots. Probe j folds in j, and j is always smaller.
 _PIVOT_FOLD = np.uint32(2**32 - 1)
 
 
@@ -48,12 +48,12 @@ def choose_pivots(
     evaluation make the loss jump. Pivots are data and have no derivative.
 
     A randomly pivoted Cholesky factorisation chooses pivots until the mean residual
-    diagonal is below 0.001 times the noise, or until columns no longer pay, as for the
-    identity. It reads the diagonal and at least one column per pivot. The other pivots,
-    up to `columns`, are spread over the rows at the cost of one column each. They help
-    later in a fit, when length scales and noise have shrunk: a pivot takes part if its
-    residual is large enough relative to the noise, and `stats["num_columns"]` counts
-    these. Put diagonal terms of the operator in `shift`: a column holds one entry.
+    diagonal is below 0.001 times the noise, or columns reduce it too little, as for the
+    identity. It reads the diagonal and at least one column per pivot. If it chooses
+    fewer than `columns` pivots, we spread the rest over the rows, at one column each.
+    They help later in a fit, when length scales and noise have shrunk. A preconditioner
+    uses only pivots with a residual that is large enough relative to the noise, and
+    `stats["num_columns"]` counts them. Pass diagonal terms of the operator as `shift`.
 
     **Arguments:**
 
@@ -66,7 +66,7 @@ def choose_pivots(
         columns show that the operator isn't finite and positive semidefinite.
 
     **Returns:** an integer array of shape `(columns,)`: distinct indices, followed by
-    -1 if no row is left that differs from the chosen ones.
+    -1 if all further rows depend linearly on the chosen ones.
 
     **Raises:** `TypeError` for an operator whose entries can't be read.
     """
@@ -78,8 +78,8 @@ def choose_pivots(
     pivots = _choose(key, operator, noise, columns, spare=True)
     indices = pivots.indices
     failures = {
-        "shift must be positive, got one that isn't; it is the noise.": ~jnp.all(
-            noise > 0
+        "shift must be positive, got 0, a negative number or NaN; it is the noise.": ~(
+            jnp.all(noise > 0)
         ),
         "the operator's diagonal and columns must be finite, got NaN or infinity; "
         "check its parameters and the points of a kernel.": ~pivots.finite,
@@ -130,12 +130,12 @@ def make_preconditioner(
 class PreconditionedLinearOperator(ByProducts):
     """`B = M (K + N) M^*` on flat vectors. A product with B takes one product with K.
 
-    For any P, `log det (K + N) = log det P + log det B` up to rounding.
+    With `P = (M^* M)^-1`, `log det (K + N) = log det P + log det B` up to rounding.
     """
 
     operator: lx.AbstractLinearOperator  # K
     preconditioner: Preconditioner
-    noise: Float[Array, " n"] | None = None  # N, unless the preconditioner has it
+    noise: Float[Array, " n"] | None = None  # N; None if M contains it
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         # We work on a block, so that a `vmap` over vectors multiplies matrices.
@@ -183,7 +183,7 @@ def _make(operator, noise: Float[Array, " n"], pivots: Int[Array, " r"]) -> Whit
 
 
 def _with_entries(operator: lx.AbstractLinearOperator, where: str):
-    """The operator as data. Its entries must be readable, as k counts no columns."""
+    """The operator as data, with readable entries: columns don't count towards k."""
     data = as_data(operator)
     rule = "operator must have entries that can be read, to take its columns"
     hint = (
@@ -215,7 +215,7 @@ def check_own(
             out = eqx.filter_eval_shape(getattr(preconditioner, name), block)
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"{where}: {rule}, got an error; {hint}.") from error
+            raise kind(f"{where}: {rule}, but it raised an error; {hint}.") from error
         keeps_shape = eqx.tree_equal(out, block) is True
         require(keeps_shape, where, rule, f"{out} for {block}", hint)
     for name in ("logdet", "lower"):
@@ -255,7 +255,7 @@ def noise_of(
     throw: bool,
     positive: bool = True,
 ) -> Float[Array, "*n"]:
-    """The noise, a scalar or `(n,)`. With both flags, known noise must be positive."""
+    """The noise, a scalar or `(n,)`. We check it if `throw` and `positive`."""
     space = space_of(operator)
     hint = "it is the noise, a positive number or one for each observation"
     noise = shift_of(shift, space, where, hint)

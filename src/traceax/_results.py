@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Bool, PyTree
@@ -81,8 +82,16 @@ def _is_result(x: object) -> bool:
 
 
 def map_results(fn: Callable[..., Any], result: PyTree[RESULTS], *trees: Any) -> PyTree:
-    """Applies `fn(result, *parts)` to each result and its part of each tree."""
-    return jtu.tree_map(fn, result, *trees, is_leaf=_is_result)
+    """Applies `fn(result, *parts)` to each result, or entry of one, and its part of each
+    tree."""
+
+    def apply(result, *parts):
+        mapped = fn
+        for _ in range(has_failed(result).ndim):
+            mapped = jax.vmap(mapped)
+        return mapped(result, *parts)
+
+    return jtu.tree_map(apply, result, *trees, is_leaf=_is_result)
 
 
 def results_of(result: PyTree[RESULTS]) -> list[RESULTS]:
@@ -90,13 +99,21 @@ def results_of(result: PyTree[RESULTS]) -> list[RESULTS]:
 
 
 def any_unmet(result: PyTree[RESULTS]) -> Bool[Array, "..."]:
-    unmet = [x == RESULTS.tolerance_not_met for x in results_of(result)]
+    unmet = [jnp.any(x == RESULTS.tolerance_not_met) for x in results_of(result)]
     return ft.reduce(op.or_, unmet)
 
 
 def has_failed(result: RESULTS) -> Bool[Array, "..."]:
     """Whether a value must not be used."""
     return (result != RESULTS.successful) & (result != RESULTS.tolerance_not_met)
+
+
+def first_failure(result: RESULTS) -> RESULTS:
+    """The first failed entry among several, or one of them if none failed."""
+    failed = has_failed(result)
+    if failed.ndim == 0:
+        return result
+    return jtu.tree_map(lambda x: jnp.ravel(x)[jnp.argmax(failed)], result)
 
 
 def finite_or_failed(value: PyTree[Array], result: PyTree[RESULTS]) -> Any:

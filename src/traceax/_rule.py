@@ -1,22 +1,22 @@
-r"""The JAX primitive behind all estimates, and the library's only derivative rule.
+r"""The JAX primitive behind all estimates, and the derivative rule that they share.
 
 An estimator returns its values with a `StandIn`, which carries their derivative. For a
 trace, it holds two fixed blocks V and Z (n x p) with `E[V Z^*] = I`, and the derivative is
 
     d value = <Z, dA V> = sum_j z_j^* (dA v_j),    V and Z held fixed.
 
-Since `<Z, dA V> = tr(dA V Z^*)`, it is unbiased: its expectation is the true derivative
-`tr dA`. It is also linear in dA, so it is unbiased to every order: with the same blocks, the
-second derivative `<Z, A''(t) V>` has expectation `tr A''(t)`. Other quantities have
-stand-ins with other fixed blocks, and another linear map of products with them.
+This derivative is unbiased: as `<Z, dA V> = tr(dA V Z^*)`, its expectation is the true
+derivative `tr dA`. It is also linear in dA, so it is unbiased to every order: with the same
+blocks, the second derivative `<Z, A''(t) V>` has expectation `tr A''(t)`. Stand-ins for
+other quantities hold other blocks, and other linear functions of dA's products with these.
 
 The rule never differentiates an estimator's algorithm. It runs the algorithm once, takes the
 stand-in, and differentiates only "multiply the operator by V", which JAX can transpose. So
 `compute` may use anything, such as factorisations and loops.
 
-*Error bars of derivatives.* An estimate's samples are linear in products with fixed blocks
-too. An outcome carries these products as `Evidence`, whose tangents are products with dA.
-One function turns the products into the value's error bar, and their tangents into the
+*Error bars of derivatives.* The samples behind an estimate are also linear in products with
+fixed blocks. An outcome's `Evidence` holds these products. Their tangents are products with
+dA. One function turns the products into the value's error bar, and their tangents into the
 derivative's error bar.
 """
 
@@ -46,13 +46,13 @@ from ._results import RESULTS
 
 
 class Evidence(eqx.Module):
-    """Products that determine the error bar of a derivative.
+    """Products, and a function of them, that determine the error bars of derivatives.
 
     - `products`: arrays linear in the operator, from its products with fixed blocks. We use
         only their tangents, which are products with dA.
     - `judge`: a fixed function; `judge(products)` returns an error bar for each value.
-    - `solvers`: the relative error in a derivative from solvers inside the operator; `None`
-        without such solvers.
+    - `solvers`: the relative error that iterative solvers inside the operator add to a
+        derivative; `None` without such solvers.
     - `factor`: a number that multiplies the values after `judge`; `None` for 1.
     - `errors`: the values' standard errors before this factor; `None` without a factor.
     """
@@ -70,7 +70,7 @@ class Evidence(eqx.Module):
         return dataclasses.replace(self, factor=factor, errors=errors)
 
     def slopes(self, values: list[Array], tangent: "Evidence") -> list[ErrorBar]:
-        """The error bars for derivatives with these values."""
+        """Error bars for the derivatives `values`, from the evidence's `tangent`."""
         arrays = eqx.filter(self.products, eqx.is_inexact_array)
 
         def fill(t, x):
@@ -85,7 +85,7 @@ class Evidence(eqx.Module):
         if self.factor is not None:
             errors = [jnp.abs(self.factor) * x for x in errors]
         if tangent.factor is not None:
-            # The factor's derivative adds a term. We add both errors, for any correlation.
+            # The factor's derivative adds a term, whose error may correlate: we add both.
             added = [jnp.abs(tangent.factor) * x for x in jtu.tree_leaves(self.errors)]
             added = [jnp.where(tangent.factor == 0, 0, x) for x in added]
             errors = list(map(op.add, errors, added))
@@ -98,14 +98,14 @@ class Evidence(eqx.Module):
 class Outcome(NamedTuple):
     """The output of an estimator.
 
-    - `bars`: one error bar for a trace, or for a diagonal with an axis for its parts; one
-        for each leaf of a function's value, then one for any quadratic forms. Unknown
+    - `bars`: for a trace one error bar; for a diagonal or leaf traces one, with an axis; for
+        a spectral function one for each leaf, and one for any quadratic forms. Unknown
         standard errors are infinite.
     - `results`: one for each leaf; quadratic forms share the first leaf's result.
     - `stats`: a dictionary with arrays.
     - `evidence`: for error bars of derivatives; `None` if they have none.
-    - `kept`: buffers, or a `Grown` with buffers, for a later estimate to resume from. `()`
-        means that none can resume, `None` that a later estimate repeats this one.
+    - `kept`: buffers that a later estimate resumes from. With `()` no later estimate can
+        resume. With `None` it computes everything again.
     """
 
     bars: list[ErrorBar]
@@ -141,11 +141,11 @@ class Derivative(NamedTuple):
 
 
 class StandIn(eqx.Module):
-    """Abstract base class for stand-ins: fixed blocks that carry a value's derivative."""
+    """Abstract base class for the fixed blocks that determine a value's derivative."""
 
     @abc.abstractmethod
     def derivative(self, state: PyTree, tangent: PyTree) -> Derivative | None:
-        """The derivative along `tangent`. `None` stands for 0, in both.
+        """The derivative along `tangent`. In the result and in `tangent`, `None` means 0.
 
         We differentiate only a state's operator and, for a spectral function, the function
         and the right-hand sides. The result is linear in `tangent`, so JAX can transpose it.
@@ -157,8 +157,8 @@ class StandIn(eqx.Module):
 #
 
 
-# We jit this, so that JAX's trace cache serves the abstract evaluation, the program and its
-# derivative: it saved a third of a first call. `stop` is a `Stop`, a `Depth` or `None`.
+# JAX evaluates this abstractly, compiles it and differentiates it. With `jit` all share one
+# trace, which saved a third of a first call. `stop` is a `Stop`, a `Depth` or `None`.
 @eqx.filter_jit
 def run(estimator: Any, state: PyTree, k: int, stop: PyTree) -> tuple[Outcome, StandIn]:
     return estimator.run(state, k, stop)
@@ -171,8 +171,8 @@ def _implementation(estimator, state, k, stop, with_stand_in, x64):
             "compiles in the caller's mode; change it around the call, as in "
             "`with jax.enable_x64(True): jitted(x)`."
         )
-    # Without a mesh, lowering sets an empty mesh and tracing sets none. We always set it,
-    # because the trace cache treats these two contexts as different.
+    # Without a mesh, JAX lowers in an empty mesh but traces in none. Its trace cache treats
+    # these as different, so we always set a mesh.
     with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
         outcome, stand_in = run(estimator, state, k, stop)
     return (outcome, stand_in) if with_stand_in else outcome
@@ -243,7 +243,7 @@ def _derivative(primals, tangents):
 
 
 def _transpose(*args, **kwargs):
-    # Unreachable: the rule above returns derivatives that JAX transposes without it.
+    # JAX never calls this: tangents pass through products, not through the primitive.
     raise NotImplementedError("estimate_trace is not linear in any argument.")
 
 
@@ -269,14 +269,14 @@ def bind(estimator: eqx.Module, state: PyTree, k: int, stop: PyTree) -> Outcome:
 
 
 class Columns(StandIn):
-    """Abstract base class for blocks V and Z that we make in chunks, to save memory.
+    """Abstract base class for blocks V and Z. We make them in chunks, to save memory.
 
     **Attributes:**
 
     - `most`, `size`: the number of columns, and the number of columns in a chunk.
     - `count`: the number of columns in use. Columns beyond it are 0.
-    - `evidence`: its products are a pair: the output of `observe` for all columns, and the
-        first columns of `A V` as rows, or `None`. We use only tangents, so zeros will do.
+    - `evidence`: its `products` are the output of `observe` for all columns, and either the
+        first columns of `A V` as rows or `None`. We use only tangents, so arrays may be 0.
     """
 
     evidence: eqx.AbstractVar[Evidence | None]
@@ -301,17 +301,17 @@ class Columns(StandIn):
     def product(
         self, operator: PyTree, V: Inexact[Array, "n c"]
     ) -> Inexact[Array, "n c"]:
-        """The product `A V`, which the rule differentiates. Optional to override."""
+        """The product `A V`, which the rule differentiates. Optional in subclasses."""
         return apply_block(operator, V)
 
     def observe(
         self, V: Inexact[Array, "n c"], W: Inexact[Array, "n c"]
     ) -> Inexact[Array, "... c"]:
-        """The evidence from a chunk V and its products W. Optional to override."""
+        """The evidence from a chunk V and its products W. Optional in subclasses."""
         return column_dots(V, W)
 
     def joined(self, observed: Inexact[Array, "i ... c"]) -> Inexact[Array, "... p"]:
-        """Joins the evidence from chunks, without padding. Optional to override."""
+        """Joins evidence from chunks, without padding. Optional in subclasses."""
         return _join_chunks(observed)[..., : self.most]
 
     @property
@@ -369,8 +369,8 @@ def _join_chunks(observed: Inexact[Array, "i ... c"]) -> Inexact[Array, "... ic"
 class Blocks(Columns):
     """Pairs of blocks `(V_i, Z_i)`, side by side.
 
-    In each block, columns beyond `count` are 0. The evidence from products W is the matrix
-    `V^* W`, if `evidence` has a matrix; otherwise its diagonal and the first columns of W.
+    In each block, columns beyond `count` are 0. If `evidence.products[0]` is a matrix,
+    `observe` returns `V^* W` for products W, and otherwise the diagonal of `V^* W`.
     """
 
     pairs: list[tuple[Inexact[Array, "n p"], Inexact[Array, "n p"]]]

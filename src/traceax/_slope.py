@@ -16,7 +16,7 @@ import numpy as np
 
 from ._arguments import kind_of, require
 from ._estimate import Estimate
-from ._results import finite_or_failed, results_of
+from ._results import finite_or_failed
 
 
 def jvp(
@@ -79,7 +79,7 @@ def jvp(
         return estimate
 
     value, tangent = eqx.filter_jvp(checked, primals, tangents)
-    shape = np.shape(results_of(value.result)[0]._value)
+    shape = np.shape(value.stats["num_matvecs"])
     rule = "fn must return a single estimate, with shape ()"
     require(shape == (), where, rule, f"{shape}", "write jax.vmap around traceax.jvp")
     if value._evidence.unbox() is None:

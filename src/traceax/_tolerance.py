@@ -1,7 +1,7 @@
 r"""Estimates to a tolerance: a loop takes products until an error bar is small enough.
 
 The loop fills buffers, with room for the largest budget, a few *units* at a time. A unit is
-a probe with its products, or a Krylov step. docs/tolerances.md derives when it may stop.
+a probe with its products, or a Krylov step. docs/tolerances.md derives the stopping rule.
 """
 
 import abc
@@ -28,7 +28,7 @@ from ._linalg.dense import divisor
 from ._linalg.types import while_loop
 from ._results import RESULTS, map_results
 
-# We count progress in hundredths of a percent, since integers have no derivatives.
+# Progress is an integer, in hundredths of a percent, so that JAX doesn't differentiate it.
 _FULL = 10_000
 # The progress in a loop, and the progress last shown.
 MeterState = tuple[Int32[Array, ""], Int32[Array, ""]]
@@ -51,8 +51,8 @@ class ProgressMeter(eqx.Module):
 
     **Arguments:**
 
-    - `minimum_increase`: the increase, from 0 to 1 (in effect at least 0.0001), after which
-        the meter calls the host to show the progress again. It always shows the end.
+    - `minimum_increase`: from 0 to 1. The meter calls the host to show the progress again
+        after it has grown by this number, at least 0.0001. It always shows the end.
     """
 
     minimum_increase: float = eqx.field(default=0.02, static=True, converter=_checked)
@@ -62,12 +62,12 @@ class ProgressMeter(eqx.Module):
         """Shows the progress, on the host. The `last` call ends the display."""
 
     def init(self) -> MeterState:
-        # We add 0, because batched loops on an explicit mesh refuse constants.
+        # Adding 0 makes a computed array: batched loops on explicit meshes refuse constants.
         zero = jnp.zeros((), jnp.int32) + 0
         return zero, zero
 
     def step(self, state: MeterState, progress: Float[Array, ""]) -> MeterState:
-        """Updates the state to a progress from 0 to 1; NaN is 0. It never decreases."""
+        """Updates the state to a progress from 0 to 1, or keeps a larger one. NaN is 0."""
         if math.isinf(self.minimum_increase):
             return state
         progress = jnp.nan_to_num(jax.lax.stop_gradient(progress)).astype(jnp.float32)
@@ -75,7 +75,7 @@ class ProgressMeter(eqx.Module):
         # Progress below 1 must not round up to 100.00%; we leave that to `close`.
         current = jnp.minimum(current, _FULL - (progress < 1).astype(jnp.int32))
         current = jnp.maximum(state[0], current)
-        # We make one call for the whole batch. Finished elements keep their old states.
+        # We make one call for the whole batch, with the slowest element's progress.
         slowest, shown = -eqxi.unvmap_max(-current), eqxi.unvmap_max(state[1])
         least = max(1, round(self.minimum_increase * _FULL))
         is_due = (slowest - shown >= least) & (slowest < _FULL)
@@ -115,7 +115,7 @@ class TqdmProgressMeter(ProgressMeter):
 
     def show(self, percent, last):
         if _bars and percent < _bars[0].n:
-            _bars.pop().close()  # from an interrupted run
+            _bars.pop().close()  # an interrupted run left this bar
         if not _bars:
             layout = "{percentage:6.2f}%|{bar}| {elapsed}<{remaining}"
             tqdm = importlib.import_module("tqdm").tqdm
@@ -133,28 +133,28 @@ NO_PROGRESS_METER = NoProgressMeter()
 Count = Int[Array, ""]
 Scalar = Float[Array, ""]
 
-# We multiply error bars from m samples by 1 + _WIDENING / m. This is the smallest integer
+# We multiply error bars from m samples by 1 + _WIDENING / m. 2 is the smallest integer
 # with which 95 % intervals keep their level in `benchmarks/tolerances.py normal`.
 _WIDENING = 2.0
-# A loop takes at least 8 products before it may stop, and in each step. After a check at
-# `count` units, it waits for `count // 3` more. We chose both; the same script simulates them.
+# A loop takes at least 8 products in a step, and before it may stop. After a check at
+# `count` units, it waits for `count // 3` more. The same script simulates both choices.
 LEAST_PRODUCTS = 8
 _CHECK_DIVISOR = 3
-# Allowed truncation error relative to the sampling error, measured on likelihood fits.
+# Allowed truncation error, relative to the sampling error. We chose it on likelihood fits.
 _TRUNCATION_SHARE = 0.1
-# Up to this n, we compute the exact answer at once if the budget allows it or is omitted,
-# because a few steps with probes would take all n products too.
+# Up to this n, we compute the exact answer at once if k is at least n or omitted, because
+# a few steps with probes would also take n products.
 EXACT_SIZE = 32
-# Forecasts let error bars fall as a power of the units: at least with the Monte Carlo rate,
-# and at most with a rate that we chose.
+# Forecasts assume that error bars fall with a power of the number of units. It is at least
+# 1/2, the Monte Carlo rate, and at most a power that we chose.
 _LEAST_POWER, _LARGEST_POWER = 0.5, 8.0
 
 
 class Stop(eqx.Module):
     """Stops a loop when half of the interval is at most `atol + rtol |value|`.
 
-    For several values, `norm` is `"largest"` or `"root mean square"`: the norm over values
-    and over half intervals that we compare. With `None`, each value must meet the condition.
+    For several values, we compare a norm of half intervals with the same norm of values:
+    `"largest"` or `"root mean square"`. With `None`, each value must meet the condition.
     """
 
     rtol: Scalar
@@ -162,7 +162,7 @@ class Stop(eqx.Module):
     level: float = eqx.field(static=True)
     meter: ProgressMeter = eqx.field(static=True)
     factor: Inexact[Array, ""]  # value = factor * (loop's value) + offset
-    offset: Inexact[Array, "*g"]
+    offset: Inexact[Array, "*g"]  # see `factor`
     norm: str | None = eqx.field(static=True, default=None)
     solvers: Scalar | None = None  # relative error from solvers within the operator
 
@@ -171,7 +171,7 @@ class Stop(eqx.Module):
         return self.rtol.dtype
 
     def ratio(self, bar: ErrorBar) -> Scalar:
-        """The interval's length divided by the allowed length: the largest such ratio.
+        """The largest ratio of an interval's length to its allowed length.
 
         `bar` belongs to the loop's value, without `factor` and `offset`. The ratio is
         infinite if the error is unknown.
@@ -196,7 +196,7 @@ class Stop(eqx.Module):
         half_width, modulus = norm(half_width), norm(modulus)
         allowed = atol + rtol * modulus
         if self.solvers is not None:
-            # Errors from solvers and probes add up in squares, so we reduce `allowed`.
+            # Squared errors from solvers and probes add up, so we reduce `allowed`.
             width = norm(quantile * self.solvers * jnp.abs(value).astype(error.dtype))
             remaining = 1 - (width / divisor(allowed)) ** 2
             allowed = jnp.where(remaining > 0, allowed * jnp.sqrt(remaining), -1)
@@ -207,7 +207,7 @@ class Stop(eqx.Module):
     def for_part(
         self, factor: Inexact[Array, ""] | None, offset: Inexact[Array, ""] | None
     ) -> "Stop":
-        """The condition for a loop over another part of the value; `None` keeps a number."""
+        """The condition for a loop over a part of the value. `None` keeps the old number."""
         factor = self.factor if factor is None else factor
         offset = self.offset if offset is None else offset
         return dataclasses.replace(self, factor=factor, offset=offset)
@@ -222,7 +222,7 @@ class Depth(eqx.Module):
     negligible: float = eqx.field(static=True, default=0.0)
 
     def ratio(self, bias: Float[Array, "*g"], error: Float[Array, "*g"]) -> Scalar:
-        """The truncation error `bias` over the allowed one; `error` is the sampling error."""
+        """`bias`, the truncation error, over its limit for `error`, the sampling error."""
         allowed = jnp.maximum(_TRUNCATION_SHARE * error, self.negligible)
         ratio = jnp.where(bias == 0, 0, bias / divisor(allowed))
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
@@ -231,7 +231,7 @@ class Depth(eqx.Module):
 def widened_for_loop(
     error: Float[Array, "*g"], m: int | Int[Array, ""]
 ) -> Float[Array, "*g"]:
-    """Widens a loop's standard error: it tends to stop at bars too short by chance."""
+    """A larger standard error, as loops tend to stop when it is too small by chance."""
     return error * (1 + _WIDENING / jnp.asarray(m).astype(error.dtype))
 
 
@@ -277,7 +277,7 @@ def check_tolerance(x: Any, name: str, dtype: DTypeLike, where: str) -> Scalar:
 
 
 def tolerance_result(stop: Stop, bar: ErrorBar, result: PyTree[RESULTS]) -> Any:
-    """`result`, with `tolerance_not_met` for successes if `bar` misses the tolerance."""
+    """`result`. If `bar` misses the tolerance, a success becomes `tolerance_not_met`."""
     met = stop.ratio(bar) <= 1
     unmet = RESULTS.where(met, RESULTS.successful, RESULTS.tolerance_not_met)
     return map_results(
@@ -297,7 +297,7 @@ class Forecast(NamedTuple):
     """Extrapolates error bars from earlier checks to the number of units needed."""
 
     first_count: Scalar  # units at the first check with a known error
-    first_ratio: Scalar  # the ratio at this check; infinite before it
+    first_ratio: Scalar  # the ratio at this check, and infinity before this check
     needed: Scalar  # units that meet the tolerance; infinite if unknown
 
     def after(self, ratio: Scalar, count: Count) -> "Forecast":
@@ -342,8 +342,8 @@ def run_until(
     - `judge(buffers, count)`: a callback that returns a `Check` for `count` units.
     - `start`: units in the buffers at the beginning. We check them before the first step.
     - `limit`: the largest number of units.
-    - `minimum`: units at the first check after a step. With fewer units, only a value that
-        isn't finite stops the loop.
+    - `minimum`: the least number of units to stop with, unless a value isn't finite. The
+        first check after a step waits for them.
     - `num_samples`: the m for `widened_for_loop`; by default the number of units.
     """
     meter = stop.meter
@@ -398,10 +398,10 @@ def run_until(
 
 
 def loop_products(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
-    """How many products a loop may take from a budget k: all k, if k is less than n.
+    """How many products a loop may take from a budget k.
 
-    From k = n on, we reserve n products for the exact answer, and the loop takes the rest,
-    at most n - 1. It takes 0 if fewer than `least` remain, or for small n (`EXACT_SIZE`).
+    If k is below n, it takes all. Otherwise we reserve n products for the exact answer, and
+    the loop takes the rest, at most n - 1, or 0 if this is below `least` or n is small.
     """
     if k < size:
         return k
@@ -410,7 +410,7 @@ def loop_products(k: int, size: int, least: int = LEAST_PRODUCTS) -> int:
 
 
 def step_width(limit: int, minimum: int) -> int:
-    """Units in a step, from `minimum` to below twice that, with the smallest remainder."""
+    """Units in a step, from `minimum` to `2 minimum - 1`, with the least `limit % width`."""
     if limit < 2 * minimum:
         return max(limit, 1)
     return min(range(minimum, 2 * minimum), key=lambda width: limit % width)

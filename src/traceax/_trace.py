@@ -54,7 +54,7 @@ class CHOICES(eqx.Enumeration):
         "AdaptiveXTrace supports neither diagonals nor tolerances."
     )
     hutchinson = "Hutchinson: the budget is too small for the other estimators."
-    signs = "Hutchinson: over a batch, random signs take the least time for an error."
+    signs = "Hutchinson: over a batch, random signs reach an error in the least time."
 
 
 def trace(
@@ -78,50 +78,49 @@ def trace(
 
     If you pass no estimator:
 
-    1. `trace` sums every term with a diagonal known from structure, by class or tag:
-        identity, diagonal, tridiagonal, triangular and unit-diagonal operators,
-        products whose diagonal is the product of the diagonals, and two terms of a
-        series for a [`traceax.InverseLinearOperator`][]. It expands sums, scalings,
-        negations, tags and transposes: for `K + D` it estimates only `K`, and for `2 K`
-        it uses the semidefinite tag on `K`.
-    2. The remainder is exact if k allows a product with every coordinate vector.
-    3. Otherwise `trace` estimates the remainder. [`traceax.XNysTraceEstimator`][] takes
-        one that is known to be positive or negative semidefinite, from `k = 3` on.
-        Others go to [`traceax.AdaptiveXTraceEstimator`][] from `k = 8` on, or with a
-        tolerance to [`traceax.XTraceEstimator`][] from `k = 4` on. Smaller budgets go
-        to [`traceax.HutchinsonEstimator`][].
+    1. `trace` expands sums, scalings, negations, tags and transposes, and adds up the
+        terms whose class or tag gives their diagonal: identity, diagonal, tridiagonal,
+        triangular and unit-diagonal operators, products whose diagonal is the product
+        of the diagonals, and two terms of an [`traceax.InverseLinearOperator`][]'s
+        series. For `K + D` it estimates only `K`; for `2 K` it uses `K`'s tag.
+    2. The remainder's trace is exact if k allows products with all coordinate vectors.
+    3. Otherwise `trace` estimates it. A semidefinite remainder, positive or negative,
+        goes to [`traceax.XNysTraceEstimator`][] from `k = 3` on. Any other goes to
+        [`traceax.AdaptiveXTraceEstimator`][] from `k = 8` on. With a tolerance, it goes
+        to [`traceax.XTraceEstimator`][] from `k = 4` on instead. Smaller budgets go to
+        [`traceax.HutchinsonEstimator`][].
 
     `stats["choice"]`, a [`traceax.CHOICES`][] item, says which estimator was used.
 
     You can differentiate the value with respect to `operator`, in forward and reverse
-    mode, to any order. Its derivative is an unbiased estimate of the true derivative.
+    mode, to any order. For a budget without a tolerance, the derivative is unbiased.
 
     **Arguments:**
 
     - `key`: a single key, typed or legacy.
     - `operator`: a square lineax operator on arrays or PyTrees, real or complex.
-    - `k`: the budget of products, a positive Python int. It is optional with a
-        tolerance. The cap is then `2 n` up to `n = 1000`, the last n for the exact
-        answer, and 1,000 beyond, or fewer if a block would have more than 2^27 entries.
+    - `k`: the budget of products, a positive Python int. With a tolerance you may omit
+        it. The cap is then `2 n` up to `n = 1000`, with n for the exact answer. For
+        larger n it is 1,000, or less if blocks would have more than 2^27 entries.
     - `estimator`: a [`traceax.TraceEstimator`][]. It estimates the operator as a whole.
     - `rtol`, `atol`: the tolerance. If you give either, `trace` takes products until
         half of the confidence interval is at most `atol + rtol |value|`, or k are used.
-        If `k >= n`, it reserves n for the exact answer, in case the loop fails. Both
-        are real numbers that may be traced: one program serves all tolerances. The
-        interval stays valid although the loop checks it repeatedly; see the page on
-        tolerances. [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
-        [`traceax.XNysTraceEstimator`][] take a tolerance.
+        If `k >= n`, it reserves n for the exact answer, in case the loop fails. `rtol`
+        and `atol` are real and may be traced: one program serves all tolerances. The
+        interval is valid although the loop checks it repeatedly. The estimators
+        [`traceax.HutchinsonEstimator`][], [`traceax.XTraceEstimator`][] and
+        [`traceax.XNysTraceEstimator`][] take a tolerance; see the page on tolerances.
     - `level`: the level of this interval, a Python number between 0 and 1.
     - `progress_meter`: shows the progress towards a tolerance, for example a
         [`traceax.TextProgressMeter`][]. By default nothing is shown.
     - `throw`: whether a failure raises a run-time error. If `False`, only `result`
-        reports it. An unmet tolerance is no failure: you get the value, `result`
-        reports the miss, `stats["products_needed"]` forecasts how many products would
-        meet the tolerance, and outside of jitted code `throw=True` gives a warning.
+        reports it. An unmet tolerance is no failure: you get the value. `result`
+        reports the miss, and `stats["products_needed"]` forecasts how many products
+        would be enough. Outside of jitted code `throw=True` gives a warning.
 
     **Returns:** a [`traceax.Estimate`][]. Its `state` belongs to the estimator that was
-    used. If known terms or a factor were split off, `state` starts over with the whole
-    operator, because the products taken are with the remainder.
+    used. If `trace` split off known terms or a factor, a later estimate from `state`
+    starts over with the whole operator, because the products are with the remainder.
 
     **Raises:** `TypeError` for a wrong key, operator, `k` or estimator; `ValueError`
     for an operator that isn't square, or that mixes real and complex leaves; a run-time
@@ -157,7 +156,7 @@ def _estimate(
 ) -> Estimate:
     operator, space, functional = state.operator, state.space, state.functional
     if estimator is None:
-        # We expand inverses only for estimates: exact answers take n solves either way.
+        # We expand inverses only for estimates: an exact answer takes n solves anyway.
         split = _split(operator, k, expand=k < space.size or stop is not None)
     else:
         split = _Split(None, 0, None, operator)
@@ -169,7 +168,7 @@ def _estimate(
         if stop is not None:
             stats["products_needed"] = jnp.zeros((), space.real_dtype)
         error = zero.real
-        if split.exact is not None and split.num_matvecs:  # products are rounded
+        if split.exact is not None and split.num_matvecs:  # products have errors
             error = exact_bar(error, functional.sum(jnp.abs(split.exact)))[1]
         evidence = Evidence(zero, jtu.Partial(_judge_exact))
         estimate = Estimate(
@@ -228,7 +227,7 @@ def _combine(
     value, error = estimate.value, estimate._standard_error
     if split.exact is not None:
         exact = state.functional.sum(split.exact)
-        # We include the rounding in the sum. A zero error means exact, and stays.
+        # We include the sum's rounding error. An error of 0 means exact, so we keep it.
         magnitude = jnp.abs(value) + jnp.abs(exact)
         rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
         error = jnp.where(error > 0, jnp.maximum(error, rounding), error)
@@ -262,14 +261,14 @@ def _choose(
     size, fixed_budget = state.space.size, stop is None
     if k >= size and (fixed_budget or loop_products(k, size) == 0):
         return HutchinsonEstimator(), CHOICES.budget
-    # Probe lengths matter little to single entries, so we don't resphere for diagonals.
-    # Random signs add the least noise from other entries.
+    # Probe lengths hardly affect single diagonal entries, so diagonals need no
+    # resphering. Random signs add the least noise from other entries.
     sampling = RademacherSampler(), False
     if isinstance(state.functional, Trace):
         sampling = NormalSampler(), True
     semidefinite = state.space.is_semidefinite
     can_adapt = fixed_budget and isinstance(state.functional, Trace)
-    # With two products XNysTrace has one sample pair, and its intervals are too short.
+    # With two products XNysTrace has one pair of samples, and its intervals are short.
     if semidefinite and k >= 3:
         return XNysTraceEstimator(*sampling), CHOICES.xnystrace
     if not semidefinite and can_adapt and k >= 8:
@@ -312,8 +311,8 @@ def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Spl
         exact = ft.reduce(op.add, diagonals) if diagonals else None
         if not remaining:
             return _Split(exact, num_matvecs, None, None)
-        # lineax drops the semidefinite tag of a multiple. We estimate the tagged
-        # operator instead, and multiply its estimate by the factor.
+        # lineax drops the semidefinite tag of a multiple. So we estimate the tagged
+        # operator itself, and multiply its estimate by the factor.
         factor, base = remaining[0]
         is_scaled = len(remaining) == 1 and factor is not None and is_semidefinite(base)
         if is_scaled and (diagonals or not is_semidefinite(operator)):
@@ -325,7 +324,7 @@ def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Spl
 
 
 def _split_sum(term: Term, most_products: int) -> list[_SplitTerm]:
-    """Splits a sum into terms, only where that separates known diagonals."""
+    """Splits a sum into terms, but only where this separates a known diagonal."""
     diagonal = known_diagonal(term.operator)
     if diagonal is not None and diagonal.num_matvecs <= most_products:
         return [_SplitTerm(term, diagonal)]
@@ -333,7 +332,7 @@ def _split_sum(term: Term, most_products: int) -> list[_SplitTerm]:
     if inner[0].operator is term.operator:
         return [_SplitTerm(term, None)]
     terms = [y for x in inner for y in _split_sum(term.after(x), most_products)]
-    # A tag holds for the whole sum, not for its terms: we split it only if we gain.
+    # A tag holds for a sum, not for its terms. So we split only for known diagonals.
     tagged = isinstance(term.operator, lx.TaggedLinearOperator)
     if tagged and all(x.diagonal is None for x in terms):
         return [_SplitTerm(term, None)]

@@ -62,8 +62,8 @@ CORRELATION = 0.25
 # A sample variance from h tests may be too small by chance. We multiply it by
 # 1 + ALLOWANCE / h. In that script 0 is worse, 10 and more are about the same.
 ALLOWANCE = 30.0
-# We chose the next four without measurements. Traceless energy is a difference, which
-# we keep at or above this share of the energy.
+# We chose the next four without measurements. Traceless energy is a difference, so we
+# keep it at or above this share of the energy.
 _LEAST_TRACELESS = 1e-3
 # In units of eps: the least diagonal entry in R over |R|_F, to separate dependent
 # products; the squared sine below which directions count as parallel; the share of
@@ -170,7 +170,7 @@ def _variances_of_others(samples: Inexact[Array, " h"]) -> Float[Array, " h"]:
 class Plan(NamedTuple):
     """The plan for tests, made before products with the second block."""
 
-    uses_basis: Bool[Array, " h"]  # whether test i does, in the first block
+    uses_basis: Bool[Array, " h"]  # whether test i in the first block does
     in_basis: Bool[Array, " l"]  # basis columns in X, if any test uses the basis
     S: Inexact[Array, "l h1"]  # 0 outside of the basis
 
@@ -236,7 +236,7 @@ def samples_of(
     is_outside = is_outside | ((j == k - 1) & (i < h))
     sum_gg = jnp.sum(jnp.where(is_outside, gg, 0), axis=1)
     sum_vv = jnp.sum(jnp.where(is_outside, vv[None, :], 0), axis=1)
-    # Probes may lie in the basis. Their remainders are then rounding.
+    # Probes may lie in the basis. Their remainders then consist of rounding errors.
     has_digits = sum_gg > _LEAST_OUTSIDE * jnp.finfo(gg.dtype).eps * sum_vv
     shifts = jnp.sum(jnp.where(is_outside, gAg, 0), axis=1)
     shifts = shifts / jnp.where(has_digits, sum_gg, 1).astype(form.dtype)
@@ -265,7 +265,7 @@ def covariance(
     shifts: Inexact[Array, " h1"],
     weights: Float[Array, " k"],
 ) -> Float[Array, ""]:
-    r"""Covariance between tests whose products span the basis, in the value's variance.
+    r"""The value's variance from covariances between tests that span the basis.
 
     We sum `weight_i weight_j (t_ij - t_i) conj(t_ji - t_j)` over i != j. Here `t_ij` is
     `t_i` without product j in `P_i`, and with the same `c_i` (see `leave_one_out_bar`).
@@ -282,7 +282,7 @@ def covariance(
     )
     T, wAw = VAB[:h].conj().T, jnp.diagonal(form)[:h]
     paired = leave_one_out_traces(H, T, wAw, loo)  # t_i and t_ij for shifts of 0
-    # The shift's factor changes by `|t^* x_i|^2 - 1`. The unit vector t is along the
+    # The shift's factor changes by `|u^* x_i|^2 - 1`. The unit vector u is along the
     # part of `s_j` orthogonal to `s_i`, and `x_i` is orthogonal to `s_i`.
     squared_sine = 1 - squares(inner(s, s))
     is_pair = uses_basis & (jnp.arange(h) < h - 1)

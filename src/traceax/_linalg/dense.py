@@ -102,7 +102,7 @@ def inverse_root(
         root = scales[:, None].astype(hermitian.dtype) * vectors.conj().T
         return root, jnp.minimum(values[0], 0)
 
-    # `inverse` is NaN, and we take eigenvalues, if H is not positive definite.
+    # If H is not positive definite, `inverse` is NaN, and we take eigenvalues.
     regular = frobenius(inverse) ** 2 * lowest < 1
     cholesky_root = inverse, jnp.zeros_like(floor)
     return jax.lax.cond(regular, lambda: cholesky_root, from_eigenvalues)
@@ -252,8 +252,8 @@ def extend(
 
     Each pass subtracts the block's projection onto the basis, and orthonormalises the
     rest. A second pass is enough if the projection has at most half the length of an
-    orthonormal block. If the basis already spans the block, the rest is rounding or 0.
-    So we add signs of rounding size, different for each `start`, and repeat the pass.
+    orthonormal block. If the basis already spans the block, the rest is 0 or consists
+    of rounding errors. We add signs of their size, different for each `start`.
     """
     (n, m), most = block.shape, basis.shape[1]
     if isinstance(start, int) and start == 0:

@@ -1,10 +1,10 @@
 r"""Krylov spaces: Arnoldi, block Lanczos, and Lanczos for many vectors at once.
 
-`product` maps an (n, m) block to the products with its columns. We orthogonalise every
-new block against all earlier blocks, so that `T = K^* A K` holds up to rounding.
+`product(block)` is A times an (n, m) block. We orthogonalise every new block against
+all earlier blocks, so that `T = K^* A K` holds up to rounding.
 
-If a Krylov space stops growing, T is exact on it, and the residual is rounding.
-`extend` then returns an orthogonal direction, to which T has no coupling.
+If a Krylov space stops growing, T is exact on it, and residuals are at rounding level.
+`extend` then returns any orthogonal direction, and T has zeros between it and the rest.
 
 | name | shape | |
 |---|---|---|
@@ -12,8 +12,8 @@ If a Krylov space stops growing, T is exact on it, and the residual is rounding.
 | H | (k, k + m) | factor, `[Omega, A K] = K H` up to a part orthogonal to K |
 | T | (k, k) | projected matrix, block tridiagonal up to rounding |
 | omega | (k, m) | coordinates of the m starting vectors in Omega |
-| R | (m, m) | coupling from the last block `K_s` to a next block Z: `Z R = (I - K K^*) A K_s`, Z up to rotation |
-| E | (k + m, k + m) | the smallest matrix, in the Loewner order, that A can be on `[K, Z]` (see `smallest_extension`) |
+| R | (m, m) | triangular factor of `(I - K K^*) A K_s = Z R`, with the last block `K_s`; it fixes Z up to a unitary factor |
+| E | (k + m, k + m) | the smallest matrix, in the Loewner order, that `[K, Z]^* A [K, Z]` can be (see `smallest_extension`) |
 """
 
 import functools as ft
@@ -52,7 +52,7 @@ class Arnoldi(NamedTuple):
     """Arnoldi's method after some steps."""
 
     basis: Inexact[Array, "n k"]  # K; zeros beyond the steps taken
-    factor: Inexact[Array, "k km"]  # H, without the products with the last block
+    factor: Inexact[Array, "k km"]  # H, with zeros for the last block's products
     last_products: Block  # products with the last block; Omega before the first step
 
 
@@ -73,7 +73,7 @@ def arnoldi_step(product: Product, state: Arnoldi, j: Int[Array, ""]) -> Arnoldi
 
 
 def arnoldi_factor(state: Arnoldi, steps: Steps) -> tuple[Array, Array]:
-    """H after `steps` steps, with zeros beyond them, and R."""
+    """The pair of H after `steps` steps, 0 beyond them, and R."""
     basis, factor, last_products = state
     coefficients, column = inner(basis, last_products), steps * last_products.shape[1]
     factor = jax.lax.dynamic_update_slice_in_dim(factor, coefficients, column, 1)
@@ -107,11 +107,11 @@ def block_lanczos(factor: Inexact[Array, "k km"]) -> Projected:
 def ritz_pairs(
     T: Square, count: Steps, sizes: tuple[int, ...] = ()
 ) -> tuple[Float[Array, " k"], Square]:
-    """Eigenvalues and eigenvectors of T's leading block with order `count`.
+    """Eigenvalues and eigenvectors of T's leading `count x count` block.
 
-    We read only the lower triangle. Eigenvalues beyond `count` repeat the largest one,
-    where functions are finite, and their vectors are 0. From the ascending `sizes` we
-    decompose the first that suffices for all batch elements under `vmap`, or all of T.
+    We read only the lower triangle. Further eigenvalues repeat the largest one, so that
+    functions are finite there, and their vectors are 0. We decompose a block with the
+    first of the ascending `sizes` that is enough for the whole batch, or all of T.
     """
     k = T.shape[0]
 
@@ -165,17 +165,17 @@ def smallest_extension(
 
     We fill E's lower triangle. Rows and columns beyond the steps taken are 0.
 
-    If no eigenvalue of A is below `lower`, and E acts as `lower I` outside `[K, Z]`,
-    then `A - E` is a semidefinite Schur complement of `A - lower I`, padded with zeros.
-    If f is operator monotone on `(lower, oo)`, f is also operator concave there (Hansen
-    and Pedersen, doi:10.1112/S0024609303002200), and
+    We continue E by `lower I` outside `[K, Z]`. If no eigenvalue of A is below `lower`,
+    `A - E` is a semidefinite Schur complement of `A - lower I`, padded with zeros. If f
+    is operator monotone on `(lower, oo)`, f is also operator concave there (Hansen and
+    Pedersen, doi:10.1112/S0024609303002200), and
 
         f(E)[K, K] <= K^* f(A) K <= f(T)
 
-    for any basis Z: f(E)[K, K] depends on `R^* R` alone. Golub and Meurant (2010),
-    doi:10.1515/9781400833889; for blocks Zimmerling, Druskin and Simoncini,
-    doi:10.1007/s10915-025-02799-z. We use a pseudo-inverse: Ritz values may equal
-    `lower` up to rounding.
+    for any basis Z: the leading k x k block `f(E)[K, K]` depends on `R^* R` alone. See
+    Golub and Meurant (2010), doi:10.1515/9781400833889; for blocks Zimmerling, Druskin
+    and Simoncini, doi:10.1007/s10915-025-02799-z. We use a pseudo-inverse, because Ritz
+    values may equal `lower` up to rounding.
     """
     values, vectors = pairs
     m = R.shape[0]
@@ -193,8 +193,8 @@ def smallest_extension(
 class RitzPairs(eqx.Module):
     """Ritz pairs from one or more Krylov spaces, for a Hermitian operator.
 
-    `probes` holds the starting vectors in coordinates of the Ritz vectors `V = K S`,
-    scaled so that `D = probes probes^*` has `E[V D V^*] = I`.
+    `probes` holds coordinates of the starting vectors in the Ritz vectors `V = K S`,
+    divided by `sqrt(m)`, so that `D = probes probes^*` has `E[V D V^*] = I`.
     """
 
     basis: Inexact[Array, "n p"]  # K
@@ -211,13 +211,13 @@ class KrylovSpaces(NamedTuple):
     """A Krylov space for each of m starting vectors.
 
     `basis[j, i]` is vector j in space i, or 0 if the space has fewer dimensions.
-    `asymmetry` is the largest entry by which `K^* A K` differs from the tridiagonal
-    matrix, relative to the largest product norm.
+    `asymmetry` is the largest modulus in the difference between `K^* A K` and the
+    tridiagonal matrix, relative to the largest product norm.
     """
 
     basis: Inexact[Array, "s m n"]
     projected: Float[Array, "m s s"]  # tridiagonal matrices
-    following: Float[Array, " m"]  # their next off-diagonal entry
+    following: Float[Array, " m"]  # off-diagonal entry from a next step
     norms: Float[Array, " m"]  # the starting vectors are `norms * basis[0]`
     asymmetry: Float[Array, ""]
 
@@ -239,7 +239,7 @@ def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
     """Lanczos from m vectors, independently, with one block product per step.
 
     If a space stops growing, we continue its basis with zeros, and its matrix with a
-    decoupled multiple of the identity in A's numerical range. O(n m s^2) time.
+    diagonal entry from A's numerical range, repeated. O(n m s^2) time.
     """
     n, m = start.shape
     dtype, real = start.dtype, jnp.finfo(start.dtype).dtype

@@ -9,12 +9,12 @@ doi:10.1137/23M1548323, arXiv:2301.07825:
 | `Omega` | n x m | probes, a column `w_i` each |
 | `Y` | n x m | `A Omega = Q R` |
 | `Q`, `R` | n x m, m x m | thin QR factorisation of `Y` |
-| `S` | m x m | `s_i`, the direction that `Y`'s range loses without column i |
-| `P_i` | n x n | `Q (I - s_i s_i^*) Q^*`, the projector onto `Y`'s range without column i |
+| `S` | m x m | `Q s_i` is the direction that `Y`'s range loses if we remove column i |
+| `P_i` | n x n | `Q (I - s_i s_i^*) Q^*`, the projector onto the other columns' range |
 | `X` | m x m | `x_i`, coordinates of `P_i w_i` in `Q` |
 | `g_i` | n | `(I - P_i) w_i`, the remainder of probe i |
 | `a` | m | resphering factors |
-| `t_i` | | the trace estimate that is tested on probe i |
+| `t_i` | | sample i: `tr(P_i A)`, plus an estimate from probe i for the remainder |
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class ProbeSet(NamedTuple):
     n: int
     room: int  # columns in a block
     active: Active  # which columns are probes; the others are 0
-    resphere: bool  # whether directions are uniform in the complement
+    resphere: bool  # whether to rescale the remainders, see `leave_one_out`
 
     def number(self, dtype) -> int | Float[Array, ""]:
         if self.active is None:
@@ -56,7 +56,7 @@ class ProbeSet(NamedTuple):
         return jnp.sum(self.active).astype(jnp.finfo(dtype).dtype)
 
     def complement(self, dtype, left_out: int = 1) -> int | Float[Array, ""]:
-        """The dimension outside all but `left_out` probes; 1 without resphering."""
+        """n minus the number of probes that are kept; 1 without resphering."""
         return self.n - self.number(dtype) + left_out if self.resphere else 1
 
 
@@ -68,18 +68,18 @@ def make_probe_set(
 
 
 def active_units(room: int, count: int | Int[Array, ""]) -> Active:
-    """A mask for `count` units in buffers with `room`; `None` if all are taken."""
+    """A mask for `count` of `room` columns; `None`, for all, if `count` is an int."""
     if isinstance(count, int):
         return None
     return jnp.arange(room, dtype=jnp.int32) < count
 
 
 class PairedSamples(NamedTuple):
-    """Leave-one-out samples, each with partners: all others, or its neighbours.
+    """Leave-one-out samples, each paired with all others or with its neighbours.
 
     `magnitude` is the size of the terms that are added up, for rounding errors. For
-    orthogonal probes, `dimension` counts dimensions outside all probes but two. It is
-    `None` for independent probes.
+    orthogonal probes, `dimension` is the dimension of the complement of all probes but
+    two. It is `None` for independent probes.
     """
 
     samples: Inexact[Array, "*g m"]  # t_i
@@ -133,20 +133,19 @@ class LeaveOneOut(NamedTuple):
     """Downdates of Q, one for each probe."""
 
     probes: ProbeSet
-    R: Square  # like X, in coordinates of `basis`
+    R: Square  # R, S and X are coordinates in `Q basis`
     S: Square
     X: Square
     a: Float[Array, " m"]
     residual_squares: Float[Array, " m"]  # |g_i|^2
-    basis: Square | None  # changes the basis Q
+    basis: Square | None  # `None` for the identity
 
 
 def floor_diagonal(R: Square, factor: float = 1.0) -> Square:
     """`R` with diagonal entries of modulus at least `factor eps |R|_F`.
 
-    Smaller entries are rounding errors in `|Y|_F = |R|_F`. The result is safe to
-    invert. `Q R` changes by no more than rounding has changed it already, times the
-    factor.
+    Smaller entries are rounding errors, because `|Y|_F = |R|_F`. The result is safe to
+    invert. It changes `Q R` by at most `factor` times the rounding errors in it.
     """
     floor = factor * jnp.finfo(R.dtype).eps * divisor(frobenius(R))
     small = jnp.eye(len(R), dtype=bool) & (jnp.abs(R) < floor)
@@ -156,13 +155,13 @@ def floor_diagonal(R: Square, factor: float = 1.0) -> Square:
 def left_out_of_dependent(R: Square) -> tuple[Square, Square]:
     r"""`R^-* e_i` for probes that may be linearly dependent, and a change of basis.
 
-    Signs may be dependent, which is likely for small n. Q's columns beyond the rank are
-    then rounding and orthogonal to `Y`, so they depend on the probe that tests them.
+    Sign probes are likely to be dependent if n is small. Q's columns beyond the rank
+    then consist of rounding errors, and so depend on the probe that is left out.
 
-    With `R = W Sigma V^*`, the leading columns of `Q W` span `Y`'s range. The basis
-    zeroes the others. If `e_i` is orthogonal to R's null space, so that it has length 1
-    in V's leading columns, the result has column `Sigma^-1 V^* e_i`, in coordinates of
-    `Q W`. Otherwise column i is in the span of the others, and the result has column 0.
+    With `R = W Sigma V^*`, the leading columns of `Q W` span `Y`'s range. We return W
+    with zeros in the other columns. If `e_i` is orthogonal to R's null space, `V^* e_i`
+    has length 1 in leading entries, and our column i is `Sigma^-1 V^* e_i`, coordinates
+    in `Q W`. Otherwise column i of R is in the span of the others, and ours is 0.
     """
     W, singular_values, VH = svd(R)
     eps = jnp.finfo(R.dtype).eps
@@ -184,11 +183,11 @@ def leave_one_out(
 ) -> LeaveOneOut:
     r"""The downdate of `Q` for every probe, in `O(m^3)`.
 
-    We take `W = Q^* Omega` and the probes' squared lengths.
+    Arguments: `W = Q^* Omega`, the probes' squared lengths, and R.
 
     *Downdate.* `R^-* e_i` is orthogonal to every column of `R` but the i-th, since
-    `(R^-* e_i)^* R e_j = e_i^* e_j`. So `Y`'s range loses its direction `s_i` with
-    column i, and `P_i` projects onto the rest.
+    `(R^-* e_i)^* R e_j = e_i^* e_j`. Without column i the range loses its
+    direction, `s_i`, and `P_i` projects onto the rest.
 
     *Resphering.* Given the other probes, `P_i` is fixed with rank m - 1, and `g_i` has
     a uniform direction in the complement, of dimension `N = n - m + 1`. A uniform unit
@@ -197,8 +196,8 @@ def leave_one_out(
         a_i g_i g_i^*  with  a_i = N / |g_i|^2
 
     has mean `I - P_i`, and `|g_i|^2` no longer fluctuates. We divide by the projected
-    probe's length: with `n / |w_i|^2` the mean would be off by percents. Without
-    resphering, `a_i = 1`.
+    probe's length: with `n / |w_i|^2` the mean would be wrong by several per cent.
+    Without resphering, `a_i = 1`.
     """
     active = probes.active
     scaled = R / power_of_two_scale(R).astype(R.dtype)
@@ -231,20 +230,20 @@ def leave_one_out_traces(
 ) -> PairedSamples:
     r"""`t_i = tr(P_i A) + a_i g_i^* A g_i`, and `t_ij` with probe j left out as well.
 
-    We take `H = Q^* A Q`, `T = (A Q)^* Omega` (R for a Hermitian A), and the quadratic
-    forms `w_i^* A w_i`. From `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
+    Arguments: `H = Q^* A Q`, `T = (A Q)^* Omega` (R for a Hermitian A), and the forms
+    `w_i^* A w_i`. From `g_i = w_i - Q x_i` and `A w_i = Q r_i`,
 
         g_i^* A g_i = w_i^* A w_i - w_i^* A Q x_i - x_i^* r_i + x_i^* H x_i .
 
-    *Leaving out j as well.* The projector loses the unit vector t, along the part of
-    `s_j` orthogonal to `s_i`, and `g_ij` regains the part of `w_i` along t:
+    *Leaving out j as well.* The projector loses the unit vector u, along the part of
+    `s_j` orthogonal to `s_i`, and `g_ij` regains the part of `w_i` along u:
 
-        t = (s_j - c s_i) / sqrt(1 - |c|^2),        c = s_i^* s_j,
-        g_ij = g_i + b Q t,                         b = t^* x_i,
-        tr(P_ij A) = tr(P_i A) - t^* H t,           |g_ij|^2 = |g_i|^2 + |b|^2 .
+        u = (s_j - c s_i) / sqrt(1 - |c|^2),        c = s_i^* s_j,
+        g_ij = g_i + b Q u,                         b = u^* x_i,
+        tr(P_ij A) = tr(P_i A) - u^* H u,           |g_ij|^2 = |g_i|^2 + |b|^2 .
 
     Arrays below have index `[i, j]`. If `s_i` and `s_j` are parallel up to rounding
-    (the block has lost rank), t is rounding, and so is A's action on it.
+    (the block has lost rank), u consists of rounding errors, and `H u` is that small.
     """
     R, X, basis = loo.R, loo.X, loo.basis
     if basis is not None:
@@ -263,8 +262,8 @@ def leave_one_out_forms(
     quadratics: Inexact[Array, " m"],
     loo: LeaveOneOut,
 ) -> PairedSamples:
-    """The same samples, linear in `H = Q^* A Q`, `L = Q^* A G`, `K = Q^* A^* G` and
-    `g_i^* A g_i`, in the changed basis."""
+    """The samples from `leave_one_out_traces`, linear in `H = Q^* A Q`, `L = Q^* A G`,
+    `K = Q^* A^* G` and `g_i^* A g_i`. H, L and K are in the basis of `loo`."""
     probes, _, S, X, a, residual_squares, _ = loo
     HS = matmul(H, S)
     on_s = column_dots(S, HS)
@@ -276,31 +275,31 @@ def leave_one_out_forms(
 
     c, SHS = inner(S, S), inner(S, HS)
     eps = jnp.finfo(residual_squares.dtype).eps
-    # 1 / (1 - |c|^2). Below, b and similar terms lack its root: they come in pairs.
+    # 1 / (1 - |c|^2). We omit its root in b, u_L and u_K, as these come in pairs.
     inverse = (1 / jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(H.dtype)
 
-    def on_t(x):
-        # t^* x_i = (s_j^* - conj(c) s_i^*) x_i / sqrt(1 - |c|^2)
+    def on_u(x):
+        # u^* x_i = (s_j^* - conj(c) s_i^*) x_i / sqrt(1 - |c|^2)
         return inner(x, S).conj() - c.conj() * column_dots(S, x)[:, None]
 
-    b, t_L, t_K = on_t(X), on_t(L), on_t(K)
+    b, u_L, u_K = on_u(X), on_u(L), on_u(K)
     c_squared = jnp.abs(c).astype(H.dtype) ** 2
-    t_H_t = on_s[None, :] - c * SHS.T - c.conj() * SHS + c_squared * on_s[:, None]
-    t_H_t = inverse * t_H_t
+    u_H_u = on_s[None, :] - c * SHS.T - c.conj() * SHS + c_squared * on_s[:, None]
+    u_H_u = inverse * u_H_u
     b_squared = inverse * jnp.abs(b).astype(H.dtype) ** 2
-    forms_of_pairs = quadratics[:, None] + inverse * (b.conj() * t_L + b * t_K.conj())
-    forms_of_pairs = forms_of_pairs + b_squared * t_H_t
+    forms_of_pairs = quadratics[:, None] + inverse * (b.conj() * u_L + b * u_K.conj())
+    forms_of_pairs = forms_of_pairs + b_squared * u_H_u
     weight = jnp.ones_like(residual_squares)[:, None]
     if probes.resphere:
         weight = probes.complement(H.dtype, 2) / (
             residual_squares[:, None] + jnp.real(b_squared)
         )
-    pairs = on_range[:, None] - t_H_t + weight.astype(H.dtype) * forms_of_pairs
+    pairs = on_range[:, None] - u_H_u + weight.astype(H.dtype) * forms_of_pairs
     return all_pairs(samples, pairs, magnitude, probes.active)
 
 
 def stand_in(Omega: Block, Q: Block, loo: LeaveOneOut) -> list[tuple[Block, Block]]:
-    r"""Blocks V, Z with `E[V Z^*] = I` that carry the low-rank part exactly.
+    r"""Blocks V, Z with `E[V Z^*] = I`: `<Z, B V>` is the mean sample for B.
 
     With `G = [g_1 ... g_m]`, averaging `P_i + a_i g_i g_i^*` over the probes gives
 
@@ -324,19 +323,19 @@ def stand_in(Omega: Block, Q: Block, loo: LeaveOneOut) -> list[tuple[Block, Bloc
 def leave_one_out_sums(
     Omega: Block, Q: Block, AQ: Block, loo: LeaveOneOut, functional: Functional
 ) -> PairedSamples:
-    r"""The samples from `leave_one_out_traces`, not summed over rows r,
+    r"""The samples from `leave_one_out_traces` for each row r, or for groups of rows:
 
-        t_i(r) = (A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r),
+        t_i(r) = (A P_i)_rr + a_i conj(g_i(r)) (A g_i)(r) .
 
-    or their sums over groups. The mean is `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`.
+    The mean is `A_rr`, as `E[a_i g_i g_i^*] = I - P_i`.
     """
     probes, R, S, X, a, residual_squares, basis = loo
     if basis is not None:
         Q, AQ = combine(Q, basis), combine(AQ, basis)
     G, AG = Omega - combine(Q, X), combine(Q, R) - combine(AQ, X)
 
-    def along(T):
-        return functional.samples(combine(Q, T), combine(AQ, T))
+    def along(U):
+        return functional.samples(combine(Q, U), combine(AQ, U))
 
     on_range = functional.pair(Q, AQ)[..., None] - along(S)
     eps = jnp.finfo(residual_squares.dtype).eps
@@ -344,16 +343,16 @@ def leave_one_out_sums(
     def without(j):
         c = column_dots(S, S[:, j])
         sine = jnp.sqrt(jnp.maximum(1 - jnp.abs(c) ** 2, eps)).astype(S.dtype)
-        T = (S[:, j] - S * c[None, :]) / sine[None, :]
-        b = column_dots(T, X)
+        U = (S[:, j] - S * c[None, :]) / sine[None, :]
+        b = column_dots(U, X)
         weight = a
         if probes.resphere:
             weight = probes.complement(S.dtype, 2) / (
                 residual_squares + jnp.abs(b) ** 2
             )
-        Tb = T * b[None, :]
-        tested = functional.samples(G + combine(Q, Tb), AG + combine(AQ, Tb))
-        return on_range - along(T) + weight.astype(tested.dtype)[None, :] * tested
+        Ub = U * b[None, :]
+        tested = functional.samples(G + combine(Q, Ub), AG + combine(AQ, Ub))
+        return on_range - along(U) + weight.astype(tested.dtype)[None, :] * tested
 
     samples = on_range + a.astype(on_range.dtype)[None, :] * functional.samples(G, AG)
     return neighbour_pairs(samples, without, probes.active)

@@ -2,7 +2,8 @@ r"""Leaving one starting vector out of a block Krylov space.
 
 The space `K_s([B, Omega])` starts from m probes Omega and a block B of other vectors.
 It contains the spaces from B and any m - 1 probes. On it the operator is the projected
-matrix T. Block Lanczos on T finds every space without one or two probes, at no product.
+matrix T. Block Lanczos on T finds every space without one or two probes, and takes no
+products.
 
 | name | shape | |
 |---|---|---|
@@ -10,13 +11,12 @@ matrix T. Block Lanczos on T finds every space without one or two probes, at no 
 | omega | (k, q + m) | coordinates of the q vectors in B and the m probes |
 | Y | (k, p), p = (q + m - 1) s | orthonormal basis for a space without one or two probes; zero columns if it is smaller |
 | d | | the dimension of its complement in all n dimensions |
-| g | (k,) | unit vector along `(I - Y Y^*) omega_i`, for a probe i left out |
-| C_i | (k, k) | `Y Y^* + d g g^*` for the space without probe i; a stand-in for the identity |
+| g | (k,) | *test*: unit vector along `(I - Y Y^*) omega_i`, for a probe i left out |
+| C_i | (k, k) | `Y Y^* + d g g^*` for the space without probe i; `E[K C_i K^*] = I` |
 
 An array "3 m ..." has a row for samples i, made with `C_i`, and two for pairs: sample i
 with probe i + 1 left out as well, and sample i + 1 with probe i left out as well.
-
-T and omega may have room for more steps than are taken. They are 0 beyond these.
+T and omega may have room for further steps. They are 0 beyond the steps taken.
 """
 
 from typing import NamedTuple
@@ -50,8 +50,8 @@ def leave_probes_out(
 ) -> LeftOut:
     """`LeftOut` for m probes, in O(k^3 m) time and O(k^2 m) memory.
 
-    We drop directions that are rounding: they depend on the probe left out, and must
-    not enter its space even as noise.
+    We drop directions that consist of rounding errors: they depend on the probe left
+    out, and its space must not depend on it.
     """
     k, width = omega.shape
     m = width - q

@@ -93,7 +93,7 @@ def nystrom_factor(
         left_out, basis = left_out_of_dependent(T + outside)
         U, Y = combine(U, basis), combine(Y, basis)
     H = inner(U, Y)
-    # The diagonal has a semidefinite H's largest entry, and we find it faster than Y's.
+    # A semidefinite H has its largest entry on the diagonal, which is shorter than Y.
     scale = sign * power_of_two_scale(jnp.diagonal(H))
     inverse = (1 / scale).astype(Y.dtype)
     H, Y = H * inverse, Y * inverse
@@ -176,7 +176,7 @@ def stand_in(
 def nystrom_sums(
     Omega: Block, factor: NystromFactor, functional: Functional
 ) -> PairedSamples:
-    r"""The samples from `nystrom_traces`, not summed over rows, for `A / scale`.
+    r"""The samples from `nystrom_traces` for each row or group of rows of `A / scale`.
 
     With resphering `Omega` is U. Let `f_i = F q_i`, `alpha_i = 1 / |C e_i|`, and N the
     complement's dimension. The remainder of A without column i maps `u_i` to

@@ -16,10 +16,10 @@ from .types import fori_loop, while_loop
 
 Diagonal = Float[Array, " n"]
 
-# We stop when the mean residual diagonal is below this part of the noise.
+# We stop when the mean residual diagonal is below this fraction of the noise.
 _ENOUGH = 1e-3
-# We keep a round if it lowers the residual trace this many times more than the same
-# number of identity columns would.
+# We keep a round if it lowers the residual trace by this factor more than it would for
+# a multiple of the identity.
 _GAIN = 1.5
 # Candidates per round. With more we reject more, with fewer we need more rounds.
 _WIDTH = 64
@@ -53,7 +53,7 @@ class Pivots(NamedTuple):
     indices: Int[Array, " most"]  # -1 after the last pivot
     residual_trace: Float[Array, ""]  # tr (K' - F F^*)
     semidefinite: Bool[Array, ""]  # whether diagonal and residuals are nonnegative
-    finite: Bool[Array, ""]  # whether the diagonal and the columns we read are
+    finite: Bool[Array, ""]  # whether the diagonal and columns we read are finite
 
 
 class _Search(NamedTuple):
@@ -74,12 +74,11 @@ def choose(
     We draw pivots with probabilities proportional to the residual diagonal (Chen,
     Epperly, Tropp and Webber, arXiv:2207.06503). Each round draws b candidates. The
     probability to accept one is its residual after earlier acceptances, divided by its
-    residual when drawn. Pivots have the same distribution as one by one, and the rest
-    is matrix products (Epperly, Tropp and Webber, arXiv:2410.03969). O(n r^2) time,
-    O(n r) memory.
-
-    The search ends when the residual is small relative to the noise, or a round gains
-    too little. `columns` and `diagonal` belong to K', and are not differentiated.
+    residual when drawn. Pivots are distributed as if drawn one by one, but most work is
+    in matrix products (Epperly, Tropp and Webber, arXiv:2410.03969). The search ends
+    when the residual is small relative to the noise, or a round gains too little. It
+    takes O(n r^2) time and O(n r) memory. `columns` and `diagonal` belong to K', and
+    have no derivatives.
     """
     n, real = diagonal.shape[0], diagonal.dtype
     width = min(_WIDTH, -(-most // 4))
@@ -147,11 +146,12 @@ def spread(
 ) -> Pivots:
     """Fills the remaining room with pivots spread over the rows, in O(n r) time.
 
-    For row j the nearest pivot i alone leaves `K_jj - |K_ij|^2 / K_ii`, which keeps its
-    digits when all pivots together leave rounding. We draw rows with probabilities
-    proportional to its square. When length scales shrank (13 kernels, 1 to 6
-    dimensions), residuals were 0.5 to 1.3 times those from a factorisation to rounding,
-    0.002 to 1.1 times those from random rows, and without the square up to 1.6 times.
+    With the nearest pivot i alone, row j has the residual `K_jj - |K_ij|^2 / K_ii`. It
+    keeps its digits when all pivots leave only rounding errors. We draw rows with
+    probabilities proportional to its square: without the square the pivots left up to
+    1.6 times as much. When length scales shrank (13 kernels, 1 to 6 dimensions), they
+    left 0.5 to 1.3 times the residuals from a factorisation to rounding, and 0.002 to
+    1.1 times those from random rows.
     """
     n, most = diagonal.shape[0], pivots.indices.shape[0]
     floor, _ = rounding_of(diagonal)

@@ -169,14 +169,14 @@ def while_loop(
 def fori_loop(
     steps: Any, body: Callable[[Any, Carry], Carry], carry: Carry, start: int = 0
 ) -> Carry:
-    """`jax.lax.fori_loop`, likewise."""
+    """`jax.lax.fori_loop`, with the same freedom."""
     return jax.lax.fori_loop(start, steps, *in_loop(body, carry, jnp.int32(0)))
 
 
 def scan(
     step: Callable[[Carry, Any], tuple[Carry, T]], carry: Carry, xs: PyTree[Any]
 ) -> Any:
-    """`jax.lax.scan`, likewise."""
+    """`jax.lax.scan`, with the same freedom."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return jax.lax.scan(step, carry, xs)
     first = jtu.tree_map(lambda x: x[0], xs)

@@ -1,4 +1,4 @@
-r"""Preconditioners M for K + N: `M^* M = (F F^* + N)^-1`, with `F F^*` close to K."""
+r"""Preconditioners M for K + N, with `M^* M` close to `(K + N)^-1`."""
 
 import abc
 from collections.abc import Callable
@@ -26,12 +26,12 @@ Block = Inexact[Array, "n k"]
 
 # We add this to the diagonal of K'[S, S], with K' = N^-1/2 K N^-1/2 and pivots S.
 JITTER = 1e-6
-# We drop a pivot whose remainder after earlier pivots is below this part of the noise.
+# We drop a pivot whose remainder after earlier pivots, in K', is below this number.
 _LEAST_REMAINDER = 1e-4
 
 
 class Preconditioner(eqx.Module):
-    r"""Abstract base class for preconditioners M: `M A M^*` is close to I, `A = K + N`.
+    r"""Abstract base class for preconditioners M, which make `M A M^*` close to I.
 
     ```python
     class Scaling(traceax.Preconditioner):  # by a diagonal close to A's
@@ -48,15 +48,15 @@ class Preconditioner(eqx.Module):
             return jnp.sum(jnp.log(self.diagonal))
     ```
 
-    `log det A = logdet + log det (M A M^*)` holds for any M, and we estimate the second
-    term. A poor M costs products, not accuracy. Derivatives are right whether M depends
-    on your parameters or is held fixed.
+    Here `A = K + N`. For any M, `log det A = logdet + log det (M A M^*)`, and we
+    estimate the second term. With a poor M you need more products for the same error.
+    Derivatives are right whether M depends on your parameters or is held fixed.
 
     **Attributes:**
 
     - `logdet`: the log-determinant of `(M^* M)^-1`, which approximates A. Real scalar.
-    - `lower`: a lower bound on the eigenvalues of `M A M^*`, or `None`; brackets are
-        then not proven.
+    - `lower`: a lower bound on the eigenvalues of `M A M^*`, or `None`. With `None`,
+        brackets are not proven.
     """
 
     logdet: eqx.AbstractVar[Float[Array, ""]]
@@ -71,34 +71,34 @@ class Preconditioner(eqx.Module):
         """`M^* V`."""
 
     def inside(self, block: Block) -> tuple[Array, Array] | None:
-        """Optional control variate: `Q^* V` and `tr Q Q^*`, for a Q with few columns
-        on which `M A M^*` is close to I."""
+        """Optional, for a control variate: `Q^* V` and `tr Q Q^*`. Q has few columns,
+        and `M A M^*` is close to I on their span."""
         return None
 
     @property
     def _magnitude(self) -> Float[Array, ""] | None:
-        """Magnitude of the terms that cancel in a product with `M A M^*`. Optional."""
+        """Magnitude of terms that cancel in products with `M A M^*`. Optional."""
         return None
 
     def _verdict(self, n: int) -> tuple[dict[str, Array], list[tuple[Array, RESULTS]]]:
-        """Entries for `stats`, and failure flags with their results. Optional."""
+        """Optional: entries for `stats`, and pairs of a flag and its `RESULTS` item."""
         return {}, []
 
     def sandwich(
         self, product: Callable[[Block], Array], noise: Any, block: Block
     ) -> Array:
-        """`M (K + N) M^* V`, from products with K. Optional."""
+        """`M (K + N) M^* V`, from products with K. Optional in subclasses."""
         adjoint = self.apply_adjoint(block)
         noise = noise[:, None].astype(block.dtype)
         return self.apply(product(adjoint) + noise * adjoint)
 
 
 class Whitening(Preconditioner):
-    r"""M for `P = F F^* + N`: `M^* M = P^-1`, `M = W N^-1/2`, `W = I - Q X Q^*`.
+    r"""`M = W N^-1/2` with `M^* M = P^-1`, for `P = N^1/2 (I + F F^*) N^1/2`.
 
-    `F F^*` is the Nystrom approximation of K from columns S. As `F F^* <= K`, no
-    eigenvalue of `M (K + N) M^*` is below 1. For fixed pivots M is differentiable with
-    respect to the columns and the noise.
+    `F F^*` is the Nystrom approximation of `K' = N^-1/2 K N^-1/2` from columns S, and
+    `W = I - Q X Q^*` (see `whiten`). As `F F^* <= K'`, no eigenvalue of `M (K + N) M^*`
+    is below 1. For fixed pivots M is differentiable in the columns and the noise.
     """
 
     basis: Inexact[Array, "n r"]  # Q = basis root, Q Q^* = I - N^1/2 P^-1 N^1/2
@@ -106,12 +106,12 @@ class Whitening(Preconditioner):
     core: Inexact[Array, "r r"]  # root X root^*, W = I - basis core basis^*
     inverse_sqrt_noise: Float[Array, " n"]  # N^-1/2
     logdet: Float[Array, ""]  # log det P
-    # |F F^*|_F / sqrt(n) over the noise. We expect eps times this as rounding error.
+    # |I + F^* F|_F / sqrt(n). Products with M (K + N) M^* have errors eps times this.
     relative_norm: Float[Array, ""]
     trace_inside: Float[Array, ""]  # tr Q Q^*, at most the number of columns
     num_columns: Int[Array, ""]  # how many pivots are active
-    trace: Float[Array, ""]  # tr N^-1 K
-    residual_trace: Float[Array, ""]  # tr N^-1 (K - F F^*)
+    trace: Float[Array, ""]  # tr K'
+    residual_trace: Float[Array, ""]  # tr (K' - F F^*)
     semidefinite: Bool[Array, ""]  # whether diag K, K[S, S], residuals are nonnegative
 
     @property
@@ -153,10 +153,10 @@ class Whitening(Preconditioner):
     def inside(self, block):
         r"""`Q^* V`, the part of V in the columns' range, and `tr Q Q^*`.
 
-        Any positive semidefinite matrix with known trace works if it is large where
-        `log(M A M^*)` is small. `Q Q^*` needs no basis for F's range, which rounding
-        blurs. The projector onto that range gave errors equal to 4 % (4 kernels,
-        n = 800, 250 columns, 12 runs).
+        As a control variate, any positive semidefinite matrix with known trace is
+        right, and it helps if it is large where `log(M A M^*)` is small. We use `Q Q^*`
+        because rounding blurs F's range. The projector onto this range gave the same
+        errors to within 4 % (4 kernels, n = 800, 250 columns, 12 runs).
         """
         if self.basis.shape[1] == 0:
             return None
@@ -173,20 +173,19 @@ def whiten(
 ) -> Whitening:
     r"""The preconditioner from columns of K, K's diagonal, pivots and the noise.
 
-    Here `F F^*` approximates `N^-1/2 K N^-1/2`. With `[F; I] = [Q; Q2] R`, R upper
-    triangular with a positive diagonal, the compact WY form of the orthogonal
-    complement is `W = I - Q X Q^*`, `X = (I + Q2)^-1`. The triangle `I + Q2` has a
-    diagonal above 1.
+    Let `[F; I] = [Q; Q2] R`, with R upper triangular and a positive diagonal. Then
+    `W = I - Q X Q^*` with `X = (I + Q2)^-1` has `W^* W = (I + F F^*)^-1`. It is the
+    compact WY form. The triangle `I + Q2` has a diagonal above 1.
 
-    For small noise `I` is far below rounding errors in `F^* F`, so we take two steps,
-    `R = R2 R1`: R1 from `F^* F` with a shift above these errors, then R2 from the Gram
-    matrix of `[F; I] R1^-1`, which is far from singular. Any R1 gives the same R, so we
-    fix R1 and differentiate R2 alone. M and log det P use the same computed F, and
-    match up to rounding even if F has errors.
+    For small noise, rounding errors in `F^* F` exceed the added `I`. So we take two
+    steps, `R = R2 R1`: R1 from `F^* F` with a shift above these errors, then R2 from
+    the Gram matrix of `[F; I] R1^-1`, which is far from singular. Any R1 gives the same
+    R, so we fix R1 and differentiate R2 alone. M and log det P use the same computed F,
+    and match up to rounding even if F has errors.
 
-    Pivots of -1 may stand anywhere: their columns are 0, with the identity in factors.
-    We drop pivots with small remainders after earlier pivots in the same way, or
-    `K[S, S]` would become singular when hyper-parameters change.
+    For pivots of -1, anywhere in `pivots`, we set columns to 0, and take rows and
+    columns of r x r factors from the identity. We drop pivots with small remainders in
+    the same way, or `K[S, S]` would become singular when hyper-parameters change.
     """
     r, dtype = columns.shape[1], columns.dtype
     eps = jnp.finfo(dtype).eps
@@ -199,7 +198,7 @@ def whiten(
     K_SS = (columns[S] + columns[S].conj().T) / 2
 
     def regularise(active):
-        # Sums over columns round more than a Cholesky factorisation does.
+        # This exceeds rounding in Gram matrices, and in their Cholesky factorisation.
         slack = (jnp.sum(active) + 32).astype(scale.dtype) * eps
         added = jnp.where(active, jnp.maximum(jitter, slack * jnp.abs(diagonal[S])), 0)
         H = jnp.where(active[:, None] & active[None, :], K_SS, identity)
@@ -208,7 +207,7 @@ def whiten(
     H, added, _ = regularise(is_pivot)
     L, _ = cholesky(jax.lax.stop_gradient(H))
     remaining = squares(jnp.diagonal(L)) - added
-    # We drop a repeated pivot, which leaves twice `added`. NaN stays active.
+    # A repeated pivot leaves about `added`, so we drop it. NaN stays, to be reported.
     active = is_pivot & ~(remaining <= jnp.maximum(_LEAST_REMAINDER, 2 * added))
     num_columns = jnp.sum(active, dtype=jnp.int32)
     columns = jnp.where(active[None, :], columns, 0)
@@ -232,7 +231,7 @@ def whiten(
 
     diagonal_of_R = (jnp.diagonal(L1) * jnp.diagonal(L2)).real
     residual = diagonal - jnp.sum(squares(frozen), axis=1)
-    # Our factorisation returns NaN for an indefinite matrix, which fails this test.
+    # For an indefinite matrix our factorisation returns NaN, and NaN fails this test.
     definite = jnp.all(residual >= -rounding_of(diagonal).negative)
     finite = jnp.isfinite(jnp.sum(squares(columns)) + jnp.sum(diagonal**2))
     return Whitening(  # pyright: ignore

@@ -184,7 +184,7 @@ def with_leading_axis(
 
     tree = jtu.tree_map(as_array, tree)
     numbers = sorted({leaf.shape[0] for leaf in jtu.tree_leaves(tree)})
-    what = f"the leaves of {name} must have a leading axis of one length, at least 1"
+    what = f"the leaves of {name} must have leading axes with one length, at least 1"
     is_valid, hint = len(numbers) == 1 and numbers[0] > 0, f"stack {items} along it"
     require(is_valid, where, what, f"lengths {numbers}", hint)
     return tree

@@ -27,9 +27,9 @@ from .space import (
 )
 
 _WHERE = "traceax.KernelLinearOperator"
-# We bound the numbers in a tile and its row differences: 16 MiB on CPUs, in 32 bits.
+# Largest count of numbers in a tile and its row differences: 16 and 256 MiB in 32 bits.
 _NUMBERS_ON_CPU, _NUMBERS = 2**22, 2**26
-# We store matrices of up to 256 MiB: see `benchmarks/likelihood.py stored`.
+# We store matrices with up to 2^26 entries: see `benchmarks/likelihood.py stored`.
 _MOST_STORED = 2**26
 
 
@@ -47,27 +47,27 @@ class KernelLinearOperator(OnePass):
     | | |
     |---|---|
     | time | a product with a block of vectors is one pass, `n^2` kernel evaluations; reverse mode repeats them |
-    | memory | one tile next to the block, for products and for derivatives |
+    | memory | one tile in addition to the block, for products and for derivatives |
     | known to be | symmetric and positive semidefinite, as a kernel must be |
     | differentiable | with respect to `x`, arrays in `kernel` and arrays that it closes over, to any order that `kernel` allows |
 
-    To compute values, spectral functions store matrices of up to 2^26 entries, 256 MiB
-    in 32-bit precision: one per batch element under `jax.vmap`, one with `jax.lax.map`.
+    Spectral functions store matrices with up to 2^26 entries to compute values, 256 MiB
+    in 32 bits, 512 MiB in 64: one per batch element under `jax.vmap`, one in
+    `jax.lax.map`. Devices that share `x` split the columns of a tile.
 
     Compute distances from row differences, as above: `|a|^2 + |b|^2 - 2 a.b` loses most
-    digits in 32 bits. Your kernel also gets equal rows, where its derivative must be
-    finite. With few coordinates, a written-out sum is four times faster than `jnp.sum`
-    on CPUs. Add kernels inside one function: the sum then costs one pass.
-    `lineax.linearise` does nothing. Devices that share `x` split the columns of a tile.
+    digits in 32 bits. We also evaluate your kernel at two equal rows, where it needs a
+    finite derivative. With few coordinates, a written-out sum is four times faster than
+    `jnp.sum` on CPUs. Add kernels inside one function: the sum then costs one pass.
 
     **Arguments:**
 
     - `kernel`: a function of two rows that returns a real scalar. It must be symmetric
         and positive semidefinite, which isn't checked. An `equinox.Module` of arrays
-        stays as it is; any other function is traced when you make the operator.
+        is kept. Any other function is traced now, so that its arrays become leaves.
     - `x`: an array with shape `(n, d)`, or a PyTree of arrays with leading axis n. Row
         i is the PyTree of their i-th entries.
-    - `tile`: the largest row count in a tile; by default, a tile takes some megabytes.
+    - `tile`: largest row count in a tile; by default for 16 MiB (on CPUs) or 256 MiB.
 
     **Raises:** `TypeError` if `kernel` doesn't return a real scalar, or `tile` isn't an
     int; `ValueError` if leaves of `x` don't share a leading axis of at least one row.
@@ -97,7 +97,7 @@ class KernelLinearOperator(OnePass):
         self._dtype = check_scalar(fn, (row, row), "kernel", _WHERE, hint).dtype
         leaves = jtu.tree_leaves(fn)
         if not isinstance(fn, eqx.Module) or not all(map(is_data, leaves)):
-            # We pass a partial: equinox keeps functions that close over nothing as is.
+            # We wrap it, as equinox doesn't convert functions that close over nothing.
             fn = closure(ft.partial(kernel), row, row)
         self.kernel = cast(Any, fn)
 
@@ -131,13 +131,13 @@ class KernelLinearOperator(OnePass):
         numbers = _NUMBERS_ON_CPU if on_cpu() else _NUMBERS
         size_of_row = sum(leaf.size // n for leaf in jtu.tree_leaves(x))
         most = self.tile or max(1, numbers // (n * (1 + size_of_row)))
-        # We make tiles about equally long, to pad few rows, and make at least two, so that
-        # a loop remains. XLA on CPUs (jaxlib 0.10.2) fuses a single tile with operations
-        # on the product, and gets `sum(W * (K V))` wrong by O(1).
+        # We make tiles about equally long, to pad few rows, and at least two, so that a
+        # loop remains. Without a loop, XLA on CPUs (jaxlib 0.10.2) fuses the tile with
+        # operations on the product, and gets `sum(W * (K V))` wrong by O(1).
         count = max(2, -(-m // most))
         tile = -(-m // count)
 
-        # We checkpoint, so that a derivative keeps only the rows of each tile.
+        # We checkpoint, so that derivatives store only rows of `x`, and no tiles.
         @ft.partial(jax.checkpoint, prevent_cse=False)
         def apply_to_tile(rows):
             against_all = jax.vmap(self.kernel, (None, 0))

@@ -26,7 +26,7 @@ from .._operators.inverse import errors_of_solves, solve_of_column
 from .._operators.space import apply_block, complex_dtype
 from .._results import RESULTS, finite_or_failed
 from .._rule import Evidence, Outcome, as_arrays, cast_bar
-from .function import ritz_values, rounding_errors
+from .function import per_entry, ritz_values, rounding_errors
 from .stand_in import Exact, RitzStandIn, judge_exact
 from .state import SpectralState, init_spectral_state
 
@@ -34,7 +34,7 @@ from .state import SpectralState, init_spectral_state
 class Forms(NamedTuple):
     """`b^* A^-1 b` for q right-hand sides.
 
-    - `bar`: midpoints between the lower end and the upper end that the value uses.
+    - `bar`: midpoints between the lower bound and the upper bound for the value.
     - `bracket`: both ends.
     - `coordinates`: coordinates of `A^-1 b` in the Ritz vectors.
     """
@@ -52,7 +52,7 @@ class SpectralEstimator(Estimator[SpectralState]):
     that it returns.
     """
 
-    # They enter through errors in Ritz values.
+    # Solver errors enter through errors in Ritz values.
     _bars_include_solver_errors: ClassVar[bool] = True
     # Whether estimates use a bracket if function and operator have one.
     _gives_brackets: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class SpectralEstimator(Estimator[SpectralState]):
 
         - `key`: a single key, typed or legacy.
         - `operator`: a square lineax operator.
-        - `fn`: maps a real scalar to a scalar or a PyTree of scalars. `init` captures
+        - `fn`: maps a real scalar to a scalar, array or PyTree. `init` captures
             the arrays that it closes over.
         - `lower`, `monotone`, `trace`: as for [`traceax.trace_function`][].
 
@@ -122,23 +122,34 @@ def spectral_outcome(
         )
         for bar in bars
     ]
-    leaves = [jnp.abs(x) for x in state.function(points)]
-    checked = []
-    for leaf, bar, result in zip(leaves, bars, results, strict=True):
+
+    def check(leaf, mean, result):
         # A leaf is undefined at a finite point if it is NaN there, or infinite at 0.
         undefined = jnp.isnan(leaf) | (jnp.isinf(leaf) & (points == 0))
         outside = jnp.any(undefined & jnp.isfinite(points))
-        sums = bar.mean if forms is None else (bar.mean, forms.mean)
-        checked.append(finite_or_failed(sums, domain_result(outside, result)))
+        sums = mean if forms is None else (mean, forms.mean)
+        return finite_or_failed(sums, _domain_result(outside, result))
+
+    leaves = zip(state.function(points), bars, results, strict=True)
+    checked = [
+        per_entry(check, leaf.ndim - 1)(leaf, bar.mean, result)
+        for leaf, bar, result in leaves
+    ]
     stats = {**stats, "ritz_values": points, "ritz_weights": weights}
     bars = bars if forms is None else [*bars, forms]
     return Outcome(bars, checked, as_arrays(stats), evidence)
 
 
-def domain_result(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
+def _domain_result(outside: Bool[Array, ""], result: RESULTS) -> RESULTS:
     """`result`, or `outside_domain` if it is successful and `outside` is true."""
     outside = outside & (result == RESULTS.successful)
     return RESULTS.where(outside, RESULTS.outside_domain, result)
+
+
+def domain_results(outside: list[Bool[Array, "..."]], result: RESULTS) -> list[RESULTS]:
+    """`result` for every leaf, or `outside_domain` where it is outside."""
+    entry = ft.partial(_domain_result, result=result)
+    return [per_entry(entry, x.ndim)(x) for x in outside]
 
 
 def exact_stats(
@@ -172,11 +183,13 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
         theta, asymmetry, space, state.lower, state.magnitude, error
     )
     function, ones = state.function.in_range(theta), jnp.ones_like(theta)
-    values = [jnp.sum(f) for f in function(theta)]
+    values = [jnp.sum(f, axis=-1) for f in function(theta)]
     errors, decided = rounding_errors(function, theta, ones, resolution, state.lower)
-    infinite = jnp.full((), jnp.inf, space.real_dtype)
-    bars = [ErrorBar(*x, infinite) for x in zip(values, errors, strict=True)]
-    results = [domain_result(x, result) for x in decided]
+    bars = [
+        ErrorBar(value, error, jnp.full_like(error, jnp.inf))
+        for value, error in zip(values, errors, strict=True)
+    ]
+    results = domain_results(decided, result)
     stats = {"num_matvecs": space.size, **function.unit}
     if bracketed:
         stats.update(exact_stats(state, values, theta))
@@ -203,8 +216,8 @@ def forms_between(
 ) -> Forms:
     """`Forms` from the Ritz values, and the coordinates of b in the Ritz vectors.
 
-    T gives a lower bound. `highs` are upper bounds from E, for the bound of the
-    spectrum and for the number that the value uses. Rounding changes A by about
+    T gives a lower bound. `highs` are upper bounds from E, with the spectrum's lower
+    bound and with the one that the value uses. Rounding changes A by about
     `eps |A|`, or by `eps magnitude` if larger, and the form by `|A^-1 b|^2` times this.
     We take 0.6 times the change as the standard error: the errors' 95 % quantile was at
     most 1.13 times the change (12 problems, 32 bits, 100 draws each).
@@ -229,7 +242,7 @@ def probes_and_steps(
     """The number of probes, and of steps from each, that use at least k - 2 products.
 
     The default for `num_probes` is about `target`. Right-hand sides take the same
-    steps; with them more products may stay unused.
+    steps as probes; with them more than 2 products may stay unused.
     """
     if num_probes is not None or num_rhs:
         m = max(min(num_probes or round(target), k - num_rhs), 1)

@@ -3,25 +3,27 @@ r"""Truncation errors of Krylov approximations.
 For operator monotone functions, `smallest_extension` gives a bracket. For others we
 extrapolate the error from the last two steps. Both methods can miss how f varies
 between the outermost Ritz values and the outermost eigenvalues: `1 / (1 + 1e6 t)` or a
-heat kernel may be flat on all Ritz values. So each end adds an error. An outermost Ritz
-value theta with weight w may still move outwards by its residual norm, but not beyond a
-known bound, to a number t. The error is the smaller estimate:
+heat kernel may be flat on all Ritz values. So we add an error for each end of the
+spectrum. Let theta be the outermost Ritz value, w its weight, and t the number at its
+residual norm further out, or a closer known bound. The error is the smaller estimate:
 
-- 0.4 times the change from f(T) to f(E), with E extended to t. It is too large if the
-    outermost eigenvalue is isolated and found, because E adds eigenvalues next to it.
+- 0.4 times the change from f(T) to f(E), where E extends T with the bound t. It is too
+    large if the outermost eigenvalue is isolated and found: E adds more next to it.
 - `2 w |f(t) - f(theta)|`. It is too large if the eigenvalue is closer than t.
 
-If f changes more on the way from theta to t than at t, we add 2 w times the excess.
-A leaf is one scalar that the function returns.
+If `|f - f(theta)|` is larger between theta and t than at t, we add 2 w times the
+difference. A function may return several scalars and arrays, its leaves.
 """
 
 import functools as ft
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from .._linalg.dense import column_dots, divisor, matmul, power_of_two_scale, squares
@@ -34,14 +36,20 @@ from .._linalg.left_out_krylov import (
     tested_weights,
 )
 from .._linalg.types import fori_loop
-from .function import SpectralFunction, derivative, remaining, weighted_sums
+from .function import (
+    SpectralFunction,
+    derivative,
+    per_entry,
+    remaining,
+    weighted_sums,
+)
 from .state import SpectralState
 
 # A bound is loose if the smallest Ritz value exceeds it by this factor. After few steps
-# we see some hundreds for the noise of a kernel, and 1e5 for jitter.
+# the factor is some hundreds if the bound is a kernel's noise, and 1e5 for jitter.
 _LOOSE = 1e4
 # We chose this factor for coverage and interval length. For `tr sqrt(A)`, eigenvalues
-# `i^-2`, 0.5 made intervals 1.4 times as long, and the shorter ones covered.
+# `i^-2`, 0.5 makes intervals up to 1.2 times as long, and those with 0.4 are reliable.
 _CHANGE_FACTOR = 0.4
 # If f isn't finite at t, we take the first fraction in this list for which it is.
 _TRIED_FRACTIONS = *(0.75**i for i in range(16)), 0.0
@@ -52,19 +60,19 @@ _CHECKED_FRACTIONS = 0, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 15 / 16, 1
 def lower_ends(
     function: SpectralFunction, theta: Float[Array, " k"], state: SpectralState
 ) -> tuple[Float[Array, ""], Float[Array, ""], Bool[Array, ""]]:
-    """Lower ends for the bracket and for the value; whether the first one is proven.
+    """Lower bounds for the bracket and for the value, and whether the first is proven.
 
     The function is finite at both. The first is the known bound, at least 0 because
     operator monotone functions take positive numbers. If the function isn't finite
-    there, we take a quarter of the smallest positive Ritz value. It is a guess, with
-    which intervals for log-determinants of kernels cover. A loose bound would make the
-    middle of the bracket worse than f(T), so the value then takes that quarter.
+    there, we take a quarter of the smallest positive Ritz value. It is a guess: with
+    it, intervals for log-determinants of kernels kept their coverage. A loose bound
+    would make the bracket's middle worse than f(T), so the value then uses a quarter.
     """
     zero, lower = jnp.zeros_like(theta, shape=()), state.lower
     known = zero if lower is None else jnp.maximum(lower, zero)
     smallest = theta[0]
     positive = jnp.min(jnp.where(theta > 0, theta, theta[-1]))
-    is_finite = jnp.stack([jnp.isfinite(f) for f in function(known)]).all()
+    is_finite = function.is_finite(known)
     proven = jnp.asarray(state.space.is_positive)
     if lower is not None:
         proven = proven | (lower >= 0)
@@ -74,7 +82,7 @@ def lower_ends(
 
 
 class End(NamedTuple):
-    """An end of the spectrum: no eigenvalue lies beyond `value`.
+    """A bound on the spectrum: we assume that no eigenvalue lies beyond `value`.
 
     - `sign`: 1 for a lower end, -1 for an upper one.
     """
@@ -107,7 +115,7 @@ def extended_pairs(
     steps: int | Int[Array, ""],
     sizes: tuple[int, ...] = (),
 ) -> tuple[Float[Array, " kw"], Inexact[Array, "k kw"]]:
-    """Eigenvalues of E, T extended to an end, and k rows of its eigenvectors."""
+    """Eigenvalues of E for an end's bound, and the first k rows of its eigenvectors."""
     width, (theta, S) = len(R), pairs
     sign, value = end.sign, end.sign * end.value
     E = smallest_extension(sign.astype(T.dtype) * T, R, (sign * theta, S), value, steps)
@@ -117,25 +125,25 @@ def extended_pairs(
 
 
 def reachable_end(
-    function: Callable[[Array], list[Array]],
+    function: SpectralFunction,
     theta: Float[Array, ""],
     residual: Float[Array, ""],
     bound: Float[Array, ""],
     sign: int,
 ) -> End:
-    """The number t that an outermost Ritz value may still move down to (up: sign -1).
+    """The number t that an outermost Ritz value may reach: down for sign 1, up for -1.
 
-    It moves by its residual norm, but not beyond the bound, and only part way if a leaf
-    isn't finite there.
+    It moves by its residual norm, but not beyond the bound, and less far if a leaf is
+    not finite there.
     """
     end = sign * jnp.maximum(sign * theta - residual, sign * bound)
     points = theta + (end - theta) * jnp.asarray(_TRIED_FRACTIONS, theta.dtype)
-    are_finite = jnp.stack([jnp.isfinite(f) for f in function(points)]).all(axis=0)
-    return End(jnp.full_like(theta, sign), points[jnp.argmax(are_finite)])
+    is_finite = function.is_finite(points)
+    return End(jnp.full_like(theta, sign), points[jnp.argmax(is_finite)])
 
 
 def outer_ends(
-    function: Callable[[Array], list[Array]],
+    function: SpectralFunction,
     theta: Float[Array, " k"],
     last: int | Int[Array, ""],
     residuals: Float[Array, " k"],
@@ -162,25 +170,32 @@ def end_errors(
     theta: Float[Array, ""],
     weight: Float[Array, ""],
     end: End,
-    changes: list[Float[Array, ""]],
+    changes: list[Float[Array, "..."]],
     monotone: bool = False,
-) -> list[Float[Array, ""]]:
-    """The error that an end adds for each leaf, given the changes from f(T) to f(E)."""
+) -> list[Float[Array, "..."]]:
+    """Errors that an end adds for each leaf, whose sum changes from f(T) to f(E)."""
     fractions = (0, 1) if monotone else _CHECKED_FRACTIONS
     points = theta + (end.value - theta) * jnp.asarray(fractions, theta.dtype)
-    errors = []
-    for f, change in zip(function(points), changes, strict=True):
+
+    def leaf_error(f, change):
         moves = 2 * jnp.abs(weight) * jnp.abs(f[1:] - f[0])
         # `fmin` ignores NaN: after rounding, f may be undefined at an eigenvalue of E.
         error = jnp.fmin(moves[-1], _CHANGE_FACTOR * change)
         # f(E) can miss how f varies between theta and t.
-        errors.append(error + jnp.nanmax(moves) - moves[-1])
-    return errors
+        return error + jnp.nanmax(moves) - moves[-1]
+
+    leaves = zip(function(points), changes, strict=True)
+    return [per_entry(leaf_error, f.ndim - 1)(f, change) for f, change in leaves]
 
 
 def bracket_midpoints(
-    samples: list[Samples], bounds: list[Samples], positive: Bool[Array, ""]
-) -> tuple[list[Samples], list[tuple[Inexact[Array, ""], Inexact[Array, ""]]]]:
+    samples: list[Inexact[Array, "... 3 m"]],
+    bounds: list[Inexact[Array, "... 3 m"]],
+    positive: Bool[Array, ""],
+) -> tuple[
+    list[Inexact[Array, "... 3 m"]],
+    list[tuple[Inexact[Array, "..."], Inexact[Array, "..."]]],
+]:
     """Midpoints between samples with f(T) and f(E), and the bracket for each leaf.
 
     A function isn't operator monotone on a spectrum with a negative eigenvalue. We then
@@ -188,10 +203,14 @@ def bracket_midpoints(
     """
     bounds = [jnp.where(positive, y, x) for x, y in zip(samples, bounds, strict=True)]
     pairs = list(zip(samples, bounds, strict=True))
-    ends = [(x[0].mean(), y[0].mean()) for x, y in pairs]
+    ends = [(sample_mean(x), sample_mean(y)) for x, y in pairs]
     midpoints = [(x + y) / 2 for x, y in pairs]
-    # f(E) gives the high end if f decreases, or by rounding.
+    # If f decreases, or after rounding, f(E) gives the high end.
     return midpoints, [(jnp.minimum(*x), jnp.maximum(*x)) for x in ends]
+
+
+def sample_mean(samples: Inexact[Array, "*s 3 m"]) -> Inexact[Array, "*s"]:
+    return jnp.mean(samples[..., 0, :], axis=-1)
 
 
 def quadrature_errors(
@@ -201,19 +220,19 @@ def quadrature_errors(
     pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
     n: int,
     steps: int | Int[Array, ""],
-) -> list[Float[Array, ""]]:
-    """Extrapolated truncation error for every leaf, without right-hand sides.
+) -> list[Float[Array, "..."]]:
+    """Extrapolated truncation error of `tr f(A)` for every leaf.
 
-    Let `T_j` be T after j steps, and `C_j` the coupling from spaces without a probe
-    after j steps. Step s changed the sum by `b = |tr C_(s-1) (f(T_s) - f(T_(s-1)))|`,
-    and step s - 1 by a. We extrapolate from a and b, to at least b and at most 2 b, as
-    the spaces without a probe never quite stop changing. One step gives infinity.
+    Let `T_j` be T after j steps, and `C_j` the matrix from `coupling_of_fewer`. Step s
+    changed the sum by `b = |tr C_(s-1) (f(T_s) - f(T_(s-1)))|`, and step s - 1 by a. We
+    continue these as a geometric series. The result is from b to 2 b, because spaces
+    without a probe never quite stop changing. For one probe or step it is infinite.
     """
     T, omega, _ = projected
     k, m = omega.shape
     values, _ = pairs
     if m == 1 or k == m:
-        return [jnp.full((), jnp.inf, values.dtype) for _ in function(values)]
+        return [jnp.full_like(f.real[..., 0], jnp.inf) for f in function(values)]
     changes = []
     for steps_back in range(1, min(k // m, 3)):
         depth = steps - steps_back
@@ -235,8 +254,8 @@ def quadrature_errors(
     ]
 
 
-# Beyond this many standard errors we call a control's mean a bias. With three samples
-# it is due to chance in 1 % of cases.
+# If the corrections' mean exceeds this many standard errors, we call it a bias. With
+# three samples, chance alone does this in 1 % of cases.
 _SIGNIFICANT = 10
 
 
@@ -244,14 +263,14 @@ class ColumnControl(NamedTuple):
     """A control variate: `tr Pi` for `Pi = Q Q^*` from `Preconditioner.inside`.
 
     - `excess`: `tr(C_i Pi) - tr Pi`.
-    - `codimension`: `d - r_i` for spaces without two probes, see `columns_control`.
+    - `codimension`: `d - r_i` from `columns_control`, for spaces without two probes.
     """
 
     excess: Float[Array, "3 m"]
     codimension: Float[Array, " m"]
 
     def corrections(self, tested: Samples) -> Samples:
-        """Corrections to add to samples, given their estimated parts."""
+        """Corrections to samples, from their estimated parts `d g^* f g`."""
         slopes = tested[1:] / self.codimension.astype(tested.dtype)[None]
         return _corrections(self.excess, _neighbour_means(slopes), jnp.mean(slopes))
 
@@ -261,14 +280,14 @@ def columns_control(
     trace_Pi: Float[Array, ""],
     left_out: LeftOut,
     S: Inexact[Array, "k p"],
-    leaves: list[Inexact[Array, " p"]],
-) -> tuple[list[Samples], Inexact[Array, "p p"], ColumnControl]:
+    leaves: list[Inexact[Array, "... p"]],
+) -> tuple[list[Inexact[Array, "... 3 m"]], Inexact[Array, "p p"], ColumnControl]:
     r"""Corrections to every leaf's samples, from `Q^* K` and `r = tr Pi`.
 
-    We also correct the coupling, so that derivatives belong to the corrected value. In
-    a complement with d dimensions and test g, `d g^* f g` estimates the trace of f, and
-    `d g^* Pi g` the trace `r_i = r - tr(P_i Pi)`. If f is 0 along Pi, the trace of f
-    comes from the other `d - r_i` dimensions, and a sample is too small by
+    We also return what to add to the matrix C, for derivatives of the corrected values.
+    In a space's complement, with the dimension d and the test g, `d g^* f g` estimates
+    the trace of f, and `d g^* Pi g` the trace `r_i = r - tr(P_i Pi)`. If f is 0 along
+    Pi, its trace is from the other `d - r_i` dimensions. So a sample is too small by
 
         d g^* f g / (d - r_i) (d g^* Pi g - r_i) .
     """
@@ -277,16 +296,21 @@ def columns_control(
         jnp.sum(fn(left_out, Q), axis=2) for fn in (tested_weights, sample_weights)
     )
     excess = excess - trace_Pi
-    # This is `d - r_i` for the spaces without two probes.
+    # In `d - r_i`, d belongs to the spaces without two probes.
     d = left_out.dimensions[1]
     codimension = jnp.maximum(d - (tested[1] - excess[1]), 1)
     weights, control = tested_weights(left_out, S), ColumnControl(excess, codimension)
-    # Each test gives the slope for its neighbour's sample.
+    # Without two probes, the test on one gives the slope for the other's sample.
     neighbours = jnp.stack([jnp.roll(excess[0], -1), excess[0]])
     factors = ((d / codimension)[None] * neighbours / neighbours.size).reshape(-1, 1)
     g = matmul(left_out.tests[1:].reshape(-1, len(S)), S.conj())
     coupling = matmul(g.T, factors.astype(g.dtype) * g.conj())
-    controls = [control.corrections(weighted_sums(weights, f)) for f in leaves]
+    controls = [
+        per_entry(control.corrections, f.ndim - 1)(
+            weighted_sums(weights, f[..., None, None, :])
+        )
+        for f in leaves
+    ]
     return controls, coupling, control
 
 
@@ -294,31 +318,32 @@ def trace_control(
     trace: Float[Array, ""],
     left_out: LeftOut,
     weights: Float[Array, "3 m p"],
-    samples: list[Samples],
+    samples: list[Inexact[Array, "... 3 m"]],
     theta: Float[Array, " p"],
     S: Inexact[Array, "k p"],
     function: SpectralFunction,
-) -> tuple[list[Samples], list[Float[Array, ""]]]:
+) -> tuple[list[Inexact[Array, "... 3 m"]], list[Float[Array, "..."]]]:
     r"""Corrections to every leaf's samples, from the operator's known trace.
 
     We also return the magnitude of the terms that cancel in them. A leaf has no
     correction if the rounding error would exceed the spread between samples.
 
-    Let g be a test outside a space Y without two probes, `P = I - Y Y^*`, and E the
-    mean over both neighbours' tests. Then `f = f(T)` has the slope
+    Let g be a test for a space Y without two probes, `P = I - Y Y^*`, and <.> the mean
+    over both neighbours' tests. Then `f = f(T)` has the slope
 
-        c = (E[g^* T P f g] - E[g^* T g] E[g^* f g]) / (E|P T g|^2 - E[g^* T g]^2) .
+        c = (<g^* T P f g> - <g^* T g> <g^* f g>) / (<|P T g|^2> - <g^* T g>^2) .
 
-    In the space without one probe, we multiply c by the ratio of f' at the two spaces'
-    mean remaining eigenvalues `(tr A - tr Y^* T Y) / d`.
+    For samples, in spaces without one probe, we multiply c by `f'(mu_1) / f'(mu_2)`.
+    Here `mu = (tr A - tr Y^* T Y) / d` is the mean eigenvalue outside either space.
     """
     leaves = function(theta)
     # In this unit squares neither overflow nor underflow.
     scale = power_of_two_scale(jnp.stack([theta[0], theta[-1]]))
     theta, trace = theta / scale, trace / scale
-    # F has the spectrum, and the leaves' real and imaginary parts, as rows.
+    # The rows of F are theta, and the leaves' real and imaginary parts at theta.
     parts = [part for f in leaves for part in _parts(f)]
-    F = jnp.stack([theta, *(f.astype(theta.dtype) for f in parts)])
+    F = [part.reshape(-1, len(theta)).astype(theta.dtype) for part in parts]
+    F = jnp.concatenate([theta[None], *F])
     sizes = jnp.stack([theta, jnp.abs(theta)], axis=1)
     sums, tested = (
         matmul(x, sizes.astype(x.dtype)) for x in (weights, tested_weights(left_out, S))
@@ -346,11 +371,11 @@ def trace_control(
     slopes = products - means_of_f * beta[None, :]
     slopes = slopes / jnp.where(is_large, variance, 1)[None, :]
     slopes = jnp.where(is_large[None, :] & jnp.isfinite(slopes), slopes, 0)
-    slopes = iter(slopes[1:])
+    ends = np.cumsum([math.prod(part.shape[:-1]) for part in parts])
+    blocks = zip(jnp.split(slopes[1:], ends[:-1]), parts, strict=True)
+    blocks = iter([x.reshape(*part.shape[:-1], -1) for x, part in blocks])
 
-    def correct(f, all_samples, slope):
-        real, *imaginary = [next(slopes) for _ in _parts(f)]
-        c = jax.lax.complex(real, *imaginary) if imaginary else real
+    def correct(c, all_samples, slope):
         pair_slope = _neighbour_means(jnp.stack([slope[1], slope[1]]))
         ratio = jnp.real(slope[0] / divisor(pair_slope))
         ratio = jnp.where(jnp.isfinite(ratio), jnp.clip(ratio, 0.25, 4), 1)
@@ -362,22 +387,27 @@ def trace_control(
         control = _corrections(excess, c * ratio.astype(c.dtype), jnp.mean(c))
         return control, jnp.where(is_accurate, size, 0).astype(spread.dtype)
 
+    controls, sizes = [], []
     slopes_at_means = derivative(function, means * scale)
-    per_leaf = zip(leaves, samples, slopes_at_means, strict=True)
-    controls, sizes = zip(*(correct(*leaf) for leaf in per_leaf), strict=True)
-    return list(controls), list(sizes)
+    for f, all_samples, slope in zip(leaves, samples, slopes_at_means, strict=True):
+        real, *imaginary = [next(blocks) for _ in _parts(f)]
+        c = jax.lax.complex(real, *imaginary) if imaginary else real
+        control, size = per_entry(correct, f.ndim - 1)(c, all_samples, slope)
+        controls.append(control)
+        sizes.append(size)
+    return controls, sizes
 
 
-def _parts(f: Inexact[Array, " p"]) -> list[Float[Array, " p"]]:
+def _parts(f: Inexact[Array, "*s p"]) -> list[Float[Array, "... p"]]:
     """The real part of f and, if f is complex, the imaginary part."""
     return [f.real, f.imag] if jnp.iscomplexobj(f) else [f]
 
 
 def bias_of(control: Samples) -> Float[Array, ""]:
-    """The samples' common error: the mean of their control if significant, else 0.
+    """The samples' common error: their mean correction if it is significant, else 0.
 
-    Rounding can carry a probe into the spaces that leave it out. It does so along many
-    equal eigenvalues that lie far from all others and were found many steps ago.
+    Rounding can mix a probe into the spaces that leave it out. This happens if many
+    equal eigenvalues lie far from all others, and were found many steps ago.
     """
     samples = control[0]
     mean, error = jnp.mean(samples), _deviation(samples) / (len(samples) - 1) ** 0.5
@@ -392,9 +422,9 @@ def _deviation(x: Inexact[Array, " m"]) -> Float[Array, ""]:
 
 
 def _neighbour_means(pairs: Inexact[Array, "2 *f m"]) -> Inexact[Array, "*f m"]:
-    """Means over the tests on probes i - 1 and i + 1 in spaces without probe i.
+    """For sample i, means over the tests on both neighbours in spaces without i.
 
-    In spaces without probes i and i + 1, `pairs[0]` tests on i, `pairs[1]` on i + 1.
+    `pairs[0]` at i - 1 and `pairs[1]` at i hold the tests on i - 1 and on i + 1.
     """
     return (pairs[1] + jnp.roll(pairs[0], 1, axis=-1)) / 2
 

@@ -141,11 +141,11 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
     are in memory.
 
     Entries have errors near `eps sqrt(A_ii A_jj)` (Higham, "Accuracy and Stability of
-    Numerical Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027), which can
-    be equal on a constant diagonal. With `M = D A^-1 D` and `D^2 = diag A`, they change
+    Numerical Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027). On constant
+    diagonals they can be equal. With `M = D A^-1 D` and `D^2 = diag A`, they change
     the log-determinant by `eps tr M`, and a quadratic form by `eps |D u|^2`.
 
-    - `bounded`: whether the operator has a noise, which bounds its spectrum below.
+    - `bounded`: whether a noise in the operator bounds its spectrum from below.
     """
     space, rhs = state.space, state.rhs
     A = matrix_of(state.operator)

@@ -19,15 +19,15 @@ from .._operators.closure import closure
 from .._operators.space import Space, structure_of
 from .._results import RESULTS
 
-# Eigenvalue errors in units of eps times the largest: the standard error, and the most
-# that we saw (Laplacians and Gram matrices, order 5 to 1,000, 32 bits).
+# Errors in eigenvalues, in units of eps times the largest one: the standard error, and
+# the largest that we saw (Laplacians and Gram matrices, order 5 to 1,000, 32 bits).
 _MOVED, HIDDEN = 1.0, 6.0
 
 
 class SpectralFunction(eqx.Module):
     """A function to apply to each eigenvalue. Arrays that it closes over are leaves.
 
-    - `fn`: maps a real scalar to a PyTree of scalars.
+    - `fn`: maps a real scalar to a PyTree of scalars and arrays.
     - `monotone`: whether each result, or minus it, is operator monotone on (0, inf).
     """
 
@@ -38,15 +38,21 @@ class SpectralFunction(eqx.Module):
         """Whether both have the same `fn`. JIT rebuilds modules, but not functions."""
         return self.fn is other.fn
 
-    def __call__(self, points: Float[Array, "..."]) -> list[Inexact[Array, "..."]]:
-        """The leaves of `fn` at every point."""
+    def __call__(self, points: Float[Array, "*p"]) -> list[Inexact[Array, "..."]]:
+        """The leaves of `fn`, with shapes s, at every point."""
 
         def inexact(x):
             kind = np.complex64 if jnp.iscomplexobj(x) else points.dtype
-            return x.astype(np.result_type(points.dtype, kind)).reshape(points.shape)
+            shape = *x.shape[:-1], *points.shape
+            return x.astype(np.result_type(points.dtype, kind)).reshape(shape)
 
-        flat = jax.vmap(self.fn)(points.reshape(-1))
+        flat = jax.vmap(self.fn, out_axes=-1)(points.reshape(-1))
         return [inexact(x) for x in jtu.tree_leaves(flat)]
+
+    def is_finite(self, points: Float[Array, "*p"]) -> Bool[Array, "*p"]:
+        """Whether every entry is finite at a point."""
+        finite = [jnp.isfinite(f).reshape(-1, *points.shape) for f in self(points)]
+        return jnp.concatenate(finite).all(axis=0)
 
     def treedef(self, dtype: DTypeLike) -> Any:
         """The structure of the results."""
@@ -124,11 +130,10 @@ def spectral_function(
             "jax.numpy, such as jnp.log for math.log, and jnp.where for if."
         )
         raise
-    shapes = [x.shape for x in jtu.tree_leaves(jax.eval_shape(made, scalar))]
-    if not shapes or any(shapes):
+    if not jtu.tree_leaves(jax.eval_shape(made, scalar)):
         raise ValueError(
-            f"{where}: fn must map a scalar to a scalar, or to a PyTree of scalars, got "
-            f"results with shapes {shapes}; write it for one eigenvalue."
+            f"{where}: fn must return a scalar, an array or a PyTree of these, got a "
+            "result without arrays; write it for one eigenvalue."
         )
     traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
     if isinstance(fn, jax.stages.Wrapped) and not traced:
@@ -154,17 +159,24 @@ def derivative(
     return jax.jvp(function, (points,), (jnp.ones_like(points),))[1]
 
 
+def per_entry(fn: Callable, entries: int) -> Callable:
+    """`fn` for a scalar leaf, applied to every entry of a leaf with `entries` axes."""
+    for _ in range(entries):
+        fn = jax.vmap(fn)
+    return fn
+
+
 def divided_differences(
     function: Callable[[Array], list[Array]],
     x: Float[Array, " p"],
     y: Float[Array, " q"],
-) -> list[Inexact[Array, "p q"]]:
+) -> list[Inexact[Array, "... p q"]]:
     """`(f(x_i) - f(y_j)) / (x_i - y_j)` for every leaf f, and f' where they are equal.
 
-    If f changes little, the quotient cancels. We then take the mean of f' by the
-    two-point Gauss rule if its estimated error is smaller, the squared difference from
-    f' at the midpoint or the mean at both ends. We replace an infinite f' (a square
-    root at 0) by the quotient over a distance at rounding level.
+    If f changes little, the quotient loses digits. We then take the mean of f' by the
+    two-point Gauss rule, if its error is smaller. We estimate this error from squared
+    differences to f' at the midpoint, and to the mean of f' at both ends. We replace an
+    infinite f' (a square root at 0) by the quotient over a distance at rounding level.
     """
     X, Y = jnp.broadcast_arrays(x[:, None], y[None, :])
     eps = jnp.finfo(x.dtype).eps
@@ -193,7 +205,8 @@ def divided_differences(
         *(derivative(function, middle + by) for by in (-offset, offset, 0)),
         *(function(points) for points in (middle, middle + tiny)),
     )
-    return [quotients(*leaf) for leaf in zip(*parts, strict=True)]
+    leaves = zip(*parts, strict=True)
+    return [per_entry(quotients, leaf[0].ndim - 1)(*leaf) for leaf in leaves]
 
 
 @eqx.filter_custom_jvp
@@ -223,7 +236,7 @@ def weighted_sums(
     weights: Inexact[Array, "... k"], f: Inexact[Array, "... k"]
 ) -> Inexact[Array, "..."]:
     """`sum_j weights_j f_j`. We skip weights 0, where f may be infinite."""
-    f = jnp.broadcast_to(f, weights.shape)
+    weights = jnp.expand_dims(weights, range(f.ndim - weights.ndim))
     dtype = np.result_type(weights.dtype, f.dtype)
     terms = weights.astype(dtype) * f.astype(dtype)
     return jnp.sum(jnp.where(weights == 0, 0, terms), axis=-1)
@@ -235,12 +248,12 @@ def rounding_errors(
     weights: Float[Array, " k"],
     resolution: Float[Array, ""],
     lower: Float[Array, ""] | None,
-) -> tuple[list[Float[Array, ""]], list[Bool[Array, ""]]]:
-    """Errors in each leaf's sum from eigenvalue errors, and whether they decide it.
+) -> tuple[list[Float[Array, "..."]], list[Bool[Array, "..."]]]:
+    """Errors in leaves' sums from errors in eigenvalues, and whether they decide sums.
 
-    Eigenvalue errors are a few times `resolution |A|`. Most functions hardly change,
-    roots and logarithms of small eigenvalues do. The errors decide a sum if a leaf
-    grows without bound within them, towards 0 or NaN. Infinite errors decide nothing.
+    Errors in eigenvalues are a few times `resolution |A|`. They hardly change most
+    functions, but change roots and logarithms of small eigenvalues. They decide a sum
+    if a leaf is infinite, or steep and NaN, within them. Infinite errors don't.
     """
     unknown, eps = jnp.isinf(resolution), jnp.finfo(values.dtype).eps
     resolution = jnp.where(unknown, eps, resolution)
@@ -250,26 +263,29 @@ def rounding_errors(
     down = values - moved if lower is None else jnp.maximum(values - moved, lower)
     down = jnp.where(jnp.abs(values) <= hidden, 0, down)
     counts = jnp.abs(weights) > jnp.sqrt(eps)
-    errors, decided = [], []
-    for f, *ends in zip(*map(function, (values, down, values + moved)), strict=True):
+
+    def leaf_errors(f, *ends):
         changes = jnp.stack([jnp.abs(end - f) for end in ends])
         change = jnp.max(jnp.where(jnp.isfinite(changes), changes, 0), axis=0)
         error = weighted_sums(jnp.abs(weights), change)
-        errors.append(jnp.where(unknown, jnp.inf, error))
-        # The change in a root shrinks with the resolution, in a logarithm it doesn't.
+        # With the resolution, changes in a root shrink; changes in a logarithm don't.
         size = jnp.max(jnp.where(counts, jnp.abs(f), 0), initial=0)
         steep = change > resolution**0.25 * size
         bad = jnp.isinf(changes) | (jnp.isnan(changes) & steep[None, :])
         # If f is infinite at both ends as well, we have an overflow.
         alone = jnp.isinf(f)[None, :] & ~jnp.isinf(jnp.stack(ends))
         bad = bad & (jnp.isfinite(f)[None, :] | alone) & counts[None, :]
-        decided.append(jnp.any(bad))
-    return errors, decided
+        return jnp.where(unknown, jnp.inf, error), jnp.any(bad)
+
+    leaves = zip(*map(function, (values, down, values + moved)), strict=True)
+    results = [per_entry(leaf_errors, leaf[0].ndim - 1)(*leaf) for leaf in leaves]
+    errors, decided = zip(*results, strict=True)
+    return list(errors), list(decided)
 
 
 def remaining(
-    b: Float[Array, ""], a: Float[Array, ""], most: float
-) -> Float[Array, ""]:
+    b: Float[Array, "*s"], a: Float[Array, "*s"], most: float
+) -> Float[Array, "*s"]:
     """Extrapolated error after changes by a, and then by b in the same number of steps.
 
     It is the geometric series `b r / (1 - r)` with `r = min(b / a, most)`.
@@ -278,8 +294,8 @@ def remaining(
     return b * ratio / (1 - ratio)
 
 
-# Asymmetry that we accept: in units of eps, and from iterative solvers in 64 bits. We
-# saw at most 50 eps with Lanczos, 4 eps with Arnoldi, from rounding (kernels, normal
+# Asymmetry that we accept: from rounding, in units of eps, and from solvers in 64 bits.
+# Rounding gave at most 50 eps with Lanczos, 4 eps with Arnoldi (kernels, normal
 # equations and Hessians of networks, n = 1,000 to 36,000, 32 bits).
 _ASYMMETRY, _SOLVERS = 200.0, 1e-6
 

@@ -33,8 +33,8 @@ class KrylovAwareEstimator(SpectralEstimator):
     r"""Leave-one-out estimates of `tr f(A)` from one block Krylov space.
 
     We multiply m probes by the operator, s times in a row, and project the operator to
-    all these vectors: T on `K_s(Omega)`. We sum the trace over the space of all probes
-    but one; the probe left out estimates the remainder:
+    all these vectors: T on `K_s(Omega)`. We take the trace on the space of all probes
+    but one. The probe left out estimates the remainder:
 
         tr_i = tr(P_i f(A)) + (n - rank P_i) g_i^* f(A) g_i / |g_i|^2,
         P_i the projector to K_s(Omega without w_i),   g_i = (I - P_i) w_i,
@@ -46,14 +46,14 @@ class KrylovAwareEstimator(SpectralEstimator):
 
     *The bracket.* If f is operator monotone (a logarithm, an inverse, a root) and no
     eigenvalue lies below a known number, f(A) lies between f(T) and f(E), where E is
-    the smallest matrix that A can be on the space and its next block. The value is the
-    mean midpoint of the `tr_i`, `stats["bracket"]` the mean of both ends, and the
-    standard error includes half their distance. For operators tagged positive
-    semidefinite the number is 0. If f is infinite there, we take a quarter of the
-    smallest Ritz value, and `stats["bracket_is_proven"]` is false. If the known number
-    is below 1e-4 times that Ritz value (jitter), the bracket keeps it, and value and
-    standard error use the quarter; `stats["bottom"]` is the number that they use.
-    Without a bracket the value comes from f(T); we extrapolate the truncation error.
+    the smallest matrix that A can be on the space and its next block. So each `tr_i`
+    has two ends. The value is the mean of their middles, `stats["bracket"]` has the
+    means of both ends, and the standard error includes half their distance. If A is
+    tagged positive semidefinite, the known number is 0. If f is infinite there, we take
+    a quarter of the smallest Ritz value, and `stats["bracket_is_proven"]` is false. If
+    a positive known number is below 1e-4 times that Ritz value (jitter), value and bar
+    use the quarter, but the bracket doesn't. `stats["bottom"]` is the value's number.
+    Without a bracket the value is from f(T), and we extrapolate the truncation error.
 
     *A known trace of A* corrects each `tr_i` by a multiple of its error in `tr A`. It
     costs no product and removes most sampling error.
@@ -69,8 +69,8 @@ class KrylovAwareEstimator(SpectralEstimator):
 
     *Without k*, if f has a bracket, m is 5, and s grows until half the bracket is at
     most a tenth of the sampling error. Likelihoods add the quadratic term's bracket,
-    and may stop at 0.1. At most we take 80 steps, 1,000 products and n - 1 products;
-    up to n = 32 all n, for the exact answer.
+    and may stop at 0.1. We take at most 80 steps, 1,000 products and n - 1 products. Up
+    to n = 32 we take all n, for the exact answer.
 
     *To a tolerance*, m is fixed, and s grows until the tolerance is met. A budget of
     `m s` products gives the same estimate and derivatives.
@@ -78,8 +78,8 @@ class KrylovAwareEstimator(SpectralEstimator):
     **Arguments:**
 
     - `num_probes`: m, by default about `0.5 sqrt(k)`, at least 3; to a tolerance about
-        `0.5 sqrt(k / 2)`, at least 5; without k 5. Few probes reach deeper, many
-        average.
+        `0.5 sqrt(k / 2)`, at least 5; without k 5. With few probes the truncation error
+        is smaller, with many the sampling error.
     - `sampler`: draws the probes: rotation invariant and independent, or `ValueError`.
 
     **Reference:** Chen and Hallman, "Krylov-Aware Stochastic Trace Estimation", SIAM J.
@@ -132,14 +132,14 @@ class KrylovAwareEstimator(SpectralEstimator):
         if num_probes is None and to_depth:
             num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
         elif num_probes is None:
-            # We expect to take half the steps, but want 5 probes for a reliable error
-            # bar if these leave three steps.
+            # We expect to take half the steps. For a reliable error bar we want 5
+            # probes, if at least three steps remain.
             num_probes = max(round(best_probes(k // 2)), min(5, k // 3))
         m, max_steps = probes_and_steps(num_probes, k, num_probes, q)
         max_steps = min(max_steps, _STEPS_TO_DEPTH) if to_depth else max_steps
         product, start = self._begin(state, m)
         width, most_left_out = m + q, _STEPS_LEFT_OUT if to_depth else None
-        # With `sizes`, a check takes O(k^3) time in the steps taken, not in
+        # With `sizes`, a check takes O(k^3) time for the steps taken so far, not for
         # `max_steps`.
         sizes = tuple(size for size in _STEP_SIZES if size < max_steps)
 
@@ -177,7 +177,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         space = state.space
         start = self.sampler.sample(state.key, space.size, m, space.compute_dtype)
         if state.rhs is not None:
-            # We scale them to the probes' length, as rounding is judged for the block.
+            # We scale them to the probes' length: rounding is relative to the block.
             lengths = divisor(column_norms(state.rhs)) / math.sqrt(space.size)
             unit = lengths[None, :].astype(start.dtype)
             start = side_by_side(state.rhs / unit, start)
@@ -186,7 +186,7 @@ class KrylovAwareEstimator(SpectralEstimator):
 
 def best_probes(k: int) -> float:
     """The default for m: at least 3, if these leave two steps."""
-    # Over kernels, noises, budgets, `0.9 sqrt(k)` had 1.6 times the derivative error.
+    # On kernels, `0.9 sqrt(k)` gave 1.6 times the error in derivatives.
     return max(0.5 * math.sqrt(k), min(3.0, max(k / 2, 2.0)))
 
 

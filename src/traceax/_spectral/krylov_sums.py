@@ -20,7 +20,7 @@ from .._linalg.left_out_krylov import (
 from .._operators.entries import known_trace
 from .._results import RESULTS
 from .._tolerance import Depth
-from .base import Forms, domain_result, forms_between
+from .base import Forms, domain_results, forms_between
 from .bounds import (
     ColumnControl,
     End,
@@ -33,9 +33,10 @@ from .bounds import (
     lower_ends,
     outer_ends,
     quadrature_errors,
+    sample_mean,
     trace_control,
 )
-from .function import ritz_values, rounding_errors, weighted_sums
+from .function import per_entry, ritz_values, rounding_errors, weighted_sums
 from .state import SpectralState
 
 
@@ -44,15 +45,15 @@ class KrylovSums(NamedTuple):
 
     - `bars`: error bars for the sums.
     - `truncation_errors`: half the bracket that the value uses, or extrapolated errors.
-    - `sampling_errors`: these include rounding errors.
+    - `sampling_errors`: sampling and rounding errors.
     - `theta`, `S`, `coupling`: Ritz pairs, and the matrix C that derivatives need.
     - `columns`: the control variate from columns, or `None`.
     """
 
     bars: list[ErrorBar]
     results: list[RESULTS]
-    truncation_errors: list[Float[Array, ""]]
-    sampling_errors: list[Float[Array, ""]]
+    truncation_errors: list[Float[Array, "..."]]
+    sampling_errors: list[Float[Array, "..."]]
     theta: Float[Array, " k"]
     S: Inexact[Array, "k k"]
     coupling: Inexact[Array, "k k"]
@@ -66,10 +67,10 @@ class KrylovSums(NamedTuple):
         return self.bars if self.forms is None else [*self.bars, self.forms.bar]
 
     def ratio(self, depth: Depth) -> Float[Array, ""]:
-        """Truncation error over its tolerance. At most 1 is enough."""
+        """The truncation error over its tolerance, at most 1 if the space is enough."""
         truncation_errors, error = (
-            jnp.stack(self.truncation_errors),
-            jnp.stack(self.sampling_errors),
+            jnp.concatenate([x.reshape(-1) for x in errors])
+            for errors in (self.truncation_errors, self.sampling_errors)
         )
         if self.forms is not None:
             low, high = self.forms.bracket
@@ -95,7 +96,7 @@ def krylov_sums(
         state's right-hand sides and the probes. Only preconditioners use the basis.
     - `step_sizes`: ascending step counts up to which we decompose smaller matrices.
     - `most_left_out`: the largest number of steps for spaces without a probe, by
-        default all. We may test any space on a probe that it doesn't depend on.
+        default all. Any space that doesn't depend on the probe gives unbiased samples.
     """
     # We build the space, with and without each probe.
     projected = block_lanczos(factor)
@@ -139,7 +140,8 @@ def krylov_sums(
         )
         magnitudes = list(map(op.add, magnitudes, cancelled))
     if controls is not None:
-        rounding = list(map(jnp.hypot, rounding, map(bias_of, controls)))
+        biases = [per_entry(bias_of, x.ndim - 2)(x) for x in controls]
+        rounding = list(map(jnp.hypot, rounding, biases))
     samples = _controlled(sums, controls)
 
     # We get truncation errors by extending T to the ends of the spectrum.
@@ -161,7 +163,7 @@ def krylov_sums(
 
     def changes(others):
         pairs = zip(samples, others, strict=True)
-        return [jnp.abs(y[0].mean() - x[0].mean()) for x, y in pairs]
+        return [jnp.abs(sample_mean(y) - sample_mean(x)) for x, y in pairs]
 
     forms, last = None, width * steps - 1
     residuals = residual_norms(R, S, steps)
@@ -202,13 +204,13 @@ def krylov_sums(
     for sample, magnitude, rounded, more in zip(
         samples, magnitudes, rounding, truncation_errors, strict=True
     ):
-        bar = leave_one_out_bar(paired_samples(sample, magnitude))
+        bar = per_entry(_bar, magnitude.ndim)(sample, magnitude)
         sampling_errors.append(jnp.hypot(bar.standard_error, rounded))
         error = jnp.hypot(more, sampling_errors[-1])
         bars.append(bar._replace(standard_error=error))
     return KrylovSums(
         bars=bars,
-        results=[domain_result(x, result) for x in decided],
+        results=domain_results(decided, result),
         truncation_errors=truncation_errors,
         sampling_errors=sampling_errors,
         theta=theta,
@@ -221,13 +223,18 @@ def krylov_sums(
 
 
 def _samples(
-    weights: Float[Array, "3 m k"], leaves: list[Inexact[Array, " k"]]
-) -> list[Samples]:
+    weights: Float[Array, "3 m k"], leaves: list[Inexact[Array, "... k"]]
+) -> list[Inexact[Array, "... 3 m"]]:
     """Samples, and samples with a second probe left out, for every leaf."""
-    return [weighted_sums(weights, f) for f in leaves]
+    return [weighted_sums(weights, f[..., None, None, :]) for f in leaves]
+
+
+def _bar(samples: Samples, magnitude: Float[Array, ""]) -> ErrorBar:
+    return leave_one_out_bar(paired_samples(samples, magnitude))
 
 
 def _controlled(
-    samples: list[Samples], controls: list[Samples] | None
-) -> list[Samples]:
+    samples: list[Inexact[Array, "... 3 m"]],
+    controls: list[Inexact[Array, "... 3 m"]] | None,
+) -> list[Inexact[Array, "... 3 m"]]:
     return samples if controls is None else list(map(op.add, samples, controls))

@@ -16,10 +16,11 @@ from .._linalg.dense import column_norms, divisor, eigh, largest_entry, matmul
 from .._linalg.krylov import KrylovSpaces, RitzPairs, lanczos, residual_norms
 from .._operators.space import apply_block
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
-from .base import SpectralEstimator, domain_result, probes_and_steps, spectral_outcome
+from .base import SpectralEstimator, domain_results, probes_and_steps, spectral_outcome
 from .bounds import end_errors, extended_pairs, outer_ends
 from .function import (
     SpectralFunction,
+    per_entry,
     remaining,
     ritz_values,
     rounding_errors,
@@ -51,7 +52,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     - `num_probes`: m. The default is about `0.9 sqrt(k)`.
     - `sampler`: draws the probes, by default [`traceax.RademacherSampler`][]. For p
         colours ([`traceax.ColouredSampler`][]), k and m are multiples of p, and m is at
-        least `2 p` by default, for an error bar. Up to `2 p` products may be left.
+        least `2 p` by default, for an error bar. Up to `2 p` products may be unused.
 
     **Reference:** Golub and Meurant, "Matrices, Moments and Quadrature with
     Applications" (2010), doi:10.1515/9781400833889; Ubaru, Chen and Saad, "Fast
@@ -101,12 +102,12 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         rounding, decided = rounding_errors(
             function, flat, weights, resolution, state.lower
         )
-        results = [domain_result(x, result) for x in decided]
+        results = domain_results(decided, result)
         quadrature = _quadrature_errors(function, krylov, flat)
         end_changes = _end_errors(function, krylov, flat, state)
         quadrature = list(map(jnp.maximum, quadrature, end_changes))
-        bars = []
-        for leaf, *others in zip(function(flat), quadrature, rounding, strict=True):
+
+        def form_bar(leaf, *others):
             f = leaf.reshape(m, steps)
             samples = jnp.mean(weighted_sums(squares, f).reshape(rounds, p), axis=1)
             # A multiple of I adds nothing to the spread, so we drop it. In this unit
@@ -119,7 +120,12 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             sizes, gram = unit * column_norms(images), gram_of(vectors, images)
             bar = independent_samples(samples, sizes, gram, off_diagonal=off)
             error = ft.reduce(jnp.hypot, others, bar.standard_error)
-            bars.append(bar._replace(standard_error=error))
+            return bar._replace(standard_error=error)
+
+        bars = [
+            per_entry(form_bar, leaf.ndim - 1)(leaf, *others)
+            for leaf, *others in zip(function(flat), quadrature, rounding, strict=True)
+        ]
         stats = {"num_matvecs": m * steps, **function.unit}
         outcome = spectral_outcome(state, bars, results, stats, flat, weights)
         return outcome, RitzStandIn(pairs.basis, flat, pairs.vectors, coupling)
@@ -143,7 +149,7 @@ def _images(
 
 def _quadrature_errors(
     function: SpectralFunction, krylov: KrylovSpaces, values: Float[Array, " ms"]
-) -> list[Float[Array, ""]]:
+) -> list[Float[Array, "..."]]:
     """Quadrature error for each leaf, extrapolated from thirds of the steps.
 
     The last third changed the mean by b, the third before by a. One step gives
@@ -151,7 +157,7 @@ def _quadrature_errors(
     """
     steps = krylov.projected.shape[1]
     if steps == 1:
-        return [jnp.full((), jnp.inf, values.dtype) for _ in function(values)]
+        return [jnp.full_like(f.real[..., 0], jnp.inf) for f in function(values)]
     h = max(steps // 3, 1)
 
     def means(s):
@@ -159,7 +165,7 @@ def _quadrature_errors(
         weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
         # We clip, or f could be undefined at a node after rounding.
         nodes = jnp.clip(nodes, jnp.min(values), jnp.max(values))
-        return [jnp.mean(weighted_sums(weights, f)) for f in function(nodes)]
+        return [jnp.mean(weighted_sums(weights, f), axis=-1) for f in function(nodes)]
 
     runs = [means(s) for s in (steps, steps - h, steps - 2 * h) if s >= 1]
     changes = [
@@ -176,7 +182,7 @@ def _end_errors(
     krylov: KrylovSpaces,
     values: Float[Array, " ms"],
     state: SpectralState,
-) -> list[Float[Array, ""]]:
+) -> list[Float[Array, "..."]]:
     """The errors that both ends of the spectrum add for each leaf."""
     m, steps, _ = krylov.projected.shape
 
@@ -197,4 +203,4 @@ def _end_errors(
         return [jnp.maximum(*x) for x in zip(*errors, strict=True)]
 
     probes = krylov.projected, krylov.following, values.reshape(m, steps), krylov.norms
-    return [jnp.mean(x) for x in jax.vmap(probe_errors)(*probes)]
+    return [jnp.mean(x, axis=0) for x in jax.vmap(probe_errors)(*probes)]

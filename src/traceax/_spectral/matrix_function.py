@@ -66,10 +66,10 @@ class MatrixFunctionLinearOperator(spaces.Dense):
     exact for polynomials of degree below s, and if the Krylov space stops growing.
 
     You can differentiate products to any order with respect to the vector, and once
-    with respect to A and to arrays that `fn` closes over. The latter uses the formula
-    for derivatives of f(A), not the Lanczos algorithm, so it is also right if the space
-    stops growing. It takes the derivative of s products; reverse mode adds 2 s products
-    and 4 s vectors, forward mode 5 s products and 8 s vectors.
+    with respect to A and to arrays that `fn` closes over. These derivatives use the
+    formula for f(A), not the Lanczos algorithm, so they are also right if the space
+    stops growing. They differentiate s products. Reverse mode adds 2 s products and
+    4 s vectors, forward mode 5 s products and 8 s vectors.
 
     **Arguments:**
 
@@ -116,7 +116,7 @@ class MatrixFunctionLinearOperator(spaces.Dense):
         self.operator = as_data(operator)
         self.fn = spectral_function(fn, space.real_dtype, where)
         values = jax.eval_shape(self.fn, jnp.ones((), space.real_dtype))
-        if len(values) != 1:
+        if len(values) != 1 or values[0].shape:
             raise ValueError(
                 f"{where}: fn must return one scalar, not several; select one."
             )
@@ -150,13 +150,13 @@ class MatrixFunctionLinearOperator(spaces.Dense):
         return self.operator.in_structure()
 
     def _satisfies(self, check):
-        # f(A) is symmetric or diagonal if A is; its sign needs a tag.
+        # f(A) is symmetric or diagonal if A is. To be semidefinite it needs a tag.
         tag, *_ = spaces.TAGS[check]
         is_kept = check in (lx.is_symmetric, lx.is_diagonal)
         return tag in self.tags or (is_kept and spaces.is_known(self.operator, check))
 
     def points(self, values: Float[Array, " s"], asymmetry: Float[Array, ""]):
-        """Ritz values, moved to `lower` or 0 if within rounding and f is finite
+        """Ritz values. Those within rounding of `lower` or 0 move there, if f is finite
         there."""
         values, resolution, _ = ritz_values(
             values,
@@ -236,8 +236,8 @@ def _frechet(
     """`L(A, dA) x`, linear in `W = dA V`.
 
     For `M = [[A, W], [0, diag(theta)]]`, f(M) maps `(0, c)` to
-    `(L(A, dA) x, f(theta) c)` (Mathias 1996, doi:10.1137/S0895479895283409). The Krylov
-    space of M and `(0, c)` has upper halves with span G, to which we project A.
+    `(L(A, dA) x, f(theta) c)` (Mathias 1996, doi:10.1137/S0895479895283409). We project
+    A to G, the span of the upper halves in the Krylov space of M and `(0, c)`.
     """
     (n, s), c, theta = W.shape, pairs.probes, pairs.values
 

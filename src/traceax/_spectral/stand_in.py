@@ -1,4 +1,4 @@
-r"""Derivatives of `tr f(A)` and quadratic forms with the inverse; their error bars.
+r"""Derivatives of `tr f(A)` and of forms with the inverse, and their error bars.
 
 Let K be a Krylov basis, theta Ritz values, S their vectors in this basis, and C a
 Hermitian matrix with `E[K S C S^* K^*] = I`. The estimate `tr(C f(Theta))` for
@@ -13,11 +13,12 @@ theorem 3.11, doi:10.1137/1.9780898717778). With `u = A^-1 b` in coordinates of 
 only through the small matrix D. A *stand-in* holds the fixed blocks.
 
 *Error bars.* Sample i has the derivative `tr(C_i M)`: any matrix on the Krylov space
-has leave-one-out samples. The truncation error has no bounds. We estimate it from the
-last step's change in the derivative, and from change and truncation error for
-`tr f(A)`.
+has leave-one-out samples. The derivative's truncation error has no bracket. We estimate
+it from the last step's change in the derivative, and from the change and truncation
+error of `tr f(A)`.
 """
 
+import functools as ft
 import operator as op
 from typing import Any, NamedTuple
 
@@ -50,7 +51,13 @@ from .._linalg.types import if_any
 from .._operators.space import product_tangent
 from .._rule import Derivative, Evidence, StandIn
 from .bounds import ColumnControl
-from .function import SpectralFunction, divided_differences, final, weighted_sums
+from .function import (
+    SpectralFunction,
+    divided_differences,
+    final,
+    per_entry,
+    weighted_sums,
+)
 
 # We multiply this many columns at once if their number is only known at run time.
 _CHUNK = 64
@@ -87,7 +94,7 @@ class RitzStandIn(StandIn):
         theta, S, C, solutions = final(parts, of=(state.operator, state.function))
         function = state.function.in_range(theta)
         values: list[Array | None] = [
-            _trace_of_product(C, M, f)
+            per_entry(ft.partial(_trace_of_product, C), f.ndim - 1)(M, f)
             for M, f in zip(
                 slope_matrices(theta, S, D, function, tangent.function),
                 function(theta),
@@ -153,23 +160,21 @@ def slope_matrices(
     D: Inexact[Array, "k k"] | None,
     function: SpectralFunction,
     t_function: PyTree,
-) -> list[Inexact[Array, "k k"]]:
-    """The matrix M for every leaf, a scalar that the function returns."""
+) -> list[Inexact[Array, "... k k"]]:
+    """The matrices M for every leaf, an array that the function returns."""
     changes: list[Array | None] = [None for _ in function(theta)]
     if jtu.tree_leaves(t_function):
         _, changes = eqx.filter_jvp(lambda fn: fn(theta), (function,), (t_function,))
     D_ritz = jnp.zeros_like(S) if D is None else inner(S, matmul(D, S))
-    matrices = []
-    for F, change in zip(
-        divided_differences(function, theta, theta), changes, strict=True
-    ):
+
+    def matrix(F, change):
         dtype = np.result_type(F.dtype, S.dtype)
         M = F.astype(dtype) * D_ritz.astype(dtype)
-        # A leaf need not depend on all arrays that the function closes over.
-        if change is not None:
-            M = M + jnp.diag(change.astype(dtype))
-        matrices.append(M)
-    return matrices
+        # A leaf may depend on only some arrays that the function closes over.
+        return M if change is None else M + jnp.diag(change.astype(dtype))
+
+    leaves = zip(divided_differences(function, theta, theta), changes, strict=True)
+    return [per_entry(matrix, F.ndim - 2)(F, change) for F, change in leaves]
 
 
 #
@@ -198,18 +203,22 @@ def judge_exact(
     function = function.in_range(theta)
     # The diagonals hold f', with infinite values replaced.
     exactly, moved = (
-        [jnp.diagonal(F) for F in divided_differences(function, x, x)]
+        [
+            jnp.diagonal(F, axis1=-2, axis2=-1)
+            for F in divided_differences(function, x, x)
+        ]
         for x in (theta, theta + eps * size)
     )
-    infinite = jnp.full((), jnp.inf, theta.dtype)
-    bars = []
-    for x, y, M in zip(
-        exactly, moved, slope_matrices(theta, S, D, function, t_function), strict=True
-    ):
+
+    def slope_bar(x, y, M):
         bound = dA * (jnp.linalg.norm(y - x) + eps * jnp.linalg.norm(x))
         value = jnp.trace(M)
         error = bound + len(theta) * eps * jnp.abs(value)
-        bars.append(ErrorBar(value, error, infinite))
+        return ErrorBar(value, error, jnp.full_like(error, jnp.inf))
+
+    Ms = slope_matrices(theta, S, D, function, t_function)
+    leaves = zip(exactly, moved, Ms, strict=True)
+    bars = [per_entry(slope_bar, leaf[0].ndim - 1)(*leaf) for leaf in leaves]
     if coordinates is not None:
         u = matmul(S, coordinates)
         forms = 2 * jnp.real(column_dots(u, t_rhs)) - jnp.real(
@@ -218,7 +227,7 @@ def judge_exact(
         condition = size / jnp.maximum(jnp.min(theta), eps * size)
         bound = 2 * eps * condition * dA * jnp.sum(squares(coordinates), axis=0)
         error = bound + len(theta) * eps * jnp.abs(forms)
-        bars.append(ErrorBar(forms, error, infinite))
+        bars.append(ErrorBar(forms, error, jnp.full_like(error, jnp.inf)))
     return bars
 
 
@@ -245,7 +254,7 @@ class Truncated(NamedTuple):
     most_left_out: int
     columns: ColumnControl | None
     solutions: Inexact[Array, "k q"] | None
-    leaf_errors: list[Float[Array, ""]]
+    leaf_errors: list[Float[Array, "..."]]
     form_errors: Float[Array, " q"] | None
 
     @property
@@ -258,7 +267,7 @@ class Truncated(NamedTuple):
 def judge_truncated(
     space: Truncated, function: SpectralFunction, products: tuple[Any, Any, Any]
 ) -> list[ErrorBar]:
-    """Error bars for the derivatives, of every leaf and of quadratic forms."""
+    """Error bars for the derivatives of every leaf and of quadratic forms."""
     T, omega, (D, t_function, t_rhs) = space.T, space.omega, products
     width, n = omega.shape[1], space.n
     rows = width * space.most_left_out
@@ -272,7 +281,7 @@ def judge_truncated(
     theta = jnp.clip(theta, jnp.min(space.theta), jnp.max(space.theta))
     before, after = (theta, S), (space.theta, space.S)
     function = function.in_range(space.theta)
-    # We test both with spaces without a probe after one step less, which lie in both.
+    # For both we use spaces without a probe after one step fewer: both contain these.
     C = coupling_of_fewer(left_out, omega[:rows], n, shallow)
 
     def sums(theta, S):
@@ -281,15 +290,19 @@ def judge_truncated(
         weights = jnp.real(jnp.diagonal(coupling))
         Ms = slope_matrices(theta, S, D, function, t_function)
         values = [weighted_sums(weights, f) for f in function(theta)]
-        return (values, [jnp.sum(coupling.T.astype(M.dtype) * M) for M in Ms]), Ms
+
+        def slope(M):
+            return jnp.sum(coupling.T.astype(M.dtype) * M)
+
+        return (values, [per_entry(slope, M.ndim - 2)(M) for M in Ms]), Ms
 
     (sums_before, _), (sums_after, Ms) = sums(*before), sums(*after)
     change = jtu.tree_map(lambda x, y: jnp.abs(x - y), sums_before, sums_after)
     changes = zip(*change, strict=True)
     S = space.S
     is_known = jnp.asarray(earlier > 0) & jnp.asarray(shallow > 0)
-    bars = []
-    for M, leaf_error, change in zip(Ms, space.leaf_errors, changes, strict=True):
+
+    def slope_bar(M, leaf_error, change):
         B = matmul(S[:rows], matmul(M, S[:rows].conj().T))
         samples, tested = sample_forms(left_out, B)
         if space.columns is not None:
@@ -298,7 +311,12 @@ def judge_truncated(
         bar = leave_one_out_bar(paired_samples(samples, size))
         remaining = jnp.where(is_known, _slope_error(leaf_error, *change), jnp.inf)
         error = jnp.hypot(bar.standard_error, remaining)
-        bars.append(bar._replace(standard_error=error))
+        return bar._replace(standard_error=error)
+
+    bars = [
+        per_entry(slope_bar, M.ndim - 2)(M, *errors)
+        for M, *errors in zip(Ms, space.leaf_errors, changes, strict=True)
+    ]
     if space.solutions is not None and space.form_errors is not None:
         u = matmul(S, space.solutions)
         error = _errors_of_forms(space, u, D, t_rhs)
@@ -316,10 +334,10 @@ def _slope_error(
     """Truncation error of a derivative, from the function's truncation error.
 
     The latter is a fraction r of the function's change in the last step. Derivatives
-    converge later, and `value_error` is half a bracket with f(T) at one end. So we take
-    3 r times the derivative's change, at most all; or r, at most 1.5, if the function
-    has not converged. With two kernels and a spin chain, the true error was 0.2 to 1.7
-    times this estimate, up to rounding.
+    converge later, and `value_error` is half a bracket with f(T) at one end. So we
+    multiply the derivative's change by 3 r, at most 1. If r is above 1, the function
+    has not converged, and we multiply by r, at most 1.5. With two kernels and a spin
+    chain, the true error was 0.2 to 1.7 times this estimate, up to rounding.
     """
     r = value_error / divisor(change)
     return slope_change * jnp.clip(r, jnp.minimum(3 * r, 1), 1.5)

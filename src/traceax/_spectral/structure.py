@@ -22,7 +22,7 @@ from .._operators.entries import known_diagonal
 from .._operators.space import Space, apply_block, is_known
 from .._results import RESULTS
 from .._rule import Evidence, Outcome
-from .base import exact_stats, spectral_outcome
+from .base import domain_results, exact_stats, spectral_outcome
 from .function import HIDDEN, LOG, RECIPROCAL, largest_asymmetry
 from .state import SpectralState
 
@@ -75,7 +75,7 @@ def _by_diagonal(state: SpectralState) -> Outcome:
         rounding = 100 * jnp.sqrt(jnp.finfo(points.dtype).eps) * largest_entry(entries)
         result = RESULTS.where(imaginary > rounding, RESULTS.not_hermitian, result)
         function = function.in_range(points)
-        values = [jnp.sum(f) for f in function(points)]
+        values = [jnp.sum(f, axis=-1) for f in function(points)]
     else:
         if function.evaluates(LOG):
             sizes = jnp.abs(entries)
@@ -86,18 +86,18 @@ def _by_diagonal(state: SpectralState) -> Outcome:
         singular = jnp.any(entries == 0)
         result = RESULTS.where(singular, RESULTS.outside_domain, result)
         points = jnp.full_like(points, jnp.inf)
-    bars = [_rounded(x, jnp.zeros_like(points, shape=())) for x in values]
+    bars = [_rounded(x, jnp.zeros(x.shape, points.dtype)) for x in values]
     stats.update(num_matvecs=diagonal.num_matvecs, **function.unit)
     weights = jnp.where(jnp.isinf(points), jnp.inf, jnp.ones_like(points))
     evidence = Evidence(values, jtu.Partial(_judge_sums))
     return _made(state, bars, result, stats, points, weights, evidence)
 
 
-def _rounded(value: Inexact[Array, ""], error: Float[Array, ""]) -> ErrorBar:
+def _rounded(value: Inexact[Array, "*s"], error: Float[Array, "*s"]) -> ErrorBar:
     return ErrorBar(value, error, jnp.full_like(error, jnp.inf))
 
 
-def _judge_sums(values: list[Inexact[Array, ""]]) -> list[ErrorBar]:
+def _judge_sums(values: list[Inexact[Array, "..."]]) -> list[ErrorBar]:
     return [_rounded(x, jnp.zeros_like(jnp.real(x))) for x in values]
 
 
@@ -219,7 +219,7 @@ def _made(
 ) -> Outcome:
     """The outcome for an exact answer."""
     stats = {**stats, **exact_stats(state, [x.mean for x in bars], points)}
-    results = [result] * len(bars)
+    results = domain_results([jnp.zeros(x.mean.shape, bool) for x in bars], result)
     return spectral_outcome(
         state, bars, results, stats, points, weights, evidence=evidence
     )
