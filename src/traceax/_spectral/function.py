@@ -187,23 +187,22 @@ def divided_differences(
     equal = distance == 0
     safe = jnp.where(equal, 1, distance)
 
-    def quotients(f_x, f_y, slope_x, slope_y, below, above, between, base, shifted):
-        f_x, f_y = f_x[:, None], f_y[None, :]
+    def quotients(f_x, f_y, f_moved, slope_x, slope_y, below, above, between):
+        f_x, f_y, f_moved = f_x[:, None], f_y[None, :], f_moved[:, None]
         secant = (f_x - f_y) / safe.astype(f_x.dtype)
         mean = (below + above) / 2
         end_mean = (slope_x[:, None] + slope_y[None, :]) / 2
         off = jnp.maximum(jnp.abs(mean - between), jnp.abs(mean - end_mean))
         mean_error = off * (off / divisor(jnp.abs(mean)))
         secant_error = eps * jnp.maximum(jnp.abs(f_x), jnp.abs(f_y)) / jnp.abs(safe)
-        quotient = (shifted - base) / tiny.astype(base.dtype)
+        quotient = (f_moved - f_x) / tiny.astype(f_x.dtype)
         mean = jnp.where(jnp.isfinite(mean), mean, quotient)
         return jnp.where(equal | (mean_error <= secant_error), mean, secant)
 
     parts = (
-        *(function(points) for points in (x, y)),
+        *(function(points) for points in (x, y, x + tiny)),
         *(derivative(function, points) for points in (x, y)),
         *(derivative(function, middle + by) for by in (-offset, offset, 0)),
-        *(function(points) for points in (middle, middle + tiny)),
     )
     leaves = zip(*parts, strict=True)
     return [per_entry(quotients, leaf[0].ndim - 1)(*leaf) for leaf in leaves]
