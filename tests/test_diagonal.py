@@ -267,6 +267,49 @@ def test_leaf_traces(probes):
 
 
 @pytest.mark.x64
+@pytest.mark.parametrize("probes", ["whole", "blocks"])
+def test_groups_of_leaves(probes):
+    A = matrix(lambda i: i**-0.5)
+    parts = np.split(np.diag(A), np.cumsum(SIZES)[:-1])
+    truth = {"a": parts[0].sum() + parts[3].sum(), "b": parts[1].sum() + parts[2].sum()}
+    groups = ["a", "b", "b", "a"]
+
+    def run_once(key):
+        sums, total = tx.leaf_traces(
+            key, by_leaf(A), 24, probes=probes, groups=groups, throw=False
+        )
+        low, high = sums.confidence_interval()
+        inside = [(low[x] <= truth[x]) & (truth[x] <= high[x]) for x in "ab"]
+        added = sums.value["a"] + sums.value["b"] - total.value
+        value, error = (
+            jnp.stack([*x.values()]) for x in (sums.value, sums.standard_error)
+        )
+        return value, error, jnp.stack(inside), added
+
+    value, error, inside, added = over_keys(run_once, 2000)
+    assert z_score(value, np.array([*truth.values()])) < 4.5
+    assert np.all(inside.mean(axis=0) > 0.93)
+    deviation = np.sqrt(np.mean((value - np.array([*truth.values()])) ** 2, axis=0))
+    ratio = np.sqrt(np.mean(error**2, axis=0)) / deviation
+    assert 0.8 < ratio.min() <= ratio.max() < 1.4
+    np.testing.assert_allclose(added, 0, atol=1e-10)
+
+
+def test_groups_may_be_a_prefix():
+    structure = {
+        "a": [jax.ShapeDtypeStruct((3,), jnp.float32)] * 2,
+        "b": jax.ShapeDtypeStruct((4,), jnp.float32),
+    }
+    operator = lx.IdentityLinearOperator(structure)
+    sums, _ = tx.leaf_traces(
+        jr.key(0), operator, 10, groups={"a": "first", "b": "last"}
+    )
+    assert sums.value == {"first": 6, "last": 4}
+    with pytest.raises(ValueError, match="groups must be a prefix"):
+        tx.leaf_traces(jr.key(0), operator, 10, groups={"a": 1})
+
+
+@pytest.mark.x64
 def test_small_blocks_leave_products_to_the_others():
     # Two products answer the block with 2 entries exactly, so the others get 14 each.
     sizes = (20, 2, 18)

@@ -1,14 +1,14 @@
 """Entry points for diagonals, leaf traces and Frobenius norms."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Key
+from jaxtyping import Array, ArrayLike, Key, PyTree
 
 from ._arguments import check_budget, check_key, require
 from ._error_bar import ErrorBar, exact_bar, sum_of_independent
@@ -100,6 +100,7 @@ def leaf_traces(
     estimator: TraceEstimator | None = None,
     *,
     probes: Literal["whole", "blocks"] = "whole",
+    groups: PyTree = None,
     throw: bool = True,
 ) -> tuple[Estimate, Estimate]:
     r"""Estimates the trace of each diagonal block of an operator, one per leaf.
@@ -122,10 +123,12 @@ def leaf_traces(
     - `k`: the budget of products. With blocks it counts products with blocks, and must
         be at least three per leaf.
     - `estimator`: as for [`traceax.diagonal`][]. Blocks always use Hutchinson's.
+    - `groups`: labels for leaves, all strings or all integers, as a prefix PyTree of
+        the operator's input. Leaves with the same label form a group, such as a layer.
 
     **Returns:** a tuple of two [`traceax.Estimate`][]s. The first has a scalar per
-    leaf, in the structure of the operator's input. The second, the total, has its own
-    error bar.
+    leaf, in the structure of the operator's input, or a dictionary with a scalar per
+    label. The second, the total, has its own error bar.
     """
     where = "traceax.leaf_traces"
     state = init_state(key, operator, where)
@@ -135,8 +138,13 @@ def leaf_traces(
     require(probes in ("whole", "blocks"), where, rule, repr(probes), hint)
     known = known_diagonal(operator) is not None
     sizes = tuple(math.prod(leaf.shape) for leaf in leaves)
+    labels = list(range(len(leaves)))
+    if groups is not None:
+        labels = _broadcast_labels(groups, space.structure, where)
+    members = {x: tuple(i for i, y in enumerate(labels) if x == y) for x in labels}
+    indices = tuple(members.values())
     if probes == "whole" or known or check_budget(k, where) >= space.size:
-        functional = LeafSums(space.has_real_trace, sizes)
+        functional = LeafSums(space.has_real_trace, sizes, indices)
         state = TraceState(state.key, operator, functional=functional)
         estimate = estimate_whole(where, state, k, estimator, throw=throw)
     else:
@@ -147,15 +155,32 @@ def leaf_traces(
         rule, hint = f"k must be at least {3 * number}", "or leave out probes='blocks'"
         rule = f"{rule}, three products for each of {number} blocks"
         require(k >= 3 * number, where, rule, str(k), hint)
-        estimate = _by_block(with_data(state), k)
+        estimate = _by_block(with_data(state), k, indices)
         estimate = raise_failure(estimate) if throw else estimate
-    by_leaf = _with_parts(estimate, lambda x: treedef.unflatten(list(x[:-1])))
-    return by_leaf, _with_parts(estimate, lambda x: x[-1])
+
+    def by_group(x):
+        if groups is None:
+            return treedef.unflatten(list(x[:-1]))
+        return dict(zip(members, x[:-1], strict=True))
+
+    return _with_parts(estimate, by_group), _with_parts(estimate, lambda x: x[-1])
+
+
+def _broadcast_labels(groups: PyTree, structure: PyTree, where: str) -> list[Hashable]:
+    try:
+        return jtu.tree_leaves(jax.tree.broadcast(groups, structure))
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: groups must be a prefix of the operator's input "
+            f"{jtu.tree_structure(structure)}, got {groups}; label every subtree."
+        ) from error
 
 
 @jitted
-def _by_block(state: TraceState, k: int) -> Estimate:
-    """Hutchinson's estimates for all block traces, followed by their sum.
+def _by_block(
+    state: TraceState, k: int, groups: tuple[tuple[int, ...], ...]
+) -> Estimate:
+    """Hutchinson's estimates for the block traces in every group, and their sum.
 
     Blocks that are exact with fewer probes leave the rest of their share to the others.
     """
@@ -173,7 +198,14 @@ def _by_block(state: TraceState, k: int) -> Estimate:
         outcome, _ = outcome_of(HutchinsonEstimator(), block, share, None)
         bars[i] = cast_bar(outcome.bars[0], dtype)
         used += min(share, size)
-    bars.append(sum_of_independent(*bars))
+    # Probes on different leaves are independent.
+    sums = [
+        bars[group[0]]
+        if len(group) == 1
+        else sum_of_independent(*(bars[i] for i in group))
+        for group in groups
+    ]
+    bars = [*sums, sum_of_independent(*bars)]
     bar = ErrorBar(*map(jnp.stack, zip(*bars, strict=True)))
     stats = {
         "num_matvecs": jnp.int32(used),

@@ -73,20 +73,23 @@ class Diagonal(Functional):
 
 @dataclasses.dataclass(frozen=True)
 class LeafSums(Functional):
-    """The sums over groups of adjacent rows, followed by their total.
+    """The sums over groups of leaves, followed by their total.
 
-    - `sizes`: the number of rows in each group.
+    - `sizes`: the number of rows in each leaf. A leaf's rows are adjacent.
+    - `groups`: the leaves in each group.
     """
 
     sizes: tuple[int, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def num_rows(self, n):
-        return np.array([*self.sizes, n])
+        return np.array([*(sum(self.sizes[i] for i in x) for x in self.groups), n])
 
     def sum(self, rows):
         rows = jnp.real(rows) if self.real else rows
         parts = jnp.split(rows, np.cumsum(self.sizes)[:-1])
-        sums = jnp.stack([jnp.sum(part, axis=0) for part in parts])
+        leaves = [jnp.sum(part, axis=0) for part in parts]
+        sums = jnp.stack([sum(leaves[i] for i in group) for group in self.groups])
         return jnp.concatenate([sums, jnp.sum(sums, axis=0, keepdims=True)])
 
 

@@ -60,8 +60,9 @@ def trace_function(
     **Arguments:**
 
     - `key`: a single key, typed or legacy.
-    - `fn`: a function of a real scalar that JAX can differentiate. If it returns a
-        PyTree of scalars, all are estimated from the same products.
+    - `fn`: a function of a real scalar that JAX can differentiate. It may return an
+        array or a PyTree: all entries are estimated from the same products. For many
+        parameters, return one array, which compiles like a scalar.
     - `operator`: a symmetric lineax operator (Hermitian if complex) on arrays or
         PyTrees. It needs no tag, but its products are checked.
     - `k`: the budget of products, a positive Python int. The answer is exact for
@@ -82,7 +83,7 @@ def trace_function(
         sampling error at no product, and plays no part in derivatives. A wrong trace
         need not show in the error bar.
     - `rtol`, `atol`, `level`, `progress_meter`, `throw`: as for [`traceax.trace`][]. A
-        tolerance applies to every leaf, and needs a [`traceax.KrylovAwareEstimator`][].
+        tolerance applies to every entry, and needs a [`traceax.KrylovAwareEstimator`][].
 
     **Returns:** a [`traceax.Estimate`][] whose value has the structure that `fn`
     returns. Its error bar includes sampling error and truncation error. For monotone
@@ -92,7 +93,7 @@ def trace_function(
     the smallest eigenvalue. With `stats["ritz_values"]` and `stats["ritz_weights"]`,
     `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)` without more products.
 
-    **Raises:** as [`traceax.trace`][]; `ValueError` if `fn` doesn't return scalars; a
+    **Raises:** as [`traceax.trace`][]; `ValueError` if `fn` returns no arrays; a
     run-time error if the operator isn't Hermitian or `fn` isn't finite on its spectrum.
     """
     where = "traceax.trace_function"
