@@ -21,10 +21,13 @@ FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 OTHERS = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # isn't run
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
 OPTIONAL = re.compile(
-    r"^(?:import|from) (asdex|flax|folx|gaussx|gpjax|matfree|optax|tinygp)\b",
+    r"^(?:import|from) (asdex|celerite2|cuthbert|dynamax|flax|folx|furax|gaussx|gpjax"
+    r"|jax_healpy|matfree|netket|nifty|numpyro|openfermion|optax|ott|phonopy|pyamg|pyscf"
+    r"|quspin|qutip|s2fft|skfem|tinygp)\b",
     re.MULTILINE,
 )
-MIXING = {"folx", "gaussx", "gpjax", "tinygp"}  # dtypes and ranks
+# All others mix dtypes and ranks.
+STRICT = {"asdex", "flax", "matfree", "optax"}
 SHOWN = re.compile(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")  # relative ones
 
@@ -56,7 +59,7 @@ def test_code_runs(page):
         needed = OPTIONAL.findall(code)
         if not all(importlib.util.find_spec(name) for name in needed):
             continue
-        if MIXING & set(needed):
+        if set(needed) - STRICT:
             jax.config.update("jax_numpy_dtype_promotion", "standard")
             jax.config.update("jax_numpy_rank_promotion", "allow")
         exec(compile(code, str(page), "exec"), namespace)
