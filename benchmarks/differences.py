@@ -312,7 +312,7 @@ def laplax():
         found = marginal_log_likelihood(
             curvature, {"prior_prec": prior}, data, curv_type="lanczos", **options
         )
-        # The posterior precision is 2 x^T x + prior I: the loss is a sum of squares.
+        # The posterior precision is 2 x^T x + prior I, since the loss adds squares.
         precision = 2 * x.T @ x + prior * np.eye(p)
         joint = (
             -np.sum((y - x @ w) ** 2) / 2 - prior * w @ w / 2 + p * np.log(prior) / 2
@@ -350,9 +350,7 @@ def skerch():
     import torch
     from skerch.algorithms import snorm, xhutchpp
 
-    warnings.simplefilter(
-        "ignore"
-    )  # skerch warns about noise that isn't of unit modulus.
+    warnings.simplefilter("ignore")  # skerch warns about noise without unit modulus.
     a = torch.tensor(REAL)
     for noise, why in (
         ("rademacher", "No difference."),
