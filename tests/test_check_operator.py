@@ -159,3 +159,25 @@ def test_other_arguments():
             check_operator(*arguments)
     with pytest.raises(TypeError, match="check_operator: key must be a single key"):
         check_operator(0, _function(A))
+
+
+@jax.custom_jvp
+def _wrong_twice(x):
+    return jnp.sum(jnp.exp(x))
+
+
+@_wrong_twice.defjvp
+def _wrong_twice_jvp(primals, tangents):
+    slopes = jax.lax.stop_gradient(jnp.exp(primals[0]))  # right once only
+    return _wrong_twice(*primals), jnp.vdot(slopes, tangents[0])
+
+
+def test_hessians_equal_differences_of_gradients():
+    x = jnp.linspace(0.0, 1.0, 10)
+    key = jax.random.key(0)
+    for fn in (lambda x: jnp.sum(jnp.exp(x)), lambda x: jnp.sum(jnp.abs(x - 0.3))):
+        check_operator(key, tx.HessianLinearOperator(fn, x))
+    wrong = tx.HessianLinearOperator(lambda x: _wrong_twice(x) + jnp.sum(x**2), x)
+    for operator in (wrong, lx.TaggedLinearOperator(wrong, lx.symmetric_tag)):
+        with pytest.raises(AssertionError, match=r"Hessian: off by 0\.[345]"):
+            check_operator(key, operator)

@@ -22,8 +22,8 @@ OTHERS = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # isn't ru
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
 OPTIONAL = re.compile(
     r"^(?:import|from) (asdex|celerite2|cuthbert|dynamax|flax|folx|furax|gaussx|gpjax"
-    r"|jax_healpy|matfree|netket|nifty|numpyro|openfermion|optax|ott|phonopy|pyamg|pyscf"
-    r"|quspin|qutip|s2fft|skfem|tinygp)\b",
+    r"|jax_healpy|matfree|netket|nifty|numpyro|openfermion|optax|optimistix|ott|phonopy|pyamg"
+    r"|pyscf|quspin|qutip|s2fft|skfem|tinygp)\b",
     re.MULTILINE,
 )
 # All others mix dtypes and ranks.

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.flatten_util as jfu
 import jax.numpy as jnp
 import jax.random as jr
 import lineax as lx
@@ -12,11 +14,19 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Key
 
 from .._arguments import check_key, require
+from .._linalg.dense import divisor
 from .._linalg.whitening import Preconditioner
 from .._operators.check import as_complex, as_data, checked_operator
+from .._operators.curvature import HessianLinearOperator
 from .._operators.entries import columns_of, diagonal_of
 from .._operators.solvers import solver_tolerance
-from .._operators.space import apply_block, is_known, is_semidefinite, space_of
+from .._operators.space import (
+    apply_block,
+    is_known,
+    is_semidefinite,
+    parts_of,
+    space_of,
+)
 from .._preconditioner import check_own
 
 
@@ -110,6 +120,7 @@ def check_operator(key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> 
     | semidefinite, Hermitian | `y^* A x = (x^* A y)^*`, and Ritz values have one sign |
     | diagonal, tridiagonal, triangular | a product with a stretch of a vector ends where it must |
     | unit diagonal | four diagonal entries are 1 |
+    | Hessian | a [`traceax.HessianLinearOperator`][] multiplies as differences of gradients do, to 1 % |
     | transpose, adjoint | `A.transpose()` and its conjugate, if they exist, have the same bilinear forms as A |
 
     Tags are checked if lineax reports them. A tag that is wrong in a few entries can
@@ -126,7 +137,37 @@ def check_operator(key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> 
     require(is_operator, where, what, operator, hint, TypeError)
     rng = np.random.default_rng(np.asarray(jr.key_data(check_key(key, where))))
     errors, line = _errors(rng, operator), "{}: off by {:.1g}, at most {:.1g} allowed"
+    hessians = parts_of(operator, HessianLinearOperator)
+    errors = [*errors, *(_gradient_error(rng, hessian) for hessian in hessians)]
     report(operator, [line.format(*x) for x in errors if not x[1] <= x[2]])
+
+
+def _gradient_error(rng: Any, hessian: Any) -> tuple[str, float, float]:
+    """Compares a product with a central difference, whose error a second one shows.
+
+    Custom derivative rules, such as Danskin's, may hold for first derivatives alone.
+    """
+    x, unravel = jfu.ravel_pytree(hessian.x)
+    direction = rng.normal(size=x.size)
+    direction = jnp.asarray(direction / np.linalg.norm(direction), x.dtype)
+
+    @jax.jit
+    def gradient(x):
+        slopes = jax.grad(lambda x: hessian.fn(x, hessian.args))(unravel(x))
+        return jfu.ravel_pytree(slopes)[0]
+
+    eps = float(jnp.finfo(x.dtype).eps)
+    step = eps ** (1 / 3) * max(float(jnp.linalg.norm(x)), 1.0)
+    fine, coarse = (
+        (gradient(x + h * direction) - gradient(x - h * direction)) / (2 * h)
+        for h in (step, 2 * step)
+    )
+    product, _ = jfu.ravel_pytree(hessian.mv(unravel(direction)))
+    rounding = 10 * eps * jnp.linalg.norm(gradient(x)) / step
+    size = divisor(jnp.linalg.norm(fine))
+    allowed = 3 * (jnp.linalg.norm(fine - coarse) + rounding) / size
+    error = jnp.linalg.norm(product - fine) / size
+    return "Hessian", float(error), max(0.01, float(allowed))
 
 
 def _errors(rng: Any, operator: Any) -> Iterator[tuple[str, float, float]]:
