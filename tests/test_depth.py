@@ -122,7 +122,7 @@ def test_terms_sum_to_the_likelihood_and_k_is_required_without_a_bracket():
         lambda: tx.logdet(key, plain, estimator=KRYLOV),
         lambda: tx.logdet(key, K, None, quadrature, shift=noise),
     ):
-        with pytest.raises(TypeError, match=r"k must .* unless .* has a bracket"):
+        with pytest.raises(TypeError, match=r"k must .* unless .* monotone function"):
             call()
 
 

@@ -418,7 +418,9 @@ def test_shifts_of_every_leaf():
         {"bias": jnp.ones(2), "weights": 1.0},
         jnp.ones((2, 4)),
     ):
-        with pytest.raises(ValueError, match="or a PyTree in the structure"):
+        with pytest.raises(
+            ValueError, match="or a PyTree with the operator's structure"
+        ):
             tx.logdet(jr.key(0), operator, 11, shift=wrong)
 
 
