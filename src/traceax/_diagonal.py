@@ -199,12 +199,7 @@ def _by_block(
         bars[i] = cast_bar(outcome.bars[0], dtype)
         used += min(share, size)
     # Probes on different leaves are independent.
-    sums = [
-        bars[group[0]]
-        if len(group) == 1
-        else sum_of_independent(*(bars[i] for i in group))
-        for group in groups
-    ]
+    sums = [sum_of_independent(*(bars[i] for i in group)) for group in groups]
     bars = [*sums, sum_of_independent(*bars)]
     bar = ErrorBar(*map(jnp.stack, zip(*bars, strict=True)))
     stats = {

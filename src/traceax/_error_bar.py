@@ -261,6 +261,8 @@ def _cap_freedom(bar: ErrorBar, m: ArrayLike) -> ErrorBar:
 
 def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     """The error bar for a sum of independent estimates, by Satterthwaite's rule."""
+    if len(bars) == 1:
+        return bars[0]
     means, errors, freedoms = (jnp.stack(x) for x in zip(*bars, strict=True))
     unit = divisor(jnp.max(errors))
     variances = (errors / unit) ** 2

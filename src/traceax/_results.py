@@ -81,15 +81,19 @@ def _is_result(x: object) -> bool:
     return isinstance(x, type(RESULTS.successful))
 
 
+def per_entry(fn: Callable, entries: int) -> Callable:
+    """`fn` for scalars, applied to every entry of arrays with `entries` leading axes."""
+    for _ in range(entries):
+        fn = jax.vmap(fn)
+    return fn
+
+
 def map_results(fn: Callable[..., Any], result: PyTree[RESULTS], *trees: Any) -> PyTree:
     """Applies `fn(result, *parts)` to each result, or entry of one, and its part of each
     tree."""
 
     def apply(result, *parts):
-        mapped = fn
-        for _ in range(has_failed(result).ndim):
-            mapped = jax.vmap(mapped)
-        return mapped(result, *parts)
+        return per_entry(fn, has_failed(result).ndim)(result, *parts)
 
     return jtu.tree_map(apply, result, *trees, is_leaf=_is_result)
 

@@ -24,9 +24,9 @@ from .._linalg.dense import (
 )
 from .._operators.inverse import errors_of_solves, solve_of_column
 from .._operators.space import apply_block, complex_dtype
-from .._results import RESULTS, finite_or_failed
+from .._results import RESULTS, finite_or_failed, per_entry
 from .._rule import Evidence, Outcome, as_arrays, cast_bar
-from .function import per_entry, ritz_values, rounding_errors
+from .function import ritz_values, rounding_errors
 from .stand_in import Exact, RitzStandIn, judge_exact
 from .state import SpectralState, init_spectral_state
 

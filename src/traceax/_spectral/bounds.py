@@ -36,10 +36,10 @@ from .._linalg.left_out_krylov import (
     tested_weights,
 )
 from .._linalg.types import fori_loop
+from .._results import per_entry
 from .function import (
     SpectralFunction,
     derivative,
-    per_entry,
     remaining,
     weighted_sums,
 )
@@ -209,6 +209,13 @@ def bracket_midpoints(
     return midpoints, [(jnp.minimum(*x), jnp.maximum(*x)) for x in ends]
 
 
+def leaf_samples(
+    weights: Float[Array, "3 m k"], leaves: list[Inexact[Array, "... k"]]
+) -> list[Inexact[Array, "... 3 m"]]:
+    """Samples, and samples with a second probe left out, for every leaf."""
+    return [weighted_sums(weights, f[..., None, None, :]) for f in leaves]
+
+
 def sample_mean(samples: Inexact[Array, "*s 3 m"]) -> Inexact[Array, "*s"]:
     return jnp.mean(samples[..., 0, :], axis=-1)
 
@@ -306,10 +313,8 @@ def columns_control(
     g = matmul(left_out.tests[1:].reshape(-1, len(S)), S.conj())
     coupling = matmul(g.T, factors.astype(g.dtype) * g.conj())
     controls = [
-        per_entry(control.corrections, f.ndim - 1)(
-            weighted_sums(weights, f[..., None, None, :])
-        )
-        for f in leaves
+        per_entry(control.corrections, x.ndim - 2)(x)
+        for x in leaf_samples(weights, leaves)
     ]
     return controls, coupling, control
 

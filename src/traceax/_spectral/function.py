@@ -17,7 +17,7 @@ from .._arguments import check_real_scalar, kind_of
 from .._linalg.dense import divisor, largest_entry, power_of_two_scale
 from .._operators.closure import closure
 from .._operators.space import Space, structure_of
-from .._results import RESULTS
+from .._results import RESULTS, per_entry
 
 # Errors in eigenvalues, in units of eps times the largest one: the standard error, and
 # the largest that we saw (Laplacians and Gram matrices, order 5 to 1,000, 32 bits).
@@ -157,13 +157,6 @@ def derivative(
     function: Callable[[Array], list[Array]], points: Float[Array, "..."]
 ) -> list[Inexact[Array, "..."]]:
     return jax.jvp(function, (points,), (jnp.ones_like(points),))[1]
-
-
-def per_entry(fn: Callable, entries: int) -> Callable:
-    """`fn` for a scalar leaf, applied to every entry of a leaf with `entries` axes."""
-    for _ in range(entries):
-        fn = jax.vmap(fn)
-    return fn
 
 
 def divided_differences(

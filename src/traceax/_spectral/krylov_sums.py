@@ -18,7 +18,7 @@ from .._linalg.left_out_krylov import (
     sample_weights,
 )
 from .._operators.entries import known_trace
-from .._results import RESULTS
+from .._results import RESULTS, per_entry
 from .._tolerance import Depth
 from .base import Forms, domain_results, forms_between
 from .bounds import (
@@ -30,13 +30,14 @@ from .bounds import (
     end_errors,
     evaluate_at_bounds,
     extended_pairs,
+    leaf_samples,
     lower_ends,
     outer_ends,
     quadrature_errors,
     sample_mean,
     trace_control,
 )
-from .function import per_entry, ritz_values, rounding_errors, weighted_sums
+from .function import ritz_values, rounding_errors, weighted_sums
 from .state import SpectralState
 
 
@@ -130,7 +131,7 @@ def krylov_sums(
         if inside is None:
             trace = state.trace
             trace = known_trace(state.operator) if trace is None else trace
-    sums, controls, columns = _samples(weights, leaves), None, None
+    sums, controls, columns = leaf_samples(weights, leaves), None, None
     if inside is not None:
         controls, change, columns = columns_control(*inside, left_out, S_rows, leaves)
         coupling = coupling + change
@@ -159,7 +160,7 @@ def krylov_sums(
         form = jnp.sum(squares(inner(vectors, rhs)) / nodes[:, None], axis=0)
         end_weights = sample_weights(left_out, vectors[:rows])
         # We use the controls for T, so they don't change the bracket's length.
-        return _controlled(_samples(end_weights, function(nodes)), controls), form
+        return _controlled(leaf_samples(end_weights, function(nodes)), controls), form
 
     def changes(others):
         pairs = zip(samples, others, strict=True)
@@ -220,13 +221,6 @@ def krylov_sums(
         forms=forms,
         columns=columns,
     )
-
-
-def _samples(
-    weights: Float[Array, "3 m k"], leaves: list[Inexact[Array, "... k"]]
-) -> list[Inexact[Array, "... 3 m"]]:
-    """Samples, and samples with a second probe left out, for every leaf."""
-    return [weighted_sums(weights, f[..., None, None, :]) for f in leaves]
 
 
 def _bar(samples: Samples, magnitude: Float[Array, ""]) -> ErrorBar:

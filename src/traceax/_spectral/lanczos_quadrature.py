@@ -15,12 +15,12 @@ from .._error_bar import gram_of, independent_samples, off_diagonal_size
 from .._linalg.dense import column_norms, divisor, eigh, largest_entry, matmul
 from .._linalg.krylov import KrylovSpaces, RitzPairs, lanczos, residual_norms
 from .._operators.space import apply_block
+from .._results import per_entry
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
 from .base import SpectralEstimator, domain_results, probes_and_steps, spectral_outcome
 from .bounds import end_errors, extended_pairs, outer_ends
 from .function import (
     SpectralFunction,
-    per_entry,
     remaining,
     ritz_values,
     rounding_errors,

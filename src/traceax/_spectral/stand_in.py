@@ -49,13 +49,13 @@ from .._linalg.left_out_krylov import (
 )
 from .._linalg.types import if_any
 from .._operators.space import product_tangent
+from .._results import per_entry
 from .._rule import Derivative, Evidence, StandIn
 from .bounds import ColumnControl
 from .function import (
     SpectralFunction,
     divided_differences,
     final,
-    per_entry,
     weighted_sums,
 )
 

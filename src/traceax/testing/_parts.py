@@ -142,7 +142,9 @@ def check_operator(key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> 
     report(operator, [line.format(*x) for x in errors if not x[1] <= x[2]])
 
 
-def _gradient_error(rng: Any, hessian: Any) -> tuple[str, float, float]:
+def _gradient_error(
+    rng: np.random.Generator, hessian: HessianLinearOperator
+) -> tuple[str, float, float]:
     """Compares a product with a central difference, whose error a second one shows.
 
     Custom derivative rules, such as Danskin's, may hold for first derivatives alone.
