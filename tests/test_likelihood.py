@@ -131,6 +131,58 @@ def test_intervals_and_derivatives_over_keys(columns):
         assert z_score(a + np.std(a, axis=0)[None], b) > 5
 
 
+def test_a_precision_matrix_needs_no_noise():
+    # The space has converged, so only the probes cause errors.
+    y = jr.normal(jr.key(1), (144, 2))
+    path = 2 * jnp.eye(12) - jnp.eye(12, k=1) - jnp.eye(12, k=-1)
+    laplacian = jnp.kron(path, jnp.eye(12)) + jnp.kron(jnp.eye(12), path)
+
+    def matrix(log_scale):
+        return jnp.exp(log_scale) * laplacian + jnp.eye(144)
+
+    def log_density(log_scale, y):
+        Q = matrix(log_scale)
+        constant = y.size * math.log(2 * math.pi)
+        quadratic = jnp.sum(y * jnp.linalg.solve(Q, y))
+        return -(2 * jnp.linalg.slogdet(Q)[1] + quadratic + constant) / 2
+
+    def value(log_scale, y, key, read):
+        Q = matrix(log_scale)
+        K = (
+            lx.MatrixLinearOperator(Q)
+            if read
+            else tx.as_operator(lambda v: Q @ v, y[:, 0])
+        )
+        estimate = tx.gaussian_log_likelihood(key, K, y, 110, shift=0)
+        return estimate.value, estimate.confidence_interval()
+
+    point, keys = jnp.zeros((), float_dtype()), jr.split(jr.key(0), 50)
+    truth, slopes = jax.value_and_grad(log_density, (0, 1))(point, y)
+    spreads = []
+    for read in (True, False):
+
+        @jax.jit
+        def run(keys, read=read):
+            differentiated = jax.value_and_grad(value, (0, 1), has_aux=True)
+            return jax.lax.map(lambda key: differentiated(point, y, key, read), keys)
+
+        (values, (low, high)), (in_scale, in_y) = run(keys)
+        assert np.mean((low <= truth) & (truth <= high)) >= 0.9
+        assert z_score(values, truth) < 4.5
+        assert z_score(values * 1.02, truth) > 5
+        assert z_score(in_scale, slopes[0]) < 4.5
+        assert_close(in_y[0], slopes[1], 1e-6 if is_x64() else 1e-3, 1e-3)
+        spreads.append(np.std(values))
+    # A readable diagonal gives the trace, which removes part of the sampling error.
+    assert spreads[0] < spreads[1]
+    terms = tx.inv_quad_logdet(
+        jr.key(0), lx.MatrixLinearOperator(matrix(0.0)), y, shift=0
+    )
+    assert terms.logdet.stats["num_matvecs"] == 0
+    assert_close(terms.logdet.value, jnp.linalg.slogdet(matrix(0.0))[1], 1e-5)
+    assert_close(matrix(0.0) @ terms.solution, y, 0, 1e-4)
+
+
 def test_noise_of_every_observation():
     x, y = observations()
     noise = jnp.asarray(np.linspace(0.01, 0.1, N), float_dtype())
@@ -492,7 +544,7 @@ def test_extreme_parameters_do_not_blame_the_kernel(which, far):
         assert jnp.all(jnp.isnan(gradient) | (gradient == 0))
 
 
-@pytest.mark.parametrize("shift", [0.0, -1.0, np.nan])
+@pytest.mark.parametrize("shift", [np.zeros(()), -1.0, np.nan])
 def test_nonpositive_noise_is_reported(shift):
     x, y = observations(n=12)
     K, options = process().kernel(x), {"shift": shift, "throw": False}
@@ -506,6 +558,8 @@ def test_nonpositive_noise_is_reported(shift):
     assert jnp.all(tx.choose_pivots(jr.key(0), K, 3, **options) < 12)
     with pytest.raises(ValueError, match="shift must be positive"):
         tx.gaussian_log_likelihood(jr.key(0), K, y, 6, shift=shift)
+    with pytest.raises(ValueError, match="shift must be positive"):
+        tx.logdet(jr.key(0), K, 6, shift=0.0, preconditioner=3)
 
 
 @pytest.mark.parametrize("door", [tx.gaussian_log_likelihood, tx.inv_quad_logdet])

@@ -70,12 +70,14 @@ def inv_quad_logdet(
     2,000 observations the estimator chooses the number of steps. And
 
     - `operator`: K without noise, symmetric or Hermitian and positive semidefinite,
-        such as a [`traceax.KernelLinearOperator`][]. It needs no tag.
+        such as a [`traceax.KernelLinearOperator`][]. It needs no tag. Without noise it
+        may be a precision matrix, which must be positive definite.
     - `y`: an array of shape `(n,)`, or `(n, q)` for q right-hand sides. Each right-hand
         side costs as a probe does. `RESULTS.y_not_finite` is about missing values.
     - `estimator`: a [`traceax.KrylovAwareEstimator`][].
     - `shift`: the noise variance N: a positive number, an array with one for each of
-        the n observations, or a PyTree in the operator's structure.
+        the n observations, or a PyTree in the operator's structure. The number 0 stands
+        for no noise, and takes no columns. Brackets are then not proven.
     - `preconditioner`: how many columns of K a preconditioner may use; or their indices
         from [`traceax.choose_pivots`][], for a fit; or a custom
         [`traceax.Preconditioner`][], which allows a noise of 0. The default is none.

@@ -17,7 +17,7 @@ from ._arguments import check_key, require
 from ._error_bar import ErrorBar
 from ._estimate import Estimate, with_slopes
 from ._estimator import limits, outcome_of
-from ._linalg.whitening import Preconditioner, scale_only
+from ._linalg.whitening import Preconditioner, Unscaled, scale_only
 from ._operators.check import checked_operator, is_data, jitted
 from ._operators.entries import diagonal_of, has_known_entries, readable_data
 from ._operators.space import ShiftedLinearOperator, Space, space_of
@@ -57,6 +57,9 @@ def solve(
     """Checks the arguments of an entry point, and runs one program for its answer."""
     key, operator = check_key(key, where), checked_operator(operator, where)
     data, space = readable_data(operator), space_of(operator)
+    is_zero = isinstance(shift, int | float | np.number) and shift == 0
+    if is_zero and preconditioner is None:
+        preconditioner = Unscaled(jnp.zeros((), space.real_dtype))
     custom = isinstance(preconditioner, Preconditioner)
     noise = noise_of(operator, shift, where, throw=options.throw, positive=not custom)
     preconditioner = check_preconditioner(preconditioner, operator, where)
@@ -123,9 +126,11 @@ def _pose(
         lower = jax.lax.stop_gradient(jnp.asarray(lower, space.real_dtype))
     B = PreconditionedLinearOperator(operator, P, noise if custom else None)
     trace = None
-    if preconditioner is None and has_known_entries(operator):
+    unscaled = isinstance(P, Unscaled)
+    if (preconditioner is None or unscaled) and has_known_entries(operator):
         # We pass the trace of B. With columns it would cost a product each.
-        trace = n + jnp.sum(jnp.real(diagonal_of(operator)) / noise)
+        diagonal = jnp.real(diagonal_of(operator))
+        trace = jnp.sum(diagonal) if unscaled else n + jnp.sum(diagonal / noise)
     state = SpectralState(key, B, LOG, lower, rhs, P, trace)
     # With a custom preconditioner we don't check the noise: ones always pass.
     noise = jnp.ones_like(noise) if custom else noise

@@ -93,6 +93,18 @@ class Preconditioner(eqx.Module):
         return self.apply(product(adjoint) + noise * adjoint)
 
 
+class Unscaled(Preconditioner):
+    """`M = I`, for an operator without noise."""
+
+    logdet: Float[Array, ""]
+    lower: None = None
+
+    def apply(self, block):
+        return block
+
+    apply_adjoint = apply
+
+
 class Whitening(Preconditioner):
     r"""`M = W N^-1/2` with `M^* M = P^-1`, for `P = N^1/2 (I + F F^*) N^1/2`.
 
