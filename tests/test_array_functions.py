@@ -120,3 +120,30 @@ def test_entries_fail_alone():
     assert tx.RESULTS[tx.RESULTS.outside_domain] in str(estimate)
     with pytest.raises(RuntimeError, match="not finite at an eigenvalue"):
         _values(fn, MATRIX)
+
+
+def test_entries_outside_the_domain_spare_the_gradients_of_others():
+    def log(rate):
+        return lambda x: jnp.log1p(-jnp.asarray(rate, x.dtype) * x)
+
+    def slope(matrix, rate, pick):
+        def value(matrix):
+            estimate = _values(log(rate), matrix, throw=False)
+            return pick(estimate.value)
+
+        return jax.grad(value)(matrix)
+
+    unit = MATRIX / jnp.linalg.norm(MATRIX, 2)
+    actual = jax.jit(lambda x: slope(x, [0.2, 1.5], lambda v: v[0]))(unit)
+    expected = jax.jit(lambda x: slope(x, 0.2, lambda v: v))(unit)
+    np.testing.assert_allclose(actual, expected, rtol=RTOL, atol=RTOL)
+    tangent = jax.jvp(
+        lambda x: _values(log([0.2, 1.5]), x, throw=False).value, *[[unit]] * 2
+    )
+    assert jnp.isnan(tangent[1][1])
+    assert not jnp.isnan(tangent[1][0])
+
+
+def test_empty_results_are_refused():
+    with pytest.raises(ValueError, match="or an empty one"):
+        _values(lambda x: x * jnp.zeros(0, x.dtype), MATRIX)

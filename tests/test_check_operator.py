@@ -181,3 +181,20 @@ def test_hessians_equal_differences_of_gradients():
     for operator in (wrong, lx.TaggedLinearOperator(wrong, lx.symmetric_tag)):
         with pytest.raises(AssertionError, match=r"Hessian: off by 0\.[345]"):
             check_operator(key, operator)
+
+
+def _wrong_at_scale(x):
+    return 1e-6 * _wrong_twice(1e3 * x)
+
+
+def test_hessians_are_checked_at_any_scale():
+    key, shifts = jax.random.key(0), jnp.linspace(1.0, 2.0, 80)
+
+    def wave(x):
+        return jnp.sum(jnp.sin(x) ** 2) + jnp.sum(x**2)
+
+    for far in (0.0, 100.0, 1000.0):
+        check_operator(key, tx.HessianLinearOperator(wave, far + shifts))
+    wrong = tx.HessianLinearOperator(_wrong_at_scale, 1e-3 * shifts)
+    with pytest.raises(AssertionError, match="Hessian: off by 1"):
+        check_operator(key, wrong)

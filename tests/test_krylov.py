@@ -12,7 +12,7 @@ from problems import SPECTRA, as_array, float_dtype, hermitian, is_x64, matrix
 from spectral_helpers import eps, normal, to_double
 
 from traceax._linalg.dense import eigh
-from traceax._linalg.krylov import arnoldi, block_lanczos, lanczos
+from traceax._linalg.krylov import arnoldi, arnoldi_factor, block_lanczos, lanczos
 from traceax._linalg.left_out_krylov import (
     coupling_of,
     leave_probes_out,
@@ -36,12 +36,14 @@ class Space(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=2)
 def _arnoldi(a, start, steps):
-    return arnoldi(lambda X: a @ X, start, steps)[:2]
+    run = arnoldi(lambda X: a @ X, start, steps)
+    return run.basis, arnoldi_factor(run, steps)[0]
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _block_lanczos(a, start, steps):
-    basis, factor, _ = arnoldi(lambda X: a @ X, start, steps)
+    run = arnoldi(lambda X: a @ X, start, steps)
+    basis, factor = run.basis, arnoldi_factor(run, steps)[0]
     return Space(basis, *block_lanczos(factor))
 
 

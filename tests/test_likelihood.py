@@ -649,3 +649,26 @@ def test_bars_of_a_loop_are_widened():
     assert_close(stopped.standard_error / fixed.standard_error, 5 / 3, 1e-6)
     fixed = tx.logdet(jr.key(3), p.kernel(x), used[1], estimator, shift=p.noise)
     assert_close(logdet.standard_error / fixed.standard_error, 5 / 3, 1e-6)
+
+
+@pytest.mark.parametrize(("shift", "k"), [(0, 60), (0, 120), (1e-2, 60), (1e-2, 120)])
+def test_slopes_of_forms_have_bars_before_convergence(shift, k):
+    # An autoregression's precision matrix has the condition 4e4.
+    n, eye = 200, np.eye(200)
+    Q = np.diag(np.r_[1, np.full(n - 2, 1 + 0.99**2), 1])
+    Q = Q - 0.99 * (np.eye(n, k=1) + np.eye(n, k=-1))
+    y = np.linalg.solve(
+        np.linalg.cholesky(Q).T, np.random.default_rng(0).normal(size=n)
+    )
+    u = np.linalg.solve(Q + shift * eye, y)
+    matrix, y = as_array(Q), as_array(y)
+
+    def inv_quad(scale):
+        K = tx.as_operator(lambda v: scale * (matrix @ v), y)
+        terms = tx.inv_quad_logdet(jr.key(1), K, y, k, shift=shift, throw=False)
+        return terms.inv_quad
+
+    one = jnp.ones((), float_dtype())
+    _, slope = jax.jit(lambda x: tx.jvp(inv_quad, (x,), (x,)))(one)
+    low, high = slope.confidence_interval()
+    assert low <= -u @ Q @ u <= high

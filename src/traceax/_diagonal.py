@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
+import numpy as np
 from jaxtyping import Array, ArrayLike, Key, PyTree
 
 from ._arguments import check_budget, check_key, require
@@ -167,6 +168,16 @@ def leaf_traces(
 
 
 def _broadcast_labels(groups: PyTree, structure: PyTree, where: str) -> list[Hashable]:
+    def is_labelled(*kinds):
+        labels = jtu.tree_leaves(groups, is_leaf=lambda x: x is None)
+        return all(isinstance(x, kinds) and not isinstance(x, bool) for x in labels)
+
+    valid = is_labelled(str) or is_labelled(int, np.integer)
+    rule, hint = (
+        "groups must have labels of one kind",
+        "use strings, or Python integers",
+    )
+    require(valid, where, rule, f"{groups}", hint, TypeError)
     try:
         return jtu.tree_leaves(jax.tree.broadcast(groups, structure))
     except ValueError as error:

@@ -76,8 +76,8 @@ def inv_quad_logdet(
         side costs as a probe does. `RESULTS.y_not_finite` is about missing values.
     - `estimator`: a [`traceax.KrylovAwareEstimator`][].
     - `shift`: the noise variance N: a positive number, an array with one for each of
-        the n observations, or a PyTree in the operator's structure. The number 0 stands
-        for no noise, and takes no columns. Brackets are then not proven.
+        the n observations, or a PyTree in the operator's structure. The number 0, not an
+        array, stands for no noise, and takes no columns. Brackets are then not proven.
     - `preconditioner`: how many columns of K a preconditioner may use; or their indices
         from [`traceax.choose_pivots`][], for a fit; or a custom
         [`traceax.Preconditioner`][], which allows a noise of 0. The default is none.

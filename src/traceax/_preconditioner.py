@@ -135,7 +135,7 @@ class PreconditionedLinearOperator(ByProducts):
 
     operator: lx.AbstractLinearOperator  # K
     preconditioner: Preconditioner
-    noise: Float[Array, " n"] | None = None  # N; None if M contains it
+    noise: Float[Array, " n"]  # N
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " n"]:
         # We work on a block, so that a `vmap` over vectors multiplies matrices.

@@ -61,6 +61,9 @@ def solve(
     if is_zero and preconditioner is None:
         preconditioner = Unscaled(jnp.zeros((), space.real_dtype))
     custom = isinstance(preconditioner, Preconditioner)
+    rule = "shift must be positive to take columns"
+    hint = "leave preconditioner= out, or pass a custom traceax.Preconditioner"
+    require(custom or not is_zero, where, rule, shift, hint)
     noise = noise_of(operator, shift, where, throw=options.throw, positive=not custom)
     preconditioner = check_preconditioner(preconditioner, operator, where)
     y = None if y is None else _check_rhs(y, space, where)
@@ -120,11 +123,13 @@ def _pose(
         P = scale_only(one, space.compute_dtype)
         return Problem(where, state, P, one if custom else noise, shape, finite)
     P = make_preconditioner(key, operator, preconditioner, noise)
-    rhs = None if rhs is None else P.apply(rhs)
+    # Fixed factors drift, and the stand-in differentiates them.
+    fixed = P if custom else jax.lax.stop_gradient(P)
+    rhs = None if rhs is None else fixed.apply(rhs)
     lower = P.lower
     if lower is not None:
         lower = jax.lax.stop_gradient(jnp.asarray(lower, space.real_dtype))
-    B = PreconditionedLinearOperator(operator, P, noise if custom else None)
+    B = PreconditionedLinearOperator(operator, fixed, noise)
     trace = None
     unscaled = isinstance(P, Unscaled)
     if (preconditioner is None or unscaled) and has_known_entries(operator):

@@ -49,7 +49,8 @@ class RESULTS(eqx.Enumeration):
     noise_not_positive = (
         "The noise, `shift` in a likelihood or with a preconditioner, is not positive or "
         "rounds to 0. Keep it positive, for example with its logarithm as the parameter, "
-        "and above the smallest number in its dtype."
+        "and above the smallest number in its dtype. For no noise, pass the number 0 itself, "
+        "not an array."
     )
     y_not_finite = (
         "y, the observations in a likelihood, holds NaN or infinite numbers, so the "

@@ -268,7 +268,9 @@ def make_stop(
 
 def check_tolerance(x: Any, name: str, dtype: DTypeLike, where: str) -> Scalar:
     """Checks a tolerance and makes it a real array with the precision of `dtype`."""
-    number = not (isinstance(x, bool | str) or jnp.ndim(x) != 0 or jnp.iscomplexobj(x))
+    kinds = int | float | np.number | np.ndarray | jax.Array
+    number = isinstance(x, kinds) and not isinstance(x, bool)
+    number = number and jnp.ndim(x) == 0 and not jnp.iscomplexobj(x)
     rule, hint = f"{name} must be a real number", "write 1e-2 for two digits"
     require(number, where, rule, f"{x!r}", hint, TypeError)
     valid = isinstance(x, jax.core.Tracer) or 0 <= float(np.asarray(x)) < math.inf

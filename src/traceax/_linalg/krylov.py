@@ -80,11 +80,21 @@ def arnoldi_factor(state: Arnoldi, steps: Steps) -> tuple[Array, Array]:
     return factor, triangular_factor(last_products - combine(basis, coefficients))
 
 
-def arnoldi(product: Product, start: Block, steps: int) -> tuple[Array, Array, Array]:
-    """K, H and R for any operator, in `m * steps <= n` products and O(n k^2) time."""
+def arnoldi_residual(
+    state: Arnoldi, coordinates: Inexact[Array, "k q"], steps: Steps
+) -> Inexact[Array, "n q"]:
+    """The part of `A K coordinates` orthogonal to K."""
+    basis, _, last_products = state
+    m = last_products.shape[1]
+    last = jax.lax.dynamic_slice_in_dim(coordinates, m * (steps - 1), m)
+    outside = combine(last_products, last)
+    return outside - combine(basis, inner(basis, outside))
+
+
+def arnoldi(product: Product, start: Block, steps: int) -> Arnoldi:
+    """All steps, for any operator, in `m * steps <= n` products and O(n k^2) time."""
     state = arnoldi_start(start, steps)
-    state = fori_loop(steps, lambda j, state: arnoldi_step(product, state, j), state)
-    return state.basis, *arnoldi_factor(state, steps)
+    return fori_loop(steps, lambda j, state: arnoldi_step(product, state, j), state)
 
 
 class Projected(NamedTuple):

@@ -130,10 +130,11 @@ def spectral_function(
             "jax.numpy, such as jnp.log for math.log, and jnp.where for if."
         )
         raise
-    if not jtu.tree_leaves(jax.eval_shape(made, scalar)):
+    shapes = jtu.tree_leaves(jax.eval_shape(made, scalar))
+    if not shapes or any(0 in x.shape for x in shapes):
         raise ValueError(
             f"{where}: fn must return a scalar, an array or a PyTree of these, got a "
-            "result without arrays; write it for one eigenvalue."
+            "result without arrays, or an empty one; write it for one eigenvalue."
         )
     traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
     if isinstance(fn, jax.stages.Wrapped) and not traced:

@@ -7,12 +7,19 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, Int
+from jaxtyping import Array, Int
 
 from .._arguments import check_optional_integer, without_numpy
 from .._error_bar import ErrorBar
 from .._linalg.dense import column_norms, combine, divisor, side_by_side
-from .._linalg.krylov import arnoldi, arnoldi_factor, arnoldi_start, arnoldi_step
+from .._linalg.krylov import (
+    Arnoldi,
+    arnoldi,
+    arnoldi_factor,
+    arnoldi_residual,
+    arnoldi_start,
+    arnoldi_step,
+)
 from .._operators.kernel import stored
 from .._operators.space import apply_block
 from .._rule import Evidence, Outcome
@@ -111,9 +118,10 @@ class KrylovAwareEstimator(SpectralEstimator):
         q = state.num_rhs
         m, steps = probes_and_steps(self.num_probes, k, best_probes(k), q)
         product, start = self._begin(state, m)
-        basis, factor, R = arnoldi(product, start, steps)
-        sums = krylov_sums(state, factor, R, steps, basis)
-        return _outcome(state, sums, basis, factor, steps)
+        run = arnoldi(product, start, steps)
+        factor, R = arnoldi_factor(run, steps)
+        sums = krylov_sums(state, factor, R, steps, run.basis)
+        return _outcome(state, sums, run, steps)
 
     def depth(self, state, meter):
         if not state.has_bracket:
@@ -162,10 +170,8 @@ class KrylovAwareEstimator(SpectralEstimator):
             num_samples=m,
         )
         _, sums, _ = loop.check
-        basis, factor, _ = loop.buffers
-        outcome, stand_in = _outcome(
-            state, sums, basis, factor, loop.count, most_left_out
-        )
+        run = loop.buffers
+        outcome, stand_in = _outcome(state, sums, run, loop.count, most_left_out)
         if not to_depth:
             bars = [_widened(x, m) for x in outcome.bars]
             stats = {**outcome.stats, "products_needed": width * loop.forecast.needed}
@@ -197,25 +203,26 @@ def _widened(bar: ErrorBar, m: int) -> ErrorBar:
 def _outcome(
     state: SpectralState,
     sums: KrylovSums,
-    basis: Inexact[Array, "n k"],
-    factor: Inexact[Array, "k kw"],
+    run: Arnoldi,
     steps: int | Int[Array, ""],
     most_left_out: int | None = None,
 ) -> tuple[Outcome, RitzStandIn]:
     """The outcome, and the stand-in that carries its derivative, from sums after
     `steps`."""
+    basis, factor, _ = run
     k, width = len(factor), factor.shape[1] - len(factor)
     shallow, rows = steps, k // width
     if most_left_out is not None:
         shallow, rows = jnp.minimum(steps, most_left_out), min(most_left_out, rows)
     theta, S, forms = sums.theta, sums.S, sums.forms
     stats = {"num_matvecs": width * steps, **sums.stats}
-    solutions = t_rhs = form_errors = None
+    solutions = residuals = t_rhs = form_errors = None
     if forms is not None:
         solutions, form_errors = forms.coordinates, forms.bar.standard_error
         t_rhs = jnp.zeros_like(solutions)
-        solution = combine(combine(basis, S), solutions)
-        stats.update(inv_quad_bracket=forms.bracket, solution=solution)
+        u = combine(S, solutions)
+        residuals = arnoldi_residual(run, u, steps)
+        stats.update(inv_quad_bracket=forms.bracket, solution=combine(basis, u))
     space = Truncated(
         omega=factor[:, :width],
         theta=theta,
@@ -245,5 +252,5 @@ def _outcome(
         None if forms is None else forms.bar,
         evidence,
     )
-    parts = basis, theta, S, sums.coupling, count, solutions, evidence
+    parts = basis, theta, S, sums.coupling, count, solutions, residuals, evidence
     return outcome, RitzStandIn(*parts)

@@ -20,13 +20,13 @@ error of `tr f(A)`.
 
 import functools as ft
 import operator as op
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import lineax as lx
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Int, PyTree
 
@@ -58,6 +58,7 @@ from .function import (
     final,
     weighted_sums,
 )
+from .state import SpectralState
 
 # We multiply this many columns at once if their number is only known at run time.
 _CHUNK = 64
@@ -72,6 +73,7 @@ class RitzStandIn(StandIn):
     - `count`: the number of pairs, if only known at run time. Further Ritz values are
         copies, and their other entries are 0.
     - `solutions`: `A^-1 B` in Ritz coordinates for right-hand sides B, or `None`.
+    - `residuals`: `A A^-1 B - B` for these solutions, or `None` for 0.
     - `evidence`: arrays for the derivatives' error bars, or `None`.
     """
 
@@ -81,20 +83,28 @@ class RitzStandIn(StandIn):
     coupling: Inexact[Array, "p p"]
     count: Int[Array, ""] | None = None
     solutions: Inexact[Array, "p q"] | None = None
+    residuals: Inexact[Array, "n q"] | None = None
     evidence: Evidence | None = None
 
     def derivative(self, state, tangent):
-        if not jtu.tree_leaves((tangent.operator, tangent.function, tangent.rhs)):
+        moving = tangent.operator, tangent.function, tangent.rhs, tangent.preconditioner
+        if not jtu.tree_leaves(moving):
             return None
-        D = _projected_tangent(state.operator, tangent.operator, self.basis, self.count)
+
+        def product_tangents(V):
+            return product_tangent(state.operator, tangent.operator, V)
+
+        D = self._projected(product_tangents)
         t_rhs = tangent.rhs
         t_rhs = None if t_rhs is None else inner(self.basis, t_rhs)
+        if jtu.tree_leaves(tangent.preconditioner):
+            D, t_rhs = self._after_drift(state, tangent.preconditioner, D, t_rhs)
         parts = self.theta, self.S, self.coupling, self.solutions
         # Second derivatives would need tangents for these parts, so we forbid them.
         theta, S, C, solutions = final(parts, of=(state.operator, state.function))
         function = state.function.in_range(theta)
         values: list[Array | None] = [
-            per_entry(ft.partial(_trace_of_product, C), f.ndim - 1)(M, f)
+            per_entry(ft.partial(_slope, C), f.ndim - 1)(M, f)
             for M, f in zip(
                 slope_matrices(theta, S, D, function, tangent.function),
                 function(theta),
@@ -111,47 +121,73 @@ class RitzStandIn(StandIn):
             values.append(forms)
         return Derivative(values, (D, tangent.function, t_rhs))
 
+    def _projected(self, products: Callable[[Array], Array | None]) -> Array | None:
+        """`K^* products(K)` for the first `count` columns of K, the others being 0."""
+        basis = self.basis
+        n, p = basis.shape
 
-def _trace_of_product(C: Array, M: Array, f: Array) -> Array:
+        def project(chunk):
+            out = products(chunk)
+            return None if out is None else inner(basis, out)
+
+        if self.count is None or p <= _CHUNK:
+            return project(basis)
+        num_chunks = -(-p // _CHUNK)
+        rows = jnp.pad(basis.T, ((0, num_chunks * _CHUNK - p), (0, 0)))
+        chunks = rows.reshape(num_chunks, _CHUNK, n)
+        shape = jax.eval_shape(project, chunks[0].T)
+        if shape is None:
+            return None
+
+        # We checkpoint inside the condition, too, or JAX stores zeros for skipped chunks.
+        @jax.checkpoint
+        def project_if_used(start_and_chunk):
+            start, chunk = start_and_chunk
+            return if_any(start < self.count, jax.checkpoint(project), shape, chunk.T)
+
+        starts = _CHUNK * jnp.arange(num_chunks, dtype=jnp.int32)
+        blocks = jax.lax.map(project_if_used, (starts, chunks))
+        return jnp.moveaxis(blocks, 0, 1).reshape(p, -1)[:, :p]
+
+    def _after_drift(
+        self,
+        state: SpectralState,
+        t_preconditioner: PyTree,
+        D: Array | None,
+        t_rhs: Array | None,
+    ) -> tuple[Array | None, Array | None]:
+        r"""Adds the derivative of a preconditioner M with fixed factors to D and `K^* db`.
+
+        For `A = M A' M^*`, with `dM = -H M` and H from `drift`, `dA` has the further
+        terms `-H A - A H^*`, and db the term `-H b`. We take T for A: this leaves the
+        control variate unbiased, since `f'(A) A = I`. But quadratic forms gain digits
+        from the residual of their solutions, in `db = H (residual - b)`.
+        """
+
+        def drift(V):
+            def move(P):
+                return P.drift(jax.lax.stop_gradient(V))
+
+            return eqx.filter_jvp(move, (state.preconditioner,), (t_preconditioner,))[1]
+
+        G = self._projected(drift)
+        if G is None:
+            return D, t_rhs
+        T = matmul(self.S * self.theta[None, :].astype(self.S.dtype), self.S.conj().T)
+        GT = matmul(G, jax.lax.stop_gradient(T))
+        D = -(GT + GT.conj().T) if D is None else D - GT - GT.conj().T
+        if state.rhs is not None:
+            start = -state.rhs if self.residuals is None else self.residuals - state.rhs
+            change = inner(self.basis, drift(start))
+            t_rhs = change if t_rhs is None else t_rhs + change
+        return D, t_rhs
+
+
+def _slope(C: Array, M: Array, f: Array) -> Array:
+    """`tr(C M)`, or NaN if f is undefined at a Ritz value."""
     total = jnp.sum(C.T.astype(M.dtype) * M)
-    return total if jnp.iscomplexobj(f) else jnp.real(total)
-
-
-def _projected_tangent(
-    operator: lx.AbstractLinearOperator,
-    t_operator: PyTree,
-    basis: Inexact[Array, "n p"],
-    count: Int[Array, ""] | None,
-) -> Inexact[Array, "p p"] | None:
-    """`K^* dA K` for the first `count` columns of K, the others being 0."""
-    n, p = basis.shape
-    if not jtu.tree_leaves(t_operator):
-        return None
-    if count is None or p <= _CHUNK:
-        products = product_tangent(operator, t_operator, basis)
-        return None if products is None else inner(basis, products)
-    num_chunks = -(-p // _CHUNK)
-    rows = jnp.pad(basis.T, ((0, num_chunks * _CHUNK - p), (0, 0)))
-    chunks = rows.reshape(num_chunks, _CHUNK, n)
-
-    # We checkpoint inside the condition, too, or JAX stores zeros for skipped chunks.
-    @jax.checkpoint
-    def project(chunk):
-        products = product_tangent(operator, t_operator, chunk.T)
-        return None if products is None else inner(basis, products)
-
-    shape = jax.eval_shape(project, chunks[0])
-    if shape is None:
-        return None
-
-    @jax.checkpoint
-    def project_if_used(start_and_chunk):
-        start, chunk = start_and_chunk
-        return if_any(start < count, project, shape, chunk)
-
-    starts = _CHUNK * jnp.arange(num_chunks, dtype=jnp.int32)
-    blocks = jax.lax.map(project_if_used, (starts, chunks))
-    return jnp.moveaxis(blocks, 0, 1).reshape(p, -1)[:, :p]
+    total = total if jnp.iscomplexobj(f) else jnp.real(total)
+    return jnp.where(jnp.all(jnp.isfinite(f)), total, jnp.nan)
 
 
 def slope_matrices(
@@ -169,6 +205,8 @@ def slope_matrices(
 
     def matrix(F, change):
         dtype = np.result_type(F.dtype, S.dtype)
+        # NaN in one entry of an array would spread to the gradients of all others.
+        F = jnp.where(jnp.isfinite(F), F, 0)
         M = F.astype(dtype) * D_ritz.astype(dtype)
         # A leaf may depend on only some arrays that the function closes over.
         return M if change is None else M + jnp.diag(change.astype(dtype))
@@ -363,8 +401,9 @@ def _errors_of_forms(
     single `y_j^* z_j` may be 0 by chance. The part of db along b has the error of
     `b^* u`.
 
-    For the second term, we multiply its last change by the ratio between the root mean
-    square `|e|`, `sqrt(value_error)`, and the last `|y_j|`, at most 1.
+    The second term changes with every `|y_j|`. We take these to fall by a ratio q per
+    step, so that `|e|^2 = value_error` fixes q, and multiply the term's last change by
+    the sum `q / (1 - q)` for the steps to come.
     """
     T, omega, value_error = space.T, space.omega, space.form_errors
     assert value_error is not None
@@ -380,8 +419,9 @@ def _errors_of_forms(
     y_squares = step_sums(squares(y))
     before = u - inner(inverse, jnp.where((step == last)[:, None], y, 0))
     forms = (jnp.real(column_dots(x, matmul(D, x))) for x in (u, before))
-    part = jnp.minimum(value_error / divisor(y_squares[last]), 1)
-    error = jnp.abs(op.sub(*forms)) * jnp.sqrt(part)
+    rest = value_error / divisor(y_squares[last])
+    part, ratio = jnp.minimum(rest, 1), jnp.sqrt(rest / (1 + rest))
+    error = jnp.abs(op.sub(*forms)) * ratio / (1 - ratio)
     z = matmul(inverse, t_rhs)
     along = jnp.sum(y.conj() * z, axis=0) / divisor(jnp.sum(squares(y), axis=0))
     z = z - along[None] * y

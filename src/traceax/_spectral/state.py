@@ -58,7 +58,7 @@ class SpectralState(State):
         self.function = function
         self.lower = lower
         self.rhs = rhs
-        self.preconditioner = jax.lax.stop_gradient(preconditioner)
+        self.preconditioner = preconditioner
         self.trace = jax.lax.stop_gradient(trace)
         self.space = state_space(operator)
 
