@@ -28,12 +28,16 @@ from ._operators.space import ByProducts, apply_block, space_of
 
 # We fold this into the key for pivots. Probe j folds in j, and j is always smaller.
 _PIVOT_FOLD = np.uint32(2**32 - 1)
+# Without a number, we take up to this many columns times sqrt(n), and up to 2^26 entries.
+_PAYING, _MOST_NUMBERS = 19, 2**26
+# We then keep a multiple of 64 columns, twice as many as the residual asks for.
+_ROUND_TO, _SPARE = 64, 2
 
 
 def choose_pivots(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
-    columns: int,
+    columns: int | None = None,
     *,
     shift: ArrayLike,
     throw: bool = True,
@@ -41,7 +45,7 @@ def choose_pivots(
     r"""Chooses the operator columns (pivots) that a preconditioner is made from.
 
     ```python
-    pivots = traceax.choose_pivots(key, operator, 600, shift=noise)
+    pivots = traceax.choose_pivots(key, operator, shift=noise)
     ```
 
     Call this outside of the loss that you minimise: pivots that change at every
@@ -60,7 +64,9 @@ def choose_pivots(
     - `key`: as for [`traceax.trace`][].
     - `operator`: a positive semidefinite operator on n unknowns with readable entries:
         a [`traceax.KernelLinearOperator`][], a dense or sparse matrix, or their sum.
-    - `columns`: the maximum number of columns, a Python int up to n.
+    - `columns`: the maximum number of columns, a Python int up to n. By default, twice
+        the number that the noise allows, for later in a fit, but at most as many as pay:
+        about `19 sqrt(n)`, and `2^26 / n` for memory. Inside `jax.jit` it is this bound.
     - `shift`: the noise variance, a positive scalar or n positive numbers.
     - `throw`: whether to raise a run-time error if `shift` isn't positive, or if
         columns show that the operator isn't finite and positive semidefinite.
@@ -73,9 +79,19 @@ def choose_pivots(
     where = "traceax.choose_pivots"
     key, operator = check_key(key, where), checked_operator(operator, where)
     operator = _with_entries(operator, where)
-    columns = _check_number(columns, space_of(operator).size, "columns", where)
+    n = space_of(operator).size
+    most = default_columns(n)
+    if columns is not None:
+        most = _check_number(columns, n, "columns", where)
     noise = noise_of(operator, shift, where, throw=throw)
-    pivots = _choose(key, operator, noise, columns, spare=True)
+    pivots = _choose(key, operator, noise, most)
+    number = jnp.sum(pivots.indices >= 0)
+    if columns is None and not isinstance(number, jax.core.Tracer):
+        # We round up, so that few numbers of columns need a program each.
+        kept = _ROUND_TO * -(-_SPARE * int(number) // _ROUND_TO)
+        kept = min(most, max(kept, _ROUND_TO))
+        pivots = pivots._replace(indices=pivots.indices[:kept])
+    pivots = _spread(key, operator, noise, pivots)
     indices = pivots.indices
     failures = {
         "shift must be positive, got 0, a negative number or NaN; it is the noise.": ~(
@@ -152,11 +168,29 @@ class PreconditionedLinearOperator(ByProducts):
         return symmetric or check is lx.is_positive_semidefinite
 
 
+def default_columns(n: int) -> int:
+    """The number of columns that pay, for n unknowns.
+
+    They take O(n r^2) time, and everything else in a likelihood O(n^2). With this number,
+    both take about equally long: `benchmarks/likelihood.py columns`.
+    """
+    most = min(_PAYING * n**0.5, _MOST_NUMBERS / n)
+    return max(1, min(n, _ROUND_TO * round(most / _ROUND_TO)))
+
+
 @jitted
-def _choose(
-    key, operator, noise: Float[Array, "*n"], number: int, spare=False
-) -> Pivots:
-    """Chooses pivots down to the noise; with `spare`, `spread` fills up the number."""
+def _choose(key, operator, noise: Float[Array, "*n"], number: int) -> Pivots:
+    """Chooses pivots down to the noise."""
+    return choose(key, *_scaled(operator, noise), number)
+
+
+@jitted
+def _spread(key, operator, noise: Float[Array, "*n"], pivots: Pivots) -> Pivots:
+    return spread(key, *_scaled(operator, noise), pivots)
+
+
+def _scaled(operator, noise: Float[Array, "*n"]):
+    """Columns and the diagonal of `N^-1/2 K N^-1/2`, without derivatives."""
     noise = jnp.broadcast_to(noise, space_of(operator).size)
     arrays, static = eqx.partition((operator, noise), eqx.is_array)
     operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), static)
@@ -166,9 +200,7 @@ def _choose(
         block = columns_of(operator, indices)
         return block * (scale[:, None] * scale[indices][None, :]).astype(block.dtype)
 
-    diagonal = jnp.real(diagonal_of(operator)) * scale**2
-    pivots = choose(key, columns, diagonal, number)
-    return spread(key, columns, diagonal, pivots) if spare else pivots
+    return columns, jnp.real(diagonal_of(operator)) * scale**2
 
 
 @jitted

@@ -7,6 +7,7 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import lineax as lx
 from jaxtyping import Array, Int
 
 from .._arguments import check_optional_integer, without_numpy
@@ -20,8 +21,8 @@ from .._linalg.krylov import (
     arnoldi_start,
     arnoldi_step,
 )
-from .._operators.kernel import stored
-from .._operators.space import apply_block
+from .._operators.kernel import KernelLinearOperator, stored
+from .._operators.space import apply_block, parts_of
 from .._rule import Evidence, Outcome
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .._tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened_for_loop
@@ -30,8 +31,11 @@ from .krylov_sums import KrylovSums, krylov_sums
 from .stand_in import RitzStandIn, Truncated, judge_truncated
 from .state import SpectralState
 
-# Limits without a budget: probes, steps, and steps in spaces without a probe.
-_PROBES_TO_DEPTH, _STEPS_TO_DEPTH, _STEPS_LEFT_OUT = 5, 80, 16
+# Probes without a budget. Products with a dense block take hardly longer for 16 columns
+# than for 6, as they read all entries: `benchmarks/likelihood.py columns`.
+_PROBES_TO_DEPTH, _PROBES_OF_DENSE = 5, 16
+# Limits without a budget: steps, vectors in the space and in spaces without a probe.
+_STEPS_TO_DEPTH, _VECTORS_TO_DEPTH, _VECTORS_LEFT_OUT = 80, 480, 96
 # We compile smaller decompositions for up to 9 and up to 27 steps.
 _STEP_SIZES = 9, 27
 
@@ -138,15 +142,21 @@ class KrylovAwareEstimator(SpectralEstimator):
             return outcome if to_depth else outcome._replace(stats=stats), stand_in
         q, num_probes = state.num_rhs, self.num_probes
         if num_probes is None and to_depth:
-            num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
+            kinds = KernelLinearOperator, lx.MatrixLinearOperator
+            is_dense = any(parts_of(state.operator, kind) for kind in kinds)
+            num_probes = _PROBES_OF_DENSE if is_dense else _PROBES_TO_DEPTH
+            num_probes = min(num_probes, max((k - q) // 3, 1))
         elif num_probes is None:
             # We expect to take half the steps. For a reliable error bar we want 5
             # probes, if at least three steps remain.
             num_probes = max(round(best_probes(k // 2)), min(5, k // 3))
         m, max_steps = probes_and_steps(num_probes, k, num_probes, q)
-        max_steps = min(max_steps, _STEPS_TO_DEPTH) if to_depth else max_steps
         product, start = self._begin(state, m)
-        width, most_left_out = m + q, _STEPS_LEFT_OUT if to_depth else None
+        width, most_left_out = m + q, None
+        if to_depth:
+            most = max(min(_STEPS_TO_DEPTH, _VECTORS_TO_DEPTH // width), 1)
+            max_steps = min(max_steps, most)
+            most_left_out = max(3, _VECTORS_LEFT_OUT // width)
         # With `sizes`, a check takes O(k^3) time for the steps taken so far, not for
         # `max_steps`.
         sizes = tuple(size for size in _STEP_SIZES if size < max_steps)

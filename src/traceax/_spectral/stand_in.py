@@ -48,7 +48,7 @@ from .._linalg.left_out_krylov import (
     sample_forms,
 )
 from .._linalg.types import if_any
-from .._operators.space import product_tangent
+from .._operators.space import has_one_pass, product_tangent
 from .._results import per_entry
 from .._rule import Derivative, Evidence, StandIn
 from .bounds import ColumnControl
@@ -60,8 +60,9 @@ from .function import (
 )
 from .state import SpectralState
 
-# We multiply this many columns at once if their number is only known at run time.
-_CHUNK = 64
+# We multiply this many columns at once if their number is only known at run time. A kernel
+# computes its entries again for every chunk.
+_CHUNK, _CHUNK_OF_ONE_PASS = 64, 192
 
 
 class RitzStandIn(StandIn):
@@ -94,7 +95,8 @@ class RitzStandIn(StandIn):
         def product_tangents(V):
             return product_tangent(state.operator, tangent.operator, V)
 
-        D = self._projected(product_tangents)
+        size = _CHUNK_OF_ONE_PASS if has_one_pass(state.operator) else _CHUNK
+        D = self._projected(product_tangents, size)
         t_rhs = tangent.rhs
         t_rhs = None if t_rhs is None else inner(self.basis, t_rhs)
         if jtu.tree_leaves(tangent.preconditioner):
@@ -121,7 +123,9 @@ class RitzStandIn(StandIn):
             values.append(forms)
         return Derivative(values, (D, tangent.function, t_rhs))
 
-    def _projected(self, products: Callable[[Array], Array | None]) -> Array | None:
+    def _projected(
+        self, products: Callable[[Array], Array | None], size: int
+    ) -> Array | None:
         """`K^* products(K)` for the first `count` columns of K, the others being 0."""
         basis = self.basis
         n, p = basis.shape
@@ -130,11 +134,11 @@ class RitzStandIn(StandIn):
             out = products(chunk)
             return None if out is None else inner(basis, out)
 
-        if self.count is None or p <= _CHUNK:
+        if self.count is None or p <= size:
             return project(basis)
-        num_chunks = -(-p // _CHUNK)
-        rows = jnp.pad(basis.T, ((0, num_chunks * _CHUNK - p), (0, 0)))
-        chunks = rows.reshape(num_chunks, _CHUNK, n)
+        num_chunks = -(-p // size)
+        rows = jnp.pad(basis.T, ((0, num_chunks * size - p), (0, 0)))
+        chunks = rows.reshape(num_chunks, size, n)
         shape = jax.eval_shape(project, chunks[0].T)
         if shape is None:
             return None
@@ -145,7 +149,7 @@ class RitzStandIn(StandIn):
             start, chunk = start_and_chunk
             return if_any(start < self.count, jax.checkpoint(project), shape, chunk.T)
 
-        starts = _CHUNK * jnp.arange(num_chunks, dtype=jnp.int32)
+        starts = size * jnp.arange(num_chunks, dtype=jnp.int32)
         blocks = jax.lax.map(project_if_used, (starts, chunks))
         return jnp.moveaxis(blocks, 0, 1).reshape(p, -1)[:, :p]
 
@@ -170,7 +174,7 @@ class RitzStandIn(StandIn):
 
             return eqx.filter_jvp(move, (state.preconditioner,), (t_preconditioner,))[1]
 
-        G = self._projected(drift)
+        G = self._projected(drift, _CHUNK)
         if G is None:
             return D, t_rhs
         T = matmul(self.S * self.theta[None, :].astype(self.S.dtype), self.S.conj().T)
