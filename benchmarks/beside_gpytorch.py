@@ -13,7 +13,21 @@ import sys
 import tempfile
 import time
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
+import scipy.linalg as la
+import scipy.optimize
+import statsmodels.datasets
+
+import traceax as tx
+
+try:
+    import gpytorch
+    import torch
+except ImportError:
+    gpytorch = torch = None
 
 METHODS = {
     "traceax": {},
@@ -32,9 +46,7 @@ def smooth(n):
 
 
 def randhie(n):
-    from statsmodels.datasets import randhie
-
-    table = randhie.load_pandas().data.sample(n, random_state=0)
+    table = statsmodels.datasets.randhie.load_pandas().data.sample(n, random_state=0)
     x = table.drop(columns="mdvis").to_numpy()[:, :8]
     return *_standardised(x, np.log1p(table["mdvis"].to_numpy())), 2.0, 0.5
 
@@ -62,29 +74,24 @@ PROBLEMS = {
 }
 
 
-def kernel(lengths, scale):
-    """Matern 5/2 in traceax's form."""
-    import jax.numpy as jnp
+class Matern(eqx.Module):
+    """Matern 5/2. A module of arrays compiles once."""
 
-    def matern(a, b):
-        squared = sum(((a[i] - b[i]) / lengths[i]) ** 2 for i in range(len(a)))
+    lengths: jax.Array
+    scale: jax.Array
+
+    def __call__(self, a, b):
+        squared = sum(((a[i] - b[i]) / self.lengths[i]) ** 2 for i in range(len(a)))
         r = jnp.sqrt(5 * jnp.where(squared == 0, 1, squared))
         value = (1 + r + r**2 / 3) * jnp.exp(-r)
-        return scale * jnp.where(squared == 0, 1, value)
-
-    return matern
+        return self.scale * jnp.where(squared == 0, 1, value)
 
 
 def by_traceax(x, y, p, keys):
-    import jax
-    import jax.numpy as jnp
-
-    import traceax as tx
-
     x, y, d = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32), x.shape[1]
 
     def covariance(p):
-        return tx.KernelLinearOperator(kernel(jnp.exp(p[:d]), jnp.exp(p[d])), x)
+        return tx.KernelLinearOperator(Matern(jnp.exp(p[:d]), jnp.exp(p[d])), x)
 
     @jax.jit
     @jax.value_and_grad
@@ -108,9 +115,8 @@ def by_traceax(x, y, p, keys):
 
 
 def by_gpytorch(x, y, p, keys, columns=100, double=False):
-    import gpytorch
-    import torch
-
+    assert gpytorch is not None
+    assert torch is not None
     torch.set_num_threads(1)
     dtype = torch.float64 if double else torch.float32
     x, y = (torch.tensor(np.ascontiguousarray(z), dtype=dtype) for z in (x, y))
@@ -169,8 +175,6 @@ def by_gpytorch(x, y, p, keys, columns=100, double=False):
 
 
 def by_cholesky(x, y, p, keys):
-    import scipy.linalg as la
-
     x, y = np.asarray(x, float), np.asarray(y, float)
     d, n = x.shape[1], len(x)
 
@@ -253,8 +257,6 @@ def fit(name, run, x, y):
 
 
 def _by_lbfgs(run, p, evaluations):
-    import scipy.optimize
-
     def loss(p):
         value, gradient = run(p, 0)
         if not math.isfinite(value):

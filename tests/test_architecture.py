@@ -49,6 +49,7 @@ LAYERS = [
     "_trace",
     "_diagonal",
     "_divergence",
+    "_elimination",
     "_problem",
     "_likelihood",
     "_spectral_sums",

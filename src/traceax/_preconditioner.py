@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Float, Inexact, Int, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key
 
 from ._arguments import (
     check_key,
@@ -29,7 +29,7 @@ from ._operators.space import ByProducts, apply_block, space_of
 # We fold this into the key for pivots. Probe j folds in j, and j is always smaller.
 _PIVOT_FOLD = np.uint32(2**32 - 1)
 # Without a number, we take up to this many columns times sqrt(n), and up to 2^26 entries.
-_PAYING, _MOST_NUMBERS = 19, 2**26
+_PAYING, _MOST_NUMBERS = 32, 2**26
 # We then keep a multiple of 64 columns, twice as many as the residual asks for.
 _ROUND_TO, _SPARE = 64, 2
 
@@ -134,13 +134,25 @@ def make_preconditioner(
         return scale_only(noise, space_of(operator).compute_dtype)
     if isinstance(preconditioner, Preconditioner):
         return preconditioner
-    if isinstance(preconditioner, int):
-        key = jax.random.fold_in(key, _PIVOT_FOLD)
-        pivots = _choose(key, operator, noise, preconditioner)
-        whitening = _make(operator, noise, pivots.indices)
-        semidefinite = whitening.semidefinite & pivots.semidefinite
-        return eqx.tree_at(lambda x: x.semidefinite, whitening, semidefinite)
-    return _make(operator, noise, preconditioner)
+    pivots, semidefinite = pivots_of(key, operator, preconditioner, noise)
+    whitening = _make(operator, noise, pivots)
+    semidefinite = whitening.semidefinite & semidefinite
+    return eqx.tree_at(lambda x: x.semidefinite, whitening, semidefinite)
+
+
+def pivots_of(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    preconditioner: int | Int[Array, " r"],
+    noise: Float[Array, " n"],
+) -> tuple[Int[Array, " r"], Bool[Array, ""]]:
+    """The pivots that the user passes, or as many as the user asks for, and whether no
+    residual was negative."""
+    if not isinstance(preconditioner, int):
+        return preconditioner, jnp.asarray(True)
+    key = jax.random.fold_in(key, _PIVOT_FOLD)
+    pivots = _choose(key, operator, noise, preconditioner)
+    return pivots.indices, pivots.semidefinite
 
 
 class PreconditionedLinearOperator(ByProducts):

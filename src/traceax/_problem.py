@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key, PyTree
 
 from ._arguments import check_key, require
+from ._elimination import eliminate, eliminates
 from ._error_bar import ErrorBar
 from ._estimate import Estimate, with_slopes
 from ._estimator import limits, outcome_of
@@ -26,6 +27,7 @@ from ._preconditioner import (
     check_preconditioner,
     make_preconditioner,
     noise_of,
+    pivots_of,
 )
 from ._results import RESULTS, finite_or_failed
 from ._rule import Outcome
@@ -122,6 +124,15 @@ def _pose(
         state, one = SpectralState(key, total, LOG, lower, rhs), jnp.ones_like(noise)
         P = scale_only(one, space.compute_dtype)
         return Problem(where, state, P, one if custom else noise, shape, finite)
+    if preconditioner is not None and not isinstance(preconditioner, Preconditioner):
+        is_number = isinstance(preconditioner, int)
+        columns = preconditioner if is_number else len(preconditioner)
+        if eliminates(columns, n):
+            pivots = pivots_of(key, operator, preconditioner, noise)
+            P, B, rest, *known = eliminate(operator, noise, *pivots, rhs)
+            one = jnp.ones((), space.real_dtype)
+            state = SpectralState(key, B, LOG, one, rest, P, P.trace)
+            return Problem(where, state, P, noise, shape, finite, *known)
     P = make_preconditioner(key, operator, preconditioner, noise)
     # Fixed factors drift, and the stand-in differentiates them.
     fixed = P if custom else jax.lax.stop_gradient(P)
@@ -151,6 +162,7 @@ class Problem(NamedTuple):
     - `noise`: N.
     - `shape`: the shape of y, or `(n, 0)` without y.
     - `finite`: whether y is finite.
+    - `forms`, `head`: the quadratic forms and the solution for eliminated rows.
     """
 
     where: str
@@ -159,6 +171,8 @@ class Problem(NamedTuple):
     noise: Float[Array, " n"]
     shape: tuple[int, ...]
     finite: Bool[Array, ""]
+    forms: Float[Array, " q"] | None = None
+    head: Inexact[Array, "n q"] | None = None
 
     @property
     def number(self) -> int:
@@ -192,8 +206,9 @@ class Problem(NamedTuple):
 
     def _constant(self) -> Float[Array, ""]:
         """The log likelihood without the terms that depend on B."""
-        normalisation = self.state.space.size * math.log(2 * math.pi)
-        return -self.number * (self.preconditioner.logdet + normalisation) / 2
+        normalisation = self.shape[0] * math.log(2 * math.pi)
+        known = -self.number * (self.preconditioner.logdet + normalisation) / 2
+        return known if self.forms is None else known - jnp.sum(self.forms) / 2
 
     def logdet(self, outcome: Outcome, by: By) -> Estimate:
         """`log det P + tr log B`."""
@@ -208,9 +223,14 @@ class Problem(NamedTuple):
         """`b^* B^-1 b` for each right-hand side."""
         kept = "num_matvecs", "products_needed", "bracket_is_proven"
         stats = {name: x for name, x in outcome.stats.items() if name in kept}
-        ends = outcome.stats["inv_quad_bracket"]
+        ends, bar = outcome.stats["inv_quad_bracket"], outcome.bars[1]
+        if self.forms is not None:
+            known = jax.lax.stop_gradient(self.forms)
+            ends = tuple(x + known for x in ends)
+            error = _with_rounding(bar.standard_error, bar.mean, known)
+            bar = bar._replace(mean=bar.mean + self.forms, standard_error=error)
         stats["bracket"] = tuple(x.reshape(self.shape[1:]) for x in ends)
-        bar = ErrorBar(*(x.reshape(self.shape[1:]) for x in outcome.bars[1]))
+        bar = ErrorBar(*(x.reshape(self.shape[1:]) for x in bar))
         return self._estimate(outcome, bar, stats, jtu.Partial(_second_bar), by)
 
     def terms(self, outcome: Outcome, by: By) -> tuple[Estimate, Estimate, Array]:
@@ -221,7 +241,9 @@ class Problem(NamedTuple):
     def solution(self, outcome: Outcome) -> Inexact[Array, "n ..."]:
         """`A^-1 y = M^* B^-1 M y`."""
         P = jax.lax.stop_gradient(self.preconditioner)
-        return P.apply_adjoint(outcome.stats["solution"]).reshape(self.shape)
+        solution = P.apply_adjoint(outcome.stats["solution"])
+        solution = solution if self.head is None else solution + self.head
+        return solution.reshape(self.shape)
 
     def likelihood(self, outcome: Outcome, by: By) -> Estimate:
         """The log density of y."""
@@ -250,7 +272,7 @@ class Problem(NamedTuple):
         by: By,
     ) -> Estimate:
         P, evidence = self.preconditioner, outcome.evidence
-        own_stats, failures = P._verdict(self.state.space.size)
+        own_stats, failures = P._verdict(self.shape[0])
         stats = {**stats, **own_stats, "degrees_of_freedom": bar.degrees_of_freedom}
         failures += [
             (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),

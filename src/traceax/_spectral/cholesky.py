@@ -96,17 +96,17 @@ def _signs(A: Inexact[Array, "n n"]) -> Inexact[Array, "n m"]:
 
 
 @jax.custom_jvp
-def _solve(A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]) -> _Solved:
+def solve_exactly(A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]) -> _Solved:
     """Log-determinant and quadratic forms. Factor and tests have no derivative."""
     lower, solutions, forms, changes, tests = _factorise(A, B)
     logdet = 2 * jnp.sum(jnp.log(jnp.real(jnp.diagonal(lower))))
     return _Solved(solutions, logdet, forms, changes, lower, tests)
 
 
-@_solve.defjvp
+@solve_exactly.defjvp
 def _solve_jvp(primals, tangents):
     (A, B), (dA, dB) = primals, tangents
-    solved = _solve(A, B)
+    solved = solve_exactly(A, B)
     inverse, U = inverse_of(A, solved.lower), solved.solutions
     change = dB - matmul(dA, U)
     return solved, _Solved(
@@ -149,7 +149,7 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
     """
     space, rhs = state.space, state.rhs
     A = matrix_of(state.operator)
-    solved = _solve(A, A[:, :0] if rhs is None else rhs)
+    solved = solve_exactly(A, A[:, :0] if rhs is None else rhs)
     fixed = jax.lax.stop_gradient(A)
     unit, result = _rounding(fixed, state)
     D = _root_of_diagonal(fixed)
@@ -230,7 +230,7 @@ def _judge(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
         lambda operator, rhs: (matrix_of(operator), rhs), primal, products
     )
     dA = jnp.zeros_like(A) if dA is None else dA
-    solved = _solve(A, A[:, :0] if B is None else B)
+    solved = solve_exactly(A, A[:, :0] if B is None else B)
     U, D, (unit, _) = solved.solutions, _root_of_diagonal(A), _rounding(A, state)
     # Errors in entries enter twice, through the inverse and through dA.
     inverse, unit = inverse_of(A, solved.lower), 2 * unit
