@@ -228,7 +228,8 @@ def _preconditioned():
     preconditioner = make_preconditioner(jax.random.key(0), operator, 3, p["d"] / 10)
     M = preconditioner.apply(jnp.eye(N, dtype=p["a"].dtype))
     exact = M @ (_psd(p) + jnp.diag(p["d"] / 10)) @ M.T
-    return PreconditionedLinearOperator(operator, preconditioner), np.asarray(exact)
+    operator = PreconditionedLinearOperator(operator, preconditioner, p["d"] / 10)
+    return operator, np.asarray(exact)
 
 
 def _cubic(p):

@@ -304,7 +304,7 @@ BAD = {
     "length of y": ({"y": np.ones(N - 1)}, ValueError, "shape"),
     "axes of y": ({"y": np.ones((N, 1, 1))}, ValueError, "shape"),
     "list": ({"y": [1.0]}, TypeError, "array"),
-    "no noise": ({"shift": 0.0}, ValueError, "positive"),
+    "no noise": ({"shift": 0.0, "preconditioner": 20}, ValueError, "positive"),
     "negative noise": ({"shift": -NOISE, "preconditioner": 20}, ValueError, "positive"),
     "length of noise": ({"shift": np.ones(3)}, ValueError, "shape"),
     "no columns": (

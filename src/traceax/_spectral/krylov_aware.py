@@ -144,8 +144,10 @@ class KrylovAwareEstimator(SpectralEstimator):
         if num_probes is None and to_depth:
             kinds = KernelLinearOperator, lx.MatrixLinearOperator
             is_dense = any(parts_of(state.operator, kind) for kind in kinds)
-            num_probes = _PROBES_OF_DENSE if is_dense else _PROBES_TO_DEPTH
-            num_probes = min(num_probes, max((k - q) // 3, 1))
+            num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
+            if is_dense:
+                # Small spaces need steps more than probes.
+                num_probes = max(num_probes, min(_PROBES_OF_DENSE, k // 30))
         elif num_probes is None:
             # We expect to take half the steps. For a reliable error bar we want 5
             # probes, if at least three steps remain.

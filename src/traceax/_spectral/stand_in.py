@@ -405,9 +405,9 @@ def _errors_of_forms(
     single `y_j^* z_j` may be 0 by chance. The part of db along b has the error of
     `b^* u`.
 
-    The second term changes with every `|y_j|`. We take these to fall by a ratio q per
-    step, so that `|e|^2 = value_error` fixes q, and multiply the term's last change by
-    the sum `q / (1 - q)` for the steps to come.
+    The second term changes with every `|y_j|`. We multiply its last change by the ratio r
+    between `|e|^2 = value_error` and the last `|y_j|^2`, as for r further steps of equal
+    size, at most as many as were taken; or by the root of r, if it is below 1.
     """
     T, omega, value_error = space.T, space.omega, space.form_errors
     assert value_error is not None
@@ -424,8 +424,9 @@ def _errors_of_forms(
     before = u - inner(inverse, jnp.where((step == last)[:, None], y, 0))
     forms = (jnp.real(column_dots(x, matmul(D, x))) for x in (u, before))
     rest = value_error / divisor(y_squares[last])
-    part, ratio = jnp.minimum(rest, 1), jnp.sqrt(rest / (1 + rest))
-    error = jnp.abs(op.sub(*forms)) * ratio / (1 - ratio)
+    part = jnp.minimum(rest, 1)
+    steps_to_come = jnp.minimum(jnp.maximum(rest, jnp.sqrt(rest)), space.steps)
+    error = jnp.abs(op.sub(*forms)) * steps_to_come
     z = matmul(inverse, t_rhs)
     along = jnp.sum(y.conj() * z, axis=0) / divisor(jnp.sum(squares(y), axis=0))
     z = z - along[None] * y
