@@ -1,6 +1,6 @@
-"""Gaussian likelihoods beside GPyTorch: `python benchmarks/likelihood.py gpytorch`.
+"""Gaussian likelihoods compared with GPyTorch: `python benchmarks/likelihood.py gpytorch`.
 
-See there for what it prints. This process starts one child for each method and problem, on one
+This process starts one child for each method and problem, on one
 core and in turns. A child prints its numbers as JSON.
 """
 
@@ -316,7 +316,7 @@ def rms(x):
 
 def evaluations(sizes, problems, number=8):
     print(
-        "| data | n | method | CPU s | first call, s | error of value | of gradient |"
+        "| data | n | method | CPU s | first call, s | error (value) | error (gradient) |"
     )
     print("|---|---|---|---|---|---|---|")
     for n in sizes:
@@ -349,6 +349,12 @@ def fits(sizes, problems):
                     f"| {problem} | {n} | {name} | {seconds:.0f} | {best - value:.3g} |"
                 )
                 print(row, flush=True)
+
+
+def main(arguments):
+    compare = fits if "fits" in arguments else evaluations
+    sizes = [int(x) for x in arguments if x.isdigit()] or [4000, 8000]
+    compare(sizes, PROBLEMS)
 
 
 if __name__ == "__main__":

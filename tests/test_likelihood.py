@@ -672,3 +672,104 @@ def test_slopes_of_forms_have_bars_before_convergence(shift, k):
     _, slope = jax.jit(lambda x: tx.jvp(inv_quad, (x,), (x,)))(one)
     low, high = slope.confidence_interval()
     assert low <= -u @ Q @ u <= high
+
+
+#
+# Eliminated rows
+#
+
+MANY, ELIMINATED = 250, 200  # above 12 sqrt(n)
+
+
+@ft.cache
+def _eliminating():
+    """Terms, slopes and intervals over keys, with eliminated rows."""
+    x, y = observations(MANY, (2,))
+    p = process(1e-2)
+    pivots = tx.choose_pivots(jr.key(9), p.kernel(x), ELIMINATED, shift=p.noise)
+    # We may repeat pivots, and leave some out.
+    pivots = pivots.at[:3].set(jnp.asarray([-1, pivots[5], -1], pivots.dtype))
+
+    def run(key):
+        def value(p, x, y):
+            estimate = likelihood(p, x, y, 24, key, preconditioner=pivots)
+            return estimate.value, estimate
+
+        differentiated = jax.value_and_grad(value, (0, 1, 2), has_aux=True)
+        (_, estimate), slopes = differentiated(p, x, y)
+        terms = tx.inv_quad_logdet(
+            key, p.kernel(x), y, 24, shift=p.noise, preconditioner=pivots
+        )
+        return estimate, estimate.confidence_interval(), slopes, terms
+
+    keys = jr.split(jr.key(0), 100)
+    return p, x, y, jax.jit(lambda keys: jax.lax.map(run, keys))(keys)
+
+
+def test_eliminated_rows_give_unbiased_values_and_slopes():
+    p, x, y, (estimate, (low, high), slopes, _) = _eliminating()
+    truth, exact = jax.value_and_grad(Process.exact_likelihood, (0, 1, 2))(p, x, y)
+    assert np.mean((low <= truth) & (truth <= high)) >= 0.93
+    rounding = 1e-6 if is_x64() else 1e-3
+    assert z_score(estimate.value, truth, rounding) < 4.5
+    assert z_score(estimate.value * 1.02, truth, rounding) > 5
+    for a, b in zip(*map(jax.tree.leaves, (slopes[0], exact[0])), strict=True):
+        assert z_score(a, b, 1e-4) < 4.5
+    assert_close(
+        np.mean(slopes[1], axis=0), exact[1], 0.05, 0.05 * np.abs(exact[1]).max()
+    )
+    assert_close(slopes[2][0], exact[2], 0.01, 0.01 * np.abs(exact[2]).max())
+    assert np.all(estimate.stats["num_columns"] == ELIMINATED)
+    assert np.all(estimate.stats["num_matvecs"] <= 24)
+
+
+def test_eliminated_rows_keep_terms_and_solution():
+    p, x, y, (_, _, _, terms) = _eliminating()
+    logdet, inv_quad, solution = p.exact_terms(x, y)
+    tolerance = 1e-3 if is_x64() else 5e-3
+    assert_close(terms.inv_quad.value[0], inv_quad, tolerance)
+    assert_close(terms.solution[0], solution, 0, 0.02 * np.abs(solution).max())
+    low, high = terms.inv_quad.stats["bracket"]
+    slack = 1e-9 if is_x64() else 1e-3
+    assert np.all(low <= inv_quad[None] * (1 + slack))
+    assert np.all(high >= inv_quad[None] * (1 - slack))
+    assert z_score(terms.logdet.value, logdet, 1e-6 if is_x64() else 1e-3) < 4.5
+
+
+def test_eliminated_rows_of_complex_and_indefinite_matrices():
+    n = 160
+    rng = np.random.default_rng(0)
+    U = rng.normal(size=(n, n)) + 1j * rng.normal(size=(n, n))
+    K = (U * 0.9 ** np.arange(n)) @ U.conj().T
+    operator, y = as_operator(K), as_operator(U).matrix[:, 0]
+    options = {
+        "shift": 0.1,
+        "preconditioner": 155,
+        "estimator": tx.KrylovAwareEstimator(),
+    }
+    terms = tx.inv_quad_logdet(jr.key(0), operator, y, 30, **options)
+    A = K + 0.1 * np.eye(n)
+    tolerance = 1e-8 if is_x64() else 1e-3
+    assert_close(terms.logdet.value, np.linalg.slogdet(A)[1], tolerance)
+    assert_close(terms.solution, np.linalg.solve(A, U[:, 0]), 10 * tolerance, tolerance)
+    indefinite = as_operator(K - 5 * np.eye(n))
+    pivots = jnp.arange(155)
+    options = {**options, "preconditioner": pivots, "throw": False}
+    failed = tx.logdet(jr.key(0), indefinite, 30, **options)
+    assert failed.result == tx.RESULTS.not_semidefinite
+    assert jnp.isnan(failed.value)
+
+
+def test_columns_are_chosen_by_their_costs():
+    x = as_array(points(400))
+
+    def kernel(length):
+        return tx.KernelLinearOperator(
+            lambda a, b: jnp.exp(-jnp.sum((a - b) ** 2) / (2 * length**2)), x
+        )
+
+    for length, kept in ((0.5, 64), (0.05, 300)):
+        pivots = tx.choose_pivots(jr.key(0), kernel(length), shift=0.1)
+        assert len(np.unique(pivots[pivots >= 0])) == len(pivots) == kept
+    run = jax.jit(lambda: tx.choose_pivots(jr.key(0), kernel(0.5), shift=0.1))
+    assert len(run()) == 300

@@ -27,15 +27,6 @@ from ._operators.space import ByProducts, apply_block, space_of
 from ._results import RESULTS
 from ._spectral.cholesky import solve_exactly
 
-# With more columns than this times sqrt(n), we eliminate rows. The preconditioner from
-# columns takes about four times as long, and is more accurate if few columns suffice.
-_ELIMINATING = 12
-
-
-def eliminates(columns: int, n: int) -> bool:
-    """Whether we eliminate rows, for this number of columns."""
-    return _ELIMINATING * n**0.5 <= columns < n
-
 
 class Elimination(Preconditioner):
     """`M = N_R^-1/2 T^*`, from all n rows to the rows R."""
@@ -47,6 +38,7 @@ class Elimination(Preconditioner):
     inverse_sqrt_noise: Float[Array, " m"]  # N_R^-1/2
     magnitude: Float[Array, ""]
     semidefinite: Bool[Array, ""]
+    finite: Bool[Array, ""]  # whether entries are finite
 
     @property
     def lower(self):
@@ -58,10 +50,9 @@ class Elimination(Preconditioner):
 
     def _verdict(self, n):
         r, m = self.interpolation.shape
-        finite = jnp.isfinite(self.trace)
         failures = [
-            (finite & ~self.semidefinite, RESULTS.not_semidefinite),
-            (~finite, RESULTS.nonfinite),
+            (~self.semidefinite, RESULTS.not_semidefinite),
+            (~self.finite, RESULTS.nonfinite),
         ]
         return {"num_columns": jnp.int32(r), "residual": (self.trace - m) / n}, failures
 
@@ -133,13 +124,12 @@ def eliminate(
     captured = jnp.real(column_dots(J, A_RS.conj().T))
     residual = diagonal - captured
     in_range = jnp.all(pivots < n)
-    trace = len(R) + jnp.sum(residual / fixed_noise)
     # The root mean square eigenvalue, |A|_F / sqrt(n), if all columns are alike.
     size = frobenius(jax.lax.stop_gradient(columns)) / r**0.5
     negative = rounding_of(diagonal).negative
     elimination = Elimination(  # pyright: ignore
         logdet=solved.logdet + jnp.sum(jnp.log(fixed_noise)),
-        trace=jnp.where(in_range, trace, jnp.nan),
+        trace=jnp.where(in_range, len(R) + jnp.sum(residual / fixed_noise), jnp.nan),
         order=order,
         interpolation=J,
         inverse_sqrt_noise=jax.lax.rsqrt(fixed_noise),
@@ -147,6 +137,7 @@ def eliminate(
         semidefinite=semidefinite
         & jnp.all(residual >= -negative)
         & ~jnp.isnan(solved.logdet),
+        finite=jnp.isfinite(size + jnp.sum(diagonal)) & in_range,
     )
     fixed = jax.lax.stop_gradient(elimination)
     B = SchurLinearOperator(operator, noise, fixed)

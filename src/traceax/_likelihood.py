@@ -80,7 +80,10 @@ def inv_quad_logdet(
         array, stands for no noise, and takes no columns. Brackets are then not proven.
     - `preconditioner`: how many columns of K a preconditioner may use; or their indices
         from [`traceax.choose_pivots`][], for a fit; or a custom
-        [`traceax.Preconditioner`][], which allows a noise of 0. The default is none.
+        [`traceax.Preconditioner`][], which allows a noise of 0. From `12 sqrt(n)`
+        columns on, their rows are eliminated by a Cholesky factorisation. The default
+        is none if you pass k or an estimator, and else the number that pays, for
+        kernels and dense matrices.
     - `rtol`, `atol`: the tolerance for the Gaussian log likelihood from both terms.
 
     **Returns:** a [`traceax.InvQuadLogdet`][]. `stats["num_columns"]` is the number of

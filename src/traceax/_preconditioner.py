@@ -1,6 +1,7 @@
 """Preconditioners from operator columns, and the choice of their pivots."""
 
 import functools as ft
+import math
 from typing import Any
 
 import equinox as eqx
@@ -28,10 +29,13 @@ from ._operators.space import ByProducts, apply_block, space_of
 
 # We fold this into the key for pivots. Probe j folds in j, and j is always smaller.
 _PIVOT_FOLD = np.uint32(2**32 - 1)
-# Without a number, we take up to this many columns times sqrt(n), and up to 2^26 entries.
+# Without a number, we take up to 32 sqrt(n) columns, and up to 2^26 entries.
 _PAYING, _MOST_NUMBERS = 32, 2**26
-# We then keep a multiple of 64 columns, twice as many as the residual asks for.
+# If few columns reach the noise, we keep twice their number, rounded up to 64.
 _ROUND_TO, _SPARE = 64, 2
+# From 12 sqrt(n) columns on, we eliminate rows. A preconditioner from columns takes about
+# four times as long, and is more accurate if few columns leave little of the noise.
+_ELIMINATING, _SUFFICIENT = 12, 0.03
 
 
 def choose_pivots(
@@ -65,8 +69,9 @@ def choose_pivots(
     - `operator`: a positive semidefinite operator on n unknowns with readable entries:
         a [`traceax.KernelLinearOperator`][], a dense or sparse matrix, or their sum.
     - `columns`: the maximum number of columns, a Python int up to n. By default, twice
-        the number that the noise allows, for later in a fit, but at most as many as pay:
-        about `19 sqrt(n)`, and `2^26 / n` for memory. Inside `jax.jit` it is this bound.
+        the number that reaches the noise, up to `12 sqrt(n)`. If these leave over 0.03
+        of the noise, and inside `jax.jit`, it is the number that pays, `32 sqrt(n)`,
+        but at most `2^26 / n`, to save memory.
     - `shift`: the noise variance, a positive scalar or n positive numbers.
     - `throw`: whether to raise a run-time error if `shift` isn't positive, or if
         columns show that the operator isn't finite and positive semidefinite.
@@ -80,17 +85,12 @@ def choose_pivots(
     key, operator = check_key(key, where), checked_operator(operator, where)
     operator = _with_entries(operator, where)
     n = space_of(operator).size
-    most = default_columns(n)
+    noise = noise_of(operator, shift, where, throw=throw)
     if columns is not None:
         most = _check_number(columns, n, "columns", where)
-    noise = noise_of(operator, shift, where, throw=throw)
-    pivots = _choose(key, operator, noise, most)
-    number = jnp.sum(pivots.indices >= 0)
-    if columns is None and not isinstance(number, jax.core.Tracer):
-        # We round up, so that few numbers of columns need a program each.
-        kept = _ROUND_TO * -(-_SPARE * int(number) // _ROUND_TO)
-        kept = min(most, max(kept, _ROUND_TO))
-        pivots = pivots._replace(indices=pivots.indices[:kept])
+        pivots = _choose(key, operator, noise, most)
+    else:
+        pivots = _choose_automatically(key, operator, noise, n)
     pivots = _spread(key, operator, noise, pivots)
     indices = pivots.indices
     failures = {
@@ -146,8 +146,8 @@ def pivots_of(
     preconditioner: int | Int[Array, " r"],
     noise: Float[Array, " n"],
 ) -> tuple[Int[Array, " r"], Bool[Array, ""]]:
-    """The pivots that the user passes, or as many as the user asks for, and whether no
-    residual was negative."""
+    """Pivots from the user, or chosen for a number of columns. Then we also say whether
+    no residual was negative."""
     if not isinstance(preconditioner, int):
         return preconditioner, jnp.asarray(True)
     key = jax.random.fold_in(key, _PIVOT_FOLD)
@@ -180,14 +180,37 @@ class PreconditionedLinearOperator(ByProducts):
         return symmetric or check is lx.is_positive_semidefinite
 
 
+def _choose_automatically(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    noise: Float[Array, "*n"],
+    n: int,
+) -> Pivots:
+    """A preconditioner's pivots where they suffice, else pivots to eliminate rows."""
+    few = max(1, min(n, math.ceil(_ELIMINATING * n**0.5)) - 1)
+    pivots = _choose(key, operator, noise, few)
+    number, residual = jnp.sum(pivots.indices >= 0), pivots.residual_trace / n
+    is_traced = isinstance(number, jax.core.Tracer)
+    if is_traced or (residual > _SUFFICIENT and default_columns(n) > few):
+        return _choose(key, operator, noise, default_columns(n))
+    # We round up, so that few numbers of columns need a program each.
+    kept = _ROUND_TO * max(1, -(-_SPARE * int(number) // _ROUND_TO))
+    return pivots._replace(indices=pivots.indices[:kept])
+
+
 def default_columns(n: int) -> int:
     """The number of columns that pay, for n unknowns.
 
-    They take O(n r^2) time, and everything else in a likelihood O(n^2). With this number,
-    both take about equally long: `benchmarks/likelihood.py columns`.
+    Eliminating r rows takes O(n r^2) time, and everything else O(n^2). With this number,
+    both take about equally long on one core.
     """
     most = min(_PAYING * n**0.5, _MOST_NUMBERS / n)
-    return max(1, min(n, _ROUND_TO * round(most / _ROUND_TO)))
+    return min(_ROUND_TO * max(1, round(most / _ROUND_TO)), max(1, 3 * n // 4))
+
+
+def eliminates(columns: int, n: int) -> bool:
+    """Whether we eliminate rows, for this number of columns."""
+    return _ELIMINATING * n**0.5 <= columns < n
 
 
 @jitted

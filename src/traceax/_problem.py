@@ -14,17 +14,20 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key, PyTree
 
 from ._arguments import check_key, require
-from ._elimination import eliminate, eliminates
+from ._elimination import eliminate
 from ._error_bar import ErrorBar
 from ._estimate import Estimate, with_slopes
 from ._estimator import limits, outcome_of
 from ._linalg.whitening import Preconditioner, Unscaled, scale_only
 from ._operators.check import checked_operator, is_data, jitted
 from ._operators.entries import diagonal_of, has_known_entries, readable_data
+from ._operators.kernel import is_dense
 from ._operators.space import ShiftedLinearOperator, Space, space_of
 from ._preconditioner import (
     PreconditionedLinearOperator,
     check_preconditioner,
+    default_columns,
+    eliminates,
     make_preconditioner,
     noise_of,
     pivots_of,
@@ -70,7 +73,10 @@ def solve(
     preconditioner = check_preconditioner(preconditioner, operator, where)
     y = None if y is None else _check_rhs(y, space, where)
     stop = options.stop(space.compute_dtype, where)
-    exact = k is None and estimator is None and is_small(operator)
+    automatic = k is None and estimator is None
+    exact = automatic and is_small(operator)
+    if automatic and not exact and preconditioner is None and is_dense(operator):
+        preconditioner = default_columns(space.size)
     estimator = KrylovAwareEstimator() if estimator is None else estimator
     require(
         isinstance(estimator, KrylovAwareEstimator),
@@ -312,7 +318,7 @@ def _joint_bars(bars: list[ErrorBar]) -> ErrorBar:
     return likelihood_bar(bars)
 
 
-def _with_rounding(error, *parts) -> Float[Array, ""]:
+def _with_rounding(error, *parts) -> Float[Array, "*q"]:
     """Adds the rounding error of a sum to its standard error."""
     magnitude = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
     rounding = 4 * jnp.finfo(error.dtype).eps * magnitude

@@ -22,6 +22,7 @@ from .space import (
     OnePass,
     made_here,
     on_cpu,
+    parts_of,
     space_of,
     structure_of,
 )
@@ -160,6 +161,12 @@ class KernelLinearOperator(OnePass):
 
     def _satisfies(self, check):
         return check in (lx.is_symmetric, lx.is_positive_semidefinite)
+
+
+def is_dense(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator is, or contains, a kernel matrix or a dense matrix."""
+    kinds = KernelLinearOperator, lx.MatrixLinearOperator
+    return any(parts_of(operator, kind) for kind in kinds)
 
 
 def stored(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:

@@ -7,7 +7,6 @@ from typing import ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import lineax as lx
 from jaxtyping import Array, Int
 
 from .._arguments import check_optional_integer, without_numpy
@@ -21,8 +20,8 @@ from .._linalg.krylov import (
     arnoldi_start,
     arnoldi_step,
 )
-from .._operators.kernel import KernelLinearOperator, stored
-from .._operators.space import apply_block, parts_of
+from .._operators.kernel import is_dense, stored
+from .._operators.space import apply_block
 from .._rule import Evidence, Outcome
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .._tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened_for_loop
@@ -31,8 +30,8 @@ from .krylov_sums import KrylovSums, krylov_sums
 from .stand_in import RitzStandIn, Truncated, judge_truncated
 from .state import SpectralState
 
-# Probes without a budget. Products with a dense block take hardly longer for 16 columns
-# than for 6, as they read all entries: `benchmarks/likelihood.py columns`.
+# Probes without a budget. Dense products take hardly longer for 16 vectors than for 6,
+# because they read or compute all entries.
 _PROBES_TO_DEPTH, _PROBES_OF_DENSE = 5, 16
 # Limits without a budget: steps, vectors in the space and in spaces without a probe.
 _STEPS_TO_DEPTH, _VECTORS_TO_DEPTH, _VECTORS_LEFT_OUT = 80, 480, 96
@@ -78,10 +77,11 @@ class KrylovAwareEstimator(SpectralEstimator):
     | standard error | sampling error, from leaving out pairs; truncation error, from the bracket or the last block |
     | derivative | `tr((F o C) V^* dA V)` for f(T), with Ritz vectors V; k products with dA |
 
-    *Without k*, if f has a bracket, m is 5, and s grows until half the bracket is at
-    most a tenth of the sampling error. Likelihoods add the quadratic term's bracket,
-    and may stop at 0.1. We take at most 80 steps, 1,000 products and n - 1 products. Up
-    to n = 32 we take all n, for the exact answer.
+    *Without k*, if f has a bracket, m is 5, or up to 16 for kernels and dense matrices,
+    whose products take hardly longer. s grows until half the bracket is at most a tenth
+    of the sampling error. Likelihoods add the quadratic term's bracket, and may stop at
+    0.1. We take at most 80 steps, 480 products and n - 1 products. Up to n = 32 we take
+    all n, for the exact answer.
 
     *To a tolerance*, m is fixed, and s grows until the tolerance is met. A budget of
     `m s` products gives the same estimate and derivatives.
@@ -89,8 +89,8 @@ class KrylovAwareEstimator(SpectralEstimator):
     **Arguments:**
 
     - `num_probes`: m, by default about `0.5 sqrt(k)`, at least 3; to a tolerance about
-        `0.5 sqrt(k / 2)`, at least 5; without k 5. With few probes the truncation error
-        is smaller, with many the sampling error.
+        `0.5 sqrt(k / 2)`, at least 5; without k as above. With few probes the truncation
+        error is smaller, with many the sampling error.
     - `sampler`: draws the probes: rotation invariant and independent, or `ValueError`.
 
     **Reference:** Chen and Hallman, "Krylov-Aware Stochastic Trace Estimation", SIAM J.
@@ -142,10 +142,8 @@ class KrylovAwareEstimator(SpectralEstimator):
             return outcome if to_depth else outcome._replace(stats=stats), stand_in
         q, num_probes = state.num_rhs, self.num_probes
         if num_probes is None and to_depth:
-            kinds = KernelLinearOperator, lx.MatrixLinearOperator
-            is_dense = any(parts_of(state.operator, kind) for kind in kinds)
             num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
-            if is_dense:
+            if is_dense(state.operator):
                 # Small spaces need steps more than probes.
                 num_probes = max(num_probes, min(_PROBES_OF_DENSE, k // 30))
         elif num_probes is None:

@@ -407,7 +407,7 @@ def _errors_of_forms(
 
     The second term changes with every `|y_j|`. We multiply its last change by the ratio r
     between `|e|^2 = value_error` and the last `|y_j|^2`, as for r further steps of equal
-    size, at most as many as were taken; or by the root of r, if it is below 1.
+    size, up to the number taken; or by the root of r, if it is below 1.
     """
     T, omega, value_error = space.T, space.omega, space.form_errors
     assert value_error is not None
