@@ -169,7 +169,7 @@ def leaf_traces(
 
 def _broadcast_labels(groups: PyTree, structure: PyTree, where: str) -> list[Hashable]:
     def is_labelled(*kinds):
-        labels = jtu.tree_leaves(groups, is_leaf=lambda x: x is None)
+        labels = jtu.tree_leaves(groups)
         return all(isinstance(x, kinds) and not isinstance(x, bool) for x in labels)
 
     valid = is_labelled(str) or is_labelled(int, np.integer)

@@ -24,6 +24,8 @@ from .pivoted_cholesky import rounding_of
 
 Block = Inexact[Array, "n k"]
 
+# Probes without a budget.
+PROBES_TO_DEPTH = 5
 # We add this to the diagonal of K'[S, S], with K' = N^-1/2 K N^-1/2 and pivots S.
 JITTER = 1e-6
 # We drop a pivot whose remainder after earlier pivots, in K', is below this number.
@@ -81,6 +83,11 @@ class Preconditioner(eqx.Module):
         Here `P = (M^* M)^-1` and `dP = dH + dH^*`. Only H carries derivatives.
         """
         return None
+
+    @property
+    def _num_probes(self) -> int:
+        """The number of probes without a budget. Optional."""
+        return PROBES_TO_DEPTH
 
     @property
     def _magnitude(self) -> Float[Array, ""] | None:

@@ -20,7 +20,8 @@ from .._linalg.krylov import (
     arnoldi_start,
     arnoldi_step,
 )
-from .._operators.kernel import is_dense, stored
+from .._linalg.whitening import PROBES_TO_DEPTH
+from .._operators.kernel import stored
 from .._operators.space import apply_block
 from .._rule import Evidence, Outcome
 from .._samplers import NormalSampler, Sampler, check_sampler
@@ -30,9 +31,6 @@ from .krylov_sums import KrylovSums, krylov_sums
 from .stand_in import RitzStandIn, Truncated, judge_truncated
 from .state import SpectralState
 
-# Probes without a budget. Dense products take hardly longer for 16 vectors than for 6,
-# because they read or compute all entries.
-_PROBES_TO_DEPTH, _PROBES_OF_DENSE = 5, 16
 # Limits without a budget: steps, vectors in the space and in spaces without a probe.
 _STEPS_TO_DEPTH, _VECTORS_TO_DEPTH, _VECTORS_LEFT_OUT = 80, 480, 96
 # We compile smaller decompositions for up to 9 and up to 27 steps.
@@ -77,11 +75,10 @@ class KrylovAwareEstimator(SpectralEstimator):
     | standard error | sampling error, from leaving out pairs; truncation error, from the bracket or the last block |
     | derivative | `tr((F o C) V^* dA V)` for f(T), with Ritz vectors V; k products with dA |
 
-    *Without k*, if f has a bracket, m is 5, or up to 16 for kernels and dense matrices,
-    whose products take hardly longer. s grows until half the bracket is at most a tenth
-    of the sampling error. Likelihoods add the quadratic term's bracket, and may stop at
-    0.1. We take at most 80 steps, 480 products and n - 1 products. Up to n = 32 we take
-    all n, for the exact answer.
+    *Without k*, if f has a bracket, m is 5, or 16 in likelihoods that eliminate rows. s
+    grows until half the bracket is at most a tenth of the sampling error. Likelihoods
+    add the quadratic term's bracket, and may stop at 0.1. We take at most 80 steps, 480
+    products and n - 1 products. Up to n = 32 we take all n, for the exact answer.
 
     *To a tolerance*, m is fixed, and s grows until the tolerance is met. A budget of
     `m s` products gives the same estimate and derivatives.
@@ -142,10 +139,9 @@ class KrylovAwareEstimator(SpectralEstimator):
             return outcome if to_depth else outcome._replace(stats=stats), stand_in
         q, num_probes = state.num_rhs, self.num_probes
         if num_probes is None and to_depth:
-            num_probes = min(_PROBES_TO_DEPTH, max((k - q) // 3, 1))
-            if is_dense(state.operator):
-                # Small spaces need steps more than probes.
-                num_probes = max(num_probes, min(_PROBES_OF_DENSE, k // 30))
+            P = state.preconditioner
+            wanted = PROBES_TO_DEPTH if P is None else P._num_probes
+            num_probes = min(wanted, max((k - q) // 3, 1))
         elif num_probes is None:
             # We expect to take half the steps. For a reliable error bar we want 5
             # probes, if at least three steps remain.
@@ -263,4 +259,4 @@ def _outcome(
         evidence,
     )
     parts = basis, theta, S, sums.coupling, count, solutions, residuals, evidence
-    return outcome, RitzStandIn(*parts)
+    return outcome, RitzStandIn(*parts, unclipped=sums.unclipped)

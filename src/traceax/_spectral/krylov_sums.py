@@ -56,6 +56,7 @@ class KrylovSums(NamedTuple):
     truncation_errors: list[Float[Array, "..."]]
     sampling_errors: list[Float[Array, "..."]]
     theta: Float[Array, " k"]
+    unclipped: Float[Array, " k"]  # theta before rounding errors are removed
     S: Inexact[Array, "k k"]
     coupling: Inexact[Array, "k k"]
     stats: dict[str, Any]
@@ -78,7 +79,9 @@ class KrylovSums(NamedTuple):
             truncation_errors = (
                 len(low) * truncation_errors + jnp.sum(high - low) / 2
             ) / 2
-            error = len(low) * error / 2
+            # This adds rounding, which further steps would increase.
+            forms_error = jnp.sum(self.forms.bar.standard_error)
+            error = jnp.hypot(len(low) * error, forms_error) / 2
         return depth.ratio(truncation_errors, error)
 
 
@@ -104,9 +107,9 @@ def krylov_sums(
     T, omega, asymmetry = projected
     n, width, q = state.space.size, omega.shape[1], state.num_rhs
     m, sizes = width - q, tuple(width * size for size in step_sizes)
-    theta, S = ritz_pairs(T, width * steps, sizes)
+    unclipped, S = ritz_pairs(T, width * steps, sizes)
     theta, resolution, result = ritz_values(
-        theta, asymmetry, state.space, state.lower, state.magnitude, state.solvers
+        unclipped, asymmetry, state.space, state.lower, state.magnitude, state.solvers
     )
     shallow, rows = steps, len(T)  # spaces without a probe use these coordinates
     if most_left_out is not None:
@@ -215,6 +218,7 @@ def krylov_sums(
         truncation_errors=truncation_errors,
         sampling_errors=sampling_errors,
         theta=theta,
+        unclipped=unclipped,
         S=S,
         coupling=coupling,
         stats=stats,

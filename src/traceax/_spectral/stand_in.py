@@ -76,6 +76,7 @@ class RitzStandIn(StandIn):
     - `solutions`: `A^-1 B` in Ritz coordinates for right-hand sides B, or `None`.
     - `residuals`: `A A^-1 B - B` for these solutions, or `None` for 0.
     - `evidence`: arrays for the derivatives' error bars, or `None`.
+    - `unclipped`: Ritz values with rounding errors below the spectrum, or `None`.
     """
 
     basis: Inexact[Array, "n p"]
@@ -86,6 +87,7 @@ class RitzStandIn(StandIn):
     solutions: Inexact[Array, "p q"] | None = None
     residuals: Inexact[Array, "n q"] | None = None
     evidence: Evidence | None = None
+    unclipped: Float[Array, " p"] | None = None
 
     def derivative(self, state, tangent):
         moving = tangent.operator, tangent.function, tangent.rhs, tangent.preconditioner
@@ -177,7 +179,9 @@ class RitzStandIn(StandIn):
         G = self._projected(drift, _CHUNK)
         if G is None:
             return D, t_rhs
-        T = matmul(self.S * self.theta[None, :].astype(self.S.dtype), self.S.conj().T)
+        # Clipped Ritz values would bias a sum over all n eigenvalues in 32 bits.
+        theta = self.theta if self.unclipped is None else self.unclipped
+        T = matmul(self.S * theta[None, :].astype(self.S.dtype), self.S.conj().T)
         GT = matmul(G, jax.lax.stop_gradient(T))
         D = -(GT + GT.conj().T) if D is None else D - GT - GT.conj().T
         if state.rhs is not None:
@@ -425,7 +429,8 @@ def _errors_of_forms(
     forms = (jnp.real(column_dots(x, matmul(D, x))) for x in (u, before))
     rest = value_error / divisor(y_squares[last])
     part = jnp.minimum(rest, 1)
-    steps_to_come = jnp.minimum(jnp.maximum(rest, jnp.sqrt(rest)), space.steps)
+    most = jnp.asarray(space.steps).astype(rest.dtype)
+    steps_to_come = jnp.minimum(jnp.maximum(rest, jnp.sqrt(rest)), most)
     error = jnp.abs(op.sub(*forms)) * steps_to_come
     z = matmul(inverse, t_rhs)
     along = jnp.sum(y.conj() * z, axis=0) / divisor(jnp.sum(squares(y), axis=0))
