@@ -198,3 +198,9 @@ def test_hessians_are_checked_at_any_scale():
     wrong = tx.HessianLinearOperator(_wrong_at_scale, 1e-3 * shifts)
     with pytest.raises(AssertionError, match="Hessian: off by 1"):
         check_operator(key, wrong)
+
+
+def test_hessians_that_are_not_finite_are_reported():
+    nan = tx.HessianLinearOperator(lambda x: jnp.sum(jnp.nan * x**2), jnp.ones(4))
+    with pytest.raises(AssertionError, match="Hessian: off by nan"):
+        check_operator(jax.random.key(0), nan)

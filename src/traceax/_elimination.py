@@ -10,22 +10,20 @@ Only the terms with `T^* A T` need an estimate, and the trace of this matrix is 
 `(A T)_S = 0`, errors in J enter only as squares, and derivatives hold J fixed.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.custom_batching import sequential_vmap
-from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from ._linalg.dense import column_dots, frobenius, matmul
 from ._linalg.pivoted_cholesky import rounding_of
 from ._linalg.whitening import Block, Preconditioner
 from ._operators.entries import columns_of, diagonal_of
-from ._operators.space import ByProducts, apply_block, space_of
+from ._preconditioner import PreconditionedLinearOperator
 from ._results import RESULTS
-from ._spectral.cholesky import solve_exactly
+from ._spectral.cholesky import solve_exactly, solve_from
 
 
 class Elimination(Preconditioner):
@@ -53,6 +51,9 @@ class Elimination(Preconditioner):
         # Products with 16 vectors take hardly longer than with 6, and rounding is small.
         return 16
 
+    def _size(self, n):
+        return n - len(self.interpolation)
+
     def _verdict(self, n):
         r, m = self.interpolation.shape
         failures = [
@@ -72,33 +73,11 @@ class Elimination(Preconditioner):
         return jnp.zeros_like(block).at[self.order].set(block)
 
 
-class SchurLinearOperator(ByProducts):
-    """`B = M (K + N) M^*` on the rows R, at least 1."""
-
-    operator: lx.AbstractLinearOperator  # K
-    noise: Float[Array, " n"]  # N
-    elimination: Elimination  # M
-
-    def mv(self, vector: Inexact[Array, " m"]) -> Inexact[Array, " m"]:
-        block = self.elimination.apply_adjoint(vector[:, None])
-        noise = self.noise[:, None].astype(block.dtype)
-        product = apply_block(self.operator, block) + noise * block
-        return self.elimination.apply(product)[:, 0]
-
-    def in_structure(self) -> jax.ShapeDtypeStruct:
-        m = self.elimination.interpolation.shape[1]
-        return jax.ShapeDtypeStruct((m,), space_of(self.operator).compute_dtype)
-
-    def _satisfies(self, check):
-        symmetric = check is lx.is_symmetric and not space_of(self).is_complex
-        return symmetric or check is lx.is_positive_semidefinite
-
-
 class Eliminated(NamedTuple):
     """The problem for the rows R, and the terms from the rows S."""
 
     elimination: Elimination  # fixed, but for its log-determinant
-    operator: SchurLinearOperator
+    operator: PreconditionedLinearOperator  # B, at least 1
     rhs: Inexact[Array, "m q"] | None  # M y
     forms: Float[Array, " q"] | None  # y_S^* A_SS^-1 y_S
     solution: Inexact[Array, "n q"] | None  # A_SS^-1 y_S, and zeros
@@ -123,7 +102,7 @@ def eliminate(
     solved = solve_exactly(A_SS, y_S)
 
     A_RS = jax.lax.stop_gradient(columns)[R]
-    J = _solve_from(jax.lax.stop_gradient(solved.lower), A_RS.conj().T)
+    J = solve_from(jax.lax.stop_gradient(solved.lower), A_RS.conj().T)
     fixed_noise = jax.lax.stop_gradient(noise[R])
     diagonal = jax.lax.stop_gradient(jnp.real(diagonal_of(operator)))[R]
     captured = jnp.real(column_dots(J, A_RS.conj().T))
@@ -145,7 +124,7 @@ def eliminate(
         finite=jnp.isfinite(size + jnp.sum(diagonal)) & in_range,
     )
     fixed = jax.lax.stop_gradient(elimination)
-    B = SchurLinearOperator(operator, noise, fixed)
+    B = PreconditionedLinearOperator(operator, fixed, noise)
     if rhs is None:
         return Eliminated(elimination, B, None, None, None)
     head = jax.lax.stop_gradient(solved.solutions)
@@ -153,8 +132,3 @@ def eliminate(
     rest = fixed.apply(rhs - matmul(columns, head))
     solution = jnp.zeros_like(rhs).at[S].set(head)
     return Eliminated(elimination, B, rest, solved.forms, solution)
-
-
-@sequential_vmap
-def _solve_from(lower: Inexact[Array, "r r"], B: Inexact[Array, "r m"]) -> Any:
-    return cho_solve((lower, True), B)

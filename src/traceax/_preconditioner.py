@@ -173,7 +173,8 @@ class PreconditionedLinearOperator(ByProducts):
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         space = space_of(self.operator)
-        return jax.ShapeDtypeStruct((space.size,), space.compute_dtype)
+        size = self.preconditioner._size(space.size)
+        return jax.ShapeDtypeStruct((size,), space.compute_dtype)
 
     def _satisfies(self, check):
         symmetric = check is lx.is_symmetric and not space_of(self).is_complex

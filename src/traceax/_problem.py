@@ -140,7 +140,7 @@ def _pose(
             state = SpectralState(key, B, LOG, one, rest, P, P.trace)
             return Problem(where, state, P, noise, shape, finite, *known)
     P = make_preconditioner(key, operator, preconditioner, noise)
-    # Fixed factors drift, and the stand-in differentiates them.
+    # We fix factors from columns. The stand-in adds their derivative, `drift`.
     fixed = P if custom else jax.lax.stop_gradient(P)
     rhs = None if rhs is None else fixed.apply(rhs)
     lower = P.lower

@@ -94,6 +94,10 @@ class Preconditioner(eqx.Module):
         """Magnitude of terms that cancel in products with `M A M^*`. Optional."""
         return None
 
+    def _size(self, n: int) -> int:
+        """The number of rows in `M V`, for blocks of n rows. Optional."""
+        return n
+
     def _verdict(self, n: int) -> tuple[dict[str, Array], list[tuple[Array, RESULTS]]]:
         """Optional: entries for `stats`, and pairs of a flag and its `RESULTS` item."""
         return {}, []
@@ -330,7 +334,11 @@ def scale_only(noise: Float[Array, " n"], dtype: DTypeLike) -> Whitening:
 
 
 @jax.custom_jvp
-def _with_slope(logdet: Float[Array, ""], fixed: Any, moving: Any) -> Float[Array, ""]:
+def _with_slope(
+    logdet: Float[Array, ""],
+    fixed: tuple[Block, Inexact[Array, "r r"], Factors],
+    moving: tuple[Array, Array],
+) -> Float[Array, ""]:
     """log det P, with the derivative `tr(P^-1 dP)` along the scaled columns and noise.
 
     `tr(P^-1 dP) = 2 Re tr(Y^* dK'_S) - tr(J' Y dK'_SS) + tr(P'^-1 dN')`, where

@@ -118,14 +118,17 @@ def _solve_jvp(primals, tangents):
 
 
 @sequential_vmap
-def _from_factor(lower: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
-    return cho_solve((lower, True), jnp.eye(len(lower), dtype=lower.dtype))
+def solve_from(
+    lower: Inexact[Array, "n n"], B: Inexact[Array, "n q"]
+) -> Inexact[Array, "n q"]:
+    """`A^-1 B`, from the Cholesky factor."""
+    return cho_solve((lower, True), B)
 
 
 @jax.custom_jvp
 def inverse_of(A: Inexact[Array, "n n"], lower: Inexact[Array, "n n"]) -> Array:
     """`A^-1`, from the Cholesky factor."""
-    return _from_factor(lower)
+    return solve_from(lower, jnp.eye(len(lower), dtype=lower.dtype))
 
 
 @inverse_of.defjvp

@@ -176,7 +176,8 @@ def _gradient_error(
         allowed = 3 * ((jnp.linalg.norm(fine - coarse) + rounding) / unit + moved)
         error = jnp.linalg.norm(product - fine) / unit
         candidates.append((float(allowed), float(error)))
-    allowed, error = min(x for x in candidates if not math.isnan(x[0]))
+    known = (x for x in candidates if not math.isnan(x[0]))
+    allowed, error = min(known, default=(0.0, math.nan))
     return "Hessian", error, max(0.01, allowed)
 
 
