@@ -97,10 +97,15 @@ def by_traceax(x, y, p, keys):
     @jax.value_and_grad
     def evaluate(p, key, pivots):
         options = {"shift": jnp.exp(p[d + 1]), "preconditioner": pivots}
-        return tx.gaussian_log_likelihood(key, covariance(p), y, **options).value
+        # A line search may try parameters for which 32 bits are too few.
+        likelihood = tx.gaussian_log_likelihood(
+            key, covariance(p), y, throw=False, **options
+        )
+        return likelihood.value
 
     def pivots_at(p, key):
-        return tx.choose_pivots(key, covariance(p), shift=jnp.exp(p[d + 1]))
+        noise = jnp.exp(p[d + 1])
+        return tx.choose_pivots(key, covariance(p), shift=noise, throw=False)
 
     def run(p, seed, pivots=None):
         key, p = jax.random.key(seed), jnp.asarray(p, jnp.float32)

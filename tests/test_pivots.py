@@ -169,6 +169,21 @@ def test_rounding_is_no_failure():
             assert 5 < len(search(gaussian(points(N), length), noise)[0]) < 100
 
 
+def test_rounding_in_many_columns_is_no_failure():
+    # A kernel computed in 32 bits is indefinite by more than eps times its diagonal.
+    # Without a stop the search amplified this, and refused three of these kernels.
+    x = jnp.asarray(np.random.default_rng(0).random((800, 6)), jnp.float32)
+
+    def matern_5_2(a, b):
+        squared = jnp.sum((a - b) ** 2)
+        r = jnp.sqrt(jnp.where(squared == 0, 1, squared)) / 5**0.5  # length scale 5
+        return jnp.where(squared == 0, 1, (1 + r + r**2 / 3) * jnp.exp(-r))
+
+    K = tx.KernelLinearOperator(matern_5_2, x)
+    for i in range(4):
+        assert np.all(choose_pivots(jr.key(i), K, 600, shift=1e-4) >= 0)
+
+
 def test_other_operators():
     n, key = 30, jr.key(0)
     rng = np.random.default_rng(0)

@@ -48,8 +48,8 @@ class Elimination(Preconditioner):
 
     @property
     def _num_probes(self):
-        # Products with 16 vectors take hardly longer than with 6, and rounding is small.
-        return 16
+        # Products with 25 vectors take hardly longer than with 6.
+        return 24
 
     def _size(self, n):
         return n - len(self.interpolation)

@@ -273,6 +273,14 @@ def sum_of_independent(*bars: ErrorBar) -> ErrorBar:
     return ErrorBar(jnp.sum(means), unit * jnp.sqrt(variance), freedom)
 
 
+def add_known_error(bar: ErrorBar, error: Float[Array, "*g"]) -> ErrorBar:
+    """Adds an error of known size, such as rounding, by Satterthwaite's rule."""
+    sampling, freedom = bar.standard_error, bar.degrees_of_freedom
+    total = jnp.hypot(sampling, error)
+    more = jnp.maximum(total / divisor(sampling), 1) ** 4 * freedom
+    return ErrorBar(bar.mean, total, jnp.where(jnp.isfinite(sampling), more, freedom))
+
+
 def joint_bar(bars: list[ErrorBar]) -> ErrorBar:
     """The error bars of several values in one, for a tolerance. Its `mean` holds moduli,
     because some values may be complex. A single value keeps its own error bar."""

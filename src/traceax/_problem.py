@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key, PyTree
 
 from ._arguments import check_key, require
 from ._elimination import eliminate
-from ._error_bar import ErrorBar
+from ._error_bar import ErrorBar, add_known_error, exact_bar
 from ._estimate import Estimate, with_slopes
 from ._estimator import limits, outcome_of
 from ._linalg.whitening import Preconditioner, Unscaled, scale_only
@@ -220,10 +220,8 @@ class Problem(NamedTuple):
         """`log det P + tr log B`."""
         known, bar = self.preconditioner.logdet, outcome.bars[0]
         bracket = tuple(x + jax.lax.stop_gradient(known) for x in _bracket(outcome))
-        error = _with_rounding(bar.standard_error, bar.mean, known)
-        bar = bar._replace(mean=bar.mean + known, standard_error=error)
         stats = self._stats(outcome, bracket)
-        return self._estimate(outcome, bar, stats, jtu.Partial(_first_bar), by)
+        return self._estimate(outcome, _plus(bar, known), stats, jtu.Partial(_first_bar), by)
 
     def inv_quad(self, outcome: Outcome, by: By) -> Estimate:
         """`b^* B^-1 b` for each right-hand side."""
@@ -233,8 +231,7 @@ class Problem(NamedTuple):
         if self.forms is not None:
             known = jax.lax.stop_gradient(self.forms)
             ends = tuple(x + known for x in ends)
-            error = _with_rounding(bar.standard_error, bar.mean, known)
-            bar = bar._replace(mean=bar.mean + self.forms, standard_error=error)
+            bar = _plus(bar, self.forms)
         stats["bracket"] = tuple(x.reshape(self.shape[1:]) for x in ends)
         bar = ErrorBar(*(x.reshape(self.shape[1:]) for x in bar))
         return self._estimate(outcome, bar, stats, jtu.Partial(_second_bar), by)
@@ -258,9 +255,8 @@ class Problem(NamedTuple):
         totals = [-(self.number * x + jnp.sum(y)) / 2 for x, y in ends]
         known = jax.lax.stop_gradient(constant)
         stats = self._stats(outcome, tuple(known + x for x in reversed(totals)))
-        error = _with_rounding(bar.standard_error, bar.mean, constant)
-        bar = bar._replace(mean=bar.mean + constant, standard_error=error)
-        likelihood = self._estimate(outcome, bar, stats, jtu.Partial(_joint_bars), by)
+        bar, combine = _plus(bar, constant), jtu.Partial(_joint_bars)
+        likelihood = self._estimate(outcome, bar, stats, combine, by)
         stats = {**likelihood.stats, "solution": self.solution(outcome)}
         return eqx.tree_at(lambda e: e.stats, likelihood, stats)
 
@@ -318,11 +314,10 @@ def _joint_bars(bars: list[ErrorBar]) -> ErrorBar:
     return likelihood_bar(bars)
 
 
-def _with_rounding(error, *parts) -> Float[Array, "*q"]:
-    """Adds the rounding error of a sum to its standard error."""
-    magnitude = sum(jnp.abs(jax.lax.stop_gradient(x)) for x in parts)
-    rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
-    return jnp.hypot(error, rounding)
+def _plus(bar: ErrorBar, known: Float[Array, "*q"]) -> ErrorBar:
+    """Adds a known term, with the rounding error of the sum."""
+    rounding = exact_bar(known, jnp.abs(bar.mean) + jnp.abs(known)).standard_error
+    return add_known_error(bar._replace(mean=bar.mean + known), rounding)
 
 
 def _check_rhs(y: Any, space: Space, where: str) -> Inexact[Array, "n ..."]:

@@ -221,9 +221,18 @@ class Depth(eqx.Module):
     # We always neglect truncation errors below this, in the unit of the value.
     negligible: float = eqx.field(static=True, default=0.0)
 
-    def ratio(self, bias: Float[Array, "*g"], error: Float[Array, "*g"]) -> Scalar:
-        """`bias`, the truncation error, over its limit for `error`, the sampling error."""
+    def ratio(
+        self,
+        bias: Float[Array, "*g"],
+        error: Float[Array, "*g"],
+        rounding: ArrayLike = 0.0,
+    ) -> Scalar:
+        """`bias`, the truncation error, over its limit for `error`, the sampling error.
+
+        Below the rounding error, further steps don't reduce it.
+        """
         allowed = jnp.maximum(_TRUNCATION_SHARE * error, self.negligible)
+        allowed = jnp.maximum(allowed, rounding)
         ratio = jnp.where(bias == 0, 0, bias / divisor(allowed))
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 

@@ -63,7 +63,7 @@ class _Search(NamedTuple):
     residual: Diagonal  # diagonal of K' - F F^*
     number: Int[Array, ""]
     semidefinite: Bool[Array, ""]
-    worthwhile: Bool[Array, ""]  # whether the last round was kept
+    worthwhile: Bool[Array, ""]  # whether another round may help
 
 
 def choose(
@@ -113,6 +113,9 @@ def choose(
         residual = residual.at[drawn].min(jnp.real(jnp.diagonal(H)))
         residual = residual - gains
         semidefinite = semidefinite & ~jnp.any(residual < -negative)
+        # Rounding errors in more than 300 columns can exceed the floor, and grow from
+        # round to round, so we stop when they show.
+        worthwhile = worthwhile & ~jnp.any(residual < -floor)
         # This keeps NaN and infinity.
         residual = jnp.where(residual <= floor, 0, residual)
         residual = residual.at[jnp.where(accepted, drawn, n)].set(0, mode="drop")

@@ -168,6 +168,11 @@ class Whitening(Preconditioner):
     def _magnitude(self):
         return self.relative_norm
 
+    @property
+    def _num_probes(self):
+        # With columns we expect few steps.
+        return 2 * PROBES_TO_DEPTH if self.basis.shape[1] else PROBES_TO_DEPTH
+
     def _verdict(self, n):
         residual = jax.lax.stop_gradient(self.residual_trace)
         failures = [

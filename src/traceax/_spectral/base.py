@@ -36,11 +36,13 @@ class Forms(NamedTuple):
 
     - `bar`: midpoints between the lower bound and the upper bound for the value.
     - `bracket`: both ends.
+    - `rounding`: rounding errors.
     - `coordinates`: coordinates of `A^-1 b` in the Ritz vectors.
     """
 
     bar: ErrorBar
     bracket: tuple[Float[Array, " q"], Float[Array, " q"]]
+    rounding: Float[Array, " q"]
     coordinates: Inexact[Array, "p q"]
 
 
@@ -233,7 +235,7 @@ def forms_between(
     rounding = 0.6 * jnp.finfo(theta.dtype).eps * changed
     error = jnp.hypot((value_high - low) / 2, rounding)
     bar = ErrorBar((low + value_high) / 2, error, jnp.full_like(error, jnp.inf))
-    return Forms(bar, bracket, coordinates)
+    return Forms(bar, bracket, rounding, coordinates)
 
 
 def probes_and_steps(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from .._error_bar import ErrorBar, leave_one_out_bar
+from .._error_bar import ErrorBar, add_known_error, leave_one_out_bar
 from .._linalg.dense import column_norms, inner, matmul, squares
 from .._linalg.krylov import block_lanczos, residual_norms, ritz_pairs
 from .._linalg.left_out_krylov import (
@@ -47,6 +47,7 @@ class KrylovSums(NamedTuple):
     - `bars`: error bars for the sums.
     - `truncation_errors`: half the bracket that the value uses, or extrapolated errors.
     - `sampling_errors`: sampling and rounding errors.
+    - `rounding`: rounding errors.
     - `theta`, `S`, `coupling`: Ritz pairs, and the matrix C that derivatives need.
     - `columns`: the control variate from columns, or `None`.
     """
@@ -55,6 +56,7 @@ class KrylovSums(NamedTuple):
     results: list[RESULTS]
     truncation_errors: list[Float[Array, "..."]]
     sampling_errors: list[Float[Array, "..."]]
+    rounding: list[Float[Array, "..."]]
     theta: Float[Array, " k"]
     unclipped: Float[Array, " k"]  # theta before rounding errors are removed
     S: Inexact[Array, "k k"]
@@ -70,19 +72,14 @@ class KrylovSums(NamedTuple):
 
     def ratio(self, depth: Depth) -> Float[Array, ""]:
         """The truncation error over its tolerance, at most 1 if the space is enough."""
-        truncation_errors, error = (
-            jnp.concatenate([x.reshape(-1) for x in errors])
-            for errors in (self.truncation_errors, self.sampling_errors)
-        )
+        lists = self.truncation_errors, self.sampling_errors, self.rounding
+        flat = [jnp.concatenate([x.reshape(-1) for x in errors]) for errors in lists]
         if self.forms is not None:
             low, high = self.forms.bracket
-            truncation_errors = (
-                len(low) * truncation_errors + jnp.sum(high - low) / 2
-            ) / 2
-            # This adds rounding, which further steps would increase.
-            forms_error = jnp.sum(self.forms.bar.standard_error)
-            error = jnp.hypot(len(low) * error, forms_error) / 2
-        return depth.ratio(truncation_errors, error)
+            half, rounding = jnp.sum(high - low) / 2, jnp.sum(self.forms.rounding)
+            pairs = zip(flat, (half, rounding, rounding), strict=True)
+            flat = [(len(low) * x + y) / 2 for x, y in pairs]
+        return depth.ratio(*flat)
 
 
 def krylov_sums(
@@ -209,14 +206,16 @@ def krylov_sums(
         samples, magnitudes, rounding, truncation_errors, strict=True
     ):
         bar = per_entry(_bar, magnitude.ndim)(sample, magnitude)
-        sampling_errors.append(jnp.hypot(bar.standard_error, rounded))
-        error = jnp.hypot(more, sampling_errors[-1])
+        bar = add_known_error(bar, rounded)
+        sampling_errors.append(bar.standard_error)
+        error = jnp.hypot(bar.standard_error, more)
         bars.append(bar._replace(standard_error=error))
     return KrylovSums(
         bars=bars,
         results=domain_results(decided, result),
         truncation_errors=truncation_errors,
         sampling_errors=sampling_errors,
+        rounding=rounding,
         theta=theta,
         unclipped=unclipped,
         S=S,

@@ -9,7 +9,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key
 
 from .._arguments import check_key, check_real_scalar
-from .._error_bar import ErrorBar, joint_bar
+from .._error_bar import ErrorBar, add_known_error, joint_bar
 from .._linalg.whitening import Preconditioner
 from .._operators.check import checked_operator
 from .._operators.space import Space, space_of, state_space
@@ -125,5 +125,6 @@ def likelihood_bar(bars: list[ErrorBar]) -> ErrorBar:
     logdet, forms = bars
     q = forms.mean.shape[0]
     mean = -(q * logdet.mean + jnp.sum(forms.mean)) / 2
-    errors = q * logdet.standard_error / 2, jnp.sum(forms.standard_error) / 2
-    return ErrorBar(mean, jnp.hypot(*errors), logdet.degrees_of_freedom)
+    error, freedom = q * logdet.standard_error / 2, logdet.degrees_of_freedom
+    bar = ErrorBar(mean, error, freedom)
+    return add_known_error(bar, jnp.sum(forms.standard_error) / 2)
