@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator as op
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,6 +45,7 @@ from ._tolerance import ProgressMeter, Stop
 T = TypeVar("T")
 By = tuple[str, int | float]  # the method's name, and products for an exact answer
 Given = int | Int[Array, " r"] | Preconditioner | None
+_FIRST, _SECOND = op.itemgetter(0), op.itemgetter(1)
 _B_STATS = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
 
 
@@ -221,7 +223,7 @@ class Problem(NamedTuple):
         known, bar = self.preconditioner.logdet, outcome.bars[0]
         bracket = tuple(x + jax.lax.stop_gradient(known) for x in _bracket(outcome))
         stats = self._stats(outcome, bracket)
-        return self._estimate(outcome, _plus(bar, known), stats, jtu.Partial(_first_bar), by)
+        return self._estimate(outcome, _plus(bar, known), stats, _FIRST, by)
 
     def inv_quad(self, outcome: Outcome, by: By) -> Estimate:
         """`b^* B^-1 b` for each right-hand side."""
@@ -234,7 +236,7 @@ class Problem(NamedTuple):
             bar = _plus(bar, self.forms)
         stats["bracket"] = tuple(x.reshape(self.shape[1:]) for x in ends)
         bar = ErrorBar(*(x.reshape(self.shape[1:]) for x in bar))
-        return self._estimate(outcome, bar, stats, jtu.Partial(_second_bar), by)
+        return self._estimate(outcome, bar, stats, _SECOND, by)
 
     def terms(self, outcome: Outcome, by: By) -> tuple[Estimate, Estimate, Array]:
         """The log-determinant, the quadratic forms and the solution."""
@@ -255,8 +257,8 @@ class Problem(NamedTuple):
         totals = [-(self.number * x + jnp.sum(y)) / 2 for x, y in ends]
         known = jax.lax.stop_gradient(constant)
         stats = self._stats(outcome, tuple(known + x for x in reversed(totals)))
-        bar, combine = _plus(bar, constant), jtu.Partial(_joint_bars)
-        likelihood = self._estimate(outcome, bar, stats, combine, by)
+        bar = _plus(bar, constant)
+        likelihood = self._estimate(outcome, bar, stats, likelihood_bar, by)
         stats = {**likelihood.stats, "solution": self.solution(outcome)}
         return eqx.tree_at(lambda e: e.stats, likelihood, stats)
 
@@ -270,7 +272,7 @@ class Problem(NamedTuple):
         outcome: Outcome,
         bar: ErrorBar,
         stats: dict[str, Any],
-        combine: jtu.Partial,
+        combine: Callable[[list[ErrorBar]], ErrorBar],
         by: By,
     ) -> Estimate:
         P, evidence = self.preconditioner, outcome.evidence
@@ -286,7 +288,7 @@ class Problem(NamedTuple):
         result = finite_or_failed(bar.mean, result)
         stats["bracket"] = tuple(with_slopes(x, bar.mean) for x in stats["bracket"])
         if evidence is not None:
-            judge = jtu.Partial(_judge, combine, evidence.judge)
+            judge = jtu.Partial(_judge, jtu.Partial(combine), evidence.judge)
             evidence = dataclasses.replace(evidence, judge=judge)
         return Estimate(*bar[:2], result, stats, self.state, by=by, evidence=evidence)
 
@@ -300,18 +302,6 @@ def _judge(
 ) -> list[ErrorBar]:
     """Combines the log-determinant's and the forms' error bars for an entry point."""
     return [combine(judge(products))]
-
-
-def _first_bar(bars: list[ErrorBar]) -> ErrorBar:
-    return bars[0]
-
-
-def _second_bar(bars: list[ErrorBar]) -> ErrorBar:
-    return bars[1]
-
-
-def _joint_bars(bars: list[ErrorBar]) -> ErrorBar:
-    return likelihood_bar(bars)
 
 
 def _plus(bar: ErrorBar, known: Float[Array, "*q"]) -> ErrorBar:

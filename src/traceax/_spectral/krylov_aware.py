@@ -75,9 +75,10 @@ class KrylovAwareEstimator(SpectralEstimator):
     | standard error | sampling error, from leaving out pairs; truncation error, from the bracket or the last block |
     | derivative | `tr((F o C) V^* dA V)` for f(T), with Ritz vectors V; k products with dA |
 
-    *Without k*, if f has a bracket, m is 5, or 16 in likelihoods that eliminate rows. s
-    grows until half the bracket is at most a tenth of the sampling error. Likelihoods
-    add the quadratic term's bracket, and may stop at 0.1. We take at most 80 steps, 480
+    *Without k*, if f has a bracket, m is 5. Likelihoods take 10 with a preconditioner
+    from columns, and 24 if they eliminate rows. s grows until half the bracket is at
+    most a tenth of the sampling error, or the rounding error. Likelihoods add the
+    quadratic term's bracket, and may stop at 0.1. We take at most 80 steps, 480
     products and n - 1 products. Up to n = 32 we take all n, for the exact answer.
 
     *To a tolerance*, m is fixed, and s grows until the tolerance is met. A budget of

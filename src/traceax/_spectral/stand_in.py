@@ -62,7 +62,7 @@ from .state import SpectralState
 
 # We multiply this many columns at once if their number is only known at run time. A kernel
 # computes its entries again for every chunk.
-_CHUNK, _CHUNK_OF_ONE_PASS = 64, 192
+_CHUNK, _CHUNK_OF_ONE_PASS = 64, 256
 
 
 class RitzStandIn(StandIn):
