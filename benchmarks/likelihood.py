@@ -484,7 +484,7 @@ def coverage(problem, n, keys):
     )
     print(
         f"| {d}-D {kind}, {noise:.0e} | {np.median(columns):.0f} | {np.median(products):.0f} "
-        f"| {' | '.join(row)} | {freedom.min():.1f} to {np.median(freedom):.1f} |",
+        f"| {' | '.join(row)} | {freedom.min():.2g} to {np.median(freedom):.2g} |",
         flush=True,
     )
 
