@@ -29,8 +29,8 @@ from ._operators.space import ByProducts, apply_block, space_of
 
 # We fold this into the key for pivots. Probe j folds in j, and j is always smaller.
 _PIVOT_FOLD = np.uint32(2**32 - 1)
-# Without a number, we take up to 32 sqrt(n) columns, and up to 2^26 entries.
-_PAYING, _MOST_NUMBERS = 32, 2**26
+# Without a number, we take up to 36 sqrt(n) columns, and up to 2^26 entries.
+_PAYING, _MOST_NUMBERS = 36, 2**26
 # If few columns reach the noise, we keep twice their number, rounded up to 64.
 _ROUND_TO, _SPARE = 64, 2
 # From 12 sqrt(n) columns on, we eliminate rows. A preconditioner from columns takes about
@@ -70,7 +70,7 @@ def choose_pivots(
         a [`traceax.KernelLinearOperator`][], a dense or sparse matrix, or their sum.
     - `columns`: the maximum number of columns, a Python int up to n. By default, twice
         the number that reaches the noise, up to `12 sqrt(n)`. If these leave over 0.03
-        of the noise, and inside `jax.jit`, it is the number that pays, `32 sqrt(n)`,
+        of the noise, and inside `jax.jit`, it is the number that pays, `36 sqrt(n)`,
         but at most `2^26 / n`, to save memory.
     - `shift`: the noise variance, a positive scalar or n positive numbers.
     - `throw`: whether to raise a run-time error if `shift` isn't positive, or if
