@@ -225,7 +225,7 @@ class Depth(eqx.Module):
         self,
         bias: Float[Array, "*g"],
         error: Float[Array, "*g"],
-        rounding: ArrayLike = 0.0,
+        rounding: Float[Array, "*g"],
     ) -> Scalar:
         """`bias`, the truncation error, over its limit for `error`, the sampling error.
 

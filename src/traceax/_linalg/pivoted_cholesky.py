@@ -113,8 +113,8 @@ def choose(
         residual = residual.at[drawn].min(jnp.real(jnp.diagonal(H)))
         residual = residual - gains
         semidefinite = semidefinite & ~jnp.any(residual < -negative)
-        # Rounding errors in more than 300 columns can exceed the floor, and grow from
-        # round to round, so we stop when they show.
+        # In 32 bits, rounding in over 250 columns can exceed the floor, and it grows
+        # from round to round. So we stop when it shows.
         worthwhile = worthwhile & ~jnp.any(residual < -floor)
         # This keeps NaN and infinity.
         residual = jnp.where(residual <= floor, 0, residual)
