@@ -442,7 +442,7 @@ def coverage(problem, n, keys):
     d, length, kind, noise = problem
     x, y = data(d, noise, n)
 
-    @functools.partial(jax.value_and_grad, argnums=0)
+    @jax.value_and_grad
     def cholesky(length):
         z = jnp.asarray(x, float), jnp.asarray(y, float)
         return terms_by_cholesky(*z, length, kind, noise)[2]
@@ -467,16 +467,10 @@ def coverage(problem, n, keys):
         runs.append(estimates(jax.random.key(i), pivots, length))
     row = []
     for part, exact in zip(zip(*runs, strict=True), truth, strict=True):
-        covered = np.mean(
-            [
-                low <= exact <= high
-                for low, high in (e.confidence_interval() for e in part)
-            ]
-        )
-        error, bar = (
-            rms(np.array(z))
-            for z in ([e.value - exact for e in part], [e.standard_error for e in part])
-        )
+        low, high = np.array([e.confidence_interval() for e in part]).T
+        covered = np.mean((low <= exact) & (exact <= high))
+        error = rms(np.array([e.value - exact for e in part]))
+        bar = rms(np.array([e.standard_error for e in part]))
         row.append(f"{error:.2g}, {bar:.2g} | {covered:.3f}")
     freedom, products, columns = (
         np.array([float(e.stats[name]) for e, _ in runs])

@@ -171,7 +171,7 @@ def test_rounding_is_no_failure():
 
 def test_rounding_in_many_columns_is_no_failure():
     # A kernel computed in 32 bits is indefinite by more than eps times its diagonal.
-    # Without a stop the search amplified this, and refused three of these kernels.
+    # Without a stop the search amplified this, and refused it with three of these keys.
     x = jnp.asarray(np.random.default_rng(0).random((800, 6)), jnp.float32)
 
     def matern_5_2(a, b):

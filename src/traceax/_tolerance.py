@@ -231,8 +231,8 @@ class Depth(eqx.Module):
 
         Below the rounding error, further steps don't reduce it.
         """
-        allowed = jnp.maximum(_TRUNCATION_SHARE * error, self.negligible)
-        allowed = jnp.maximum(allowed, rounding)
+        known = jnp.maximum(rounding, self.negligible)
+        allowed = jnp.maximum(_TRUNCATION_SHARE * error, known)
         ratio = jnp.where(bias == 0, 0, bias / divisor(allowed))
         return jnp.max(jnp.where(jnp.isnan(ratio), jnp.inf, ratio))
 
