@@ -71,7 +71,7 @@ def logdet_of_function():
     return jax.value_and_grad(value), psd(1000)
 
 
-def likelihood(gradient, n=3000):
+def likelihood(gradient, n=5000):
     import jax
     import jax.numpy as jnp
 
@@ -171,7 +171,7 @@ def matfree_xtrace():
     return value, psd(1000)
 
 
-def hand_likelihood(n=3000):
+def hand_likelihood(n=5000):
     """The exact likelihood, from a Cholesky factor."""
     import jax
     import jax.numpy as jnp

@@ -3,7 +3,7 @@
 The signal's covariance is a Kronecker product of two kernels, restricted to the observed cells.
 Each cell has its own noise variance. A product with the covariance takes two products with
 small matrices. The library reads columns and the diagonal, and makes a preconditioner from
-them. We compare with Cholesky's answer on 2,400 cells, and then compute value and gradient on
+them. We compare with Cholesky's answer on 4,200 cells, and then compute value and gradient on
 100,000.
 
     python examples/kronecker_with_holes.py
@@ -20,7 +20,7 @@ from jax.flatten_util import ravel_pytree
 
 import traceax as tx
 
-COLUMNS = {2_400: 100, 100_000: 200}  # at most, by the number of cells
+COLUMNS = {4_200: 100, 100_000: 200}  # at most, by the number of cells
 TRUTH = {"lengths": jnp.log(jnp.full(2, 0.5)), "scale": 0.0, "noise": jnp.log(0.3)}
 TRUTH = jax.tree.map(jnp.asarray, TRUTH)
 
@@ -151,7 +151,7 @@ def evaluate(grid, cells, y, relative_noise):
 
 
 def main():
-    grid, data = (60, 50), draw((60, 50), 2_400, 0)
+    grid, data = (80, 60), draw((80, 60), 4_200, 0)
     estimate, gradient = evaluate(grid, *data)
     with jax.enable_x64(True):
         double = jax.tree.map(lambda x: jnp.asarray(x, float), (TRUTH, *data[1:]))

@@ -115,6 +115,24 @@ def test_log_determinants_inverses_and_forms_of_matrices(complex):
 
 
 @pytest.mark.x64
+@pytest.mark.parametrize("complex", [False, True])
+def test_inverses_from_blocks(complex):
+    n = 1_100  # blocks have up to 512 rows, and 275 here
+    root = normal((n, n), complex)
+    A = root @ root.conj().T / n + np.eye(n)
+
+    @jax.jit
+    @jax.grad
+    def inverse(A):  # d log det A = tr A^-1 dA
+        return tx.logdet(
+            jr.key(0), lx.MatrixLinearOperator(A, lx.positive_semidefinite_tag)
+        ).value
+
+    expected = np.linalg.inv(A).T
+    assert_close(inverse(jnp.asarray(A)), expected, 0, 1e-12 * np.abs(expected).max())
+
+
+@pytest.mark.x64
 def test_indefinite_operators_have_traces_of_inverses():
     a = normal((N, N))
     a = a + a.T

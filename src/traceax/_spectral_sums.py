@@ -132,7 +132,7 @@ def logdet(
     a lower bound on the eigenvalues, and `stats` has a bracket.
 
     The answer is exact, from one Cholesky factorisation, if you omit `k` and
-    `estimator`, n is at most 2,000, and the entries can be read (see
+    `estimator`, n is at most 4,000, and the entries can be read (see
     [`traceax.columns`][]). It is also exact for tridiagonal operators, by class or tag,
     and for triangular ones with a readable diagonal. If such an operator isn't tagged
     as symmetric or positive semidefinite, the value is `log |det(A + shift I)|`, and

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jax.custom_batching import sequential_vmap
-from jax.scipy.linalg import cho_solve
+from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, Bool, Float, Inexact
 
 from .._error_bar import ErrorBar
@@ -37,7 +37,9 @@ from .state import SpectralState
 
 # Up to this many unknowns the exact answer takes no longer than an estimate:
 # `benchmarks/exact.py`.
-LARGEST = 2000
+LARGEST = 4000
+# Blocks with at most this many rows are inverted at once: `benchmarks/exact.py`.
+_SMALL_BLOCK = 512
 # We estimate traces for error bars with this many random vectors.
 _NUM_PROBES = 8
 # Entries have errors of 2 eps: `benchmarks/exact.py rounding`.
@@ -128,7 +130,25 @@ def solve_from(
 @jax.custom_jvp
 def inverse_of(A: Inexact[Array, "n n"], lower: Inexact[Array, "n n"]) -> Array:
     """`A^-1`, from the Cholesky factor."""
-    return solve_from(lower, jnp.eye(len(lower), dtype=lower.dtype))
+    return _inverse(lower)
+
+
+def _inverse(lower: Inexact[Array, "n n"]) -> Inexact[Array, "n n"]:
+    """The inverse of `L L^*`, in `5/6 n^3` operations.
+
+    For `L = [[P, 0], [Q, R]]` and `J = Q P^-1`, the Schur complement is `S = R R^*`, and
+
+        (L L^*)^-1 = [[(P P^*)^-1 + J^* S^-1 J, -J^* S^-1], [-S^-1 J, S^-1]].
+    """
+    n, half = len(lower), len(lower) // 2
+    if n <= _SMALL_BLOCK:
+        return solve_from(lower, jnp.eye(n, dtype=lower.dtype))
+    P, Q, R = lower[:half, :half], lower[half:, :half], lower[half:, half:]
+    J = solve_triangular(P, Q.conj().T, trans="C", lower=True).conj().T
+    last = _inverse(R)
+    corner = -matmul(last, J)
+    first = _inverse(P) - matmul(J.conj().T, corner)
+    return jnp.block([[first, corner.conj().T], [corner, last]])
 
 
 @inverse_of.defjvp
@@ -140,7 +160,7 @@ def _inverse_jvp(primals, tangents):
 def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
     """The exact answer from one Cholesky factorisation, which JAX differentiates.
 
-    It takes `n^3 / 3` operations, and a derivative `2 n^3` more. About five matrices
+    It takes `n^3 / 3` operations, and a derivative about `n^3` more. About five matrices
     are in memory.
 
     Entries have errors near `eps sqrt(A_ii A_jj)` (Higham, "Accuracy and Stability of

@@ -212,7 +212,7 @@ def _refuse(primals, tangents):
     raise NotImplementedError(
         "traceax: estimates of spectral functions and likelihoods, and f(A) as an operator, "
         "have first derivatives only, got a second one. For log-determinants, traces of "
-        "inverses and likelihoods, leave out k and estimator: up to 2,000 unknowns with "
+        "inverses and likelihoods, leave out k and estimator: up to 4,000 unknowns with "
         "readable entries, a Cholesky factorisation makes them exact, with derivatives of "
         "any order. Otherwise take differences between gradients with one key, or a Fisher "
         "matrix instead: see the recipe for standard errors."
