@@ -29,8 +29,8 @@ from ._operators.space import ByProducts, apply_block, space_of
 
 # We fold this into the key for pivots. Probe j folds in j, and j is always smaller.
 _PIVOT_FOLD = np.uint32(2**32 - 1)
-# Without a number, we take up to 36 sqrt(n) columns, and up to 2^26 entries.
-_PAYING, _MOST_NUMBERS = 36, 2**26
+# Without a number, we take up to 42 sqrt(n) columns, and up to 2^26 entries.
+_PAYING, _MOST_NUMBERS = 42, 2**26
 # If few columns reach the noise, we keep twice their number, rounded up to 64.
 _ROUND_TO, _SPARE = 64, 2
 # From 12 sqrt(n) columns on, we eliminate rows. A preconditioner from columns takes about
@@ -55,9 +55,9 @@ def choose_pivots(
     Call this outside of the loss that you minimise: pivots that change at every
     evaluation make the loss jump. Pivots are data and have no derivative.
 
-    A randomly pivoted Cholesky factorisation chooses pivots until the mean residual
-    diagonal is below 0.001 times the noise, or columns reduce it too little, as for the
-    identity. It reads the diagonal and at least one column per pivot. If it chooses
+    A randomly pivoted Cholesky factorisation chooses up to `12 sqrt(n)` pivots, until
+    the mean residual diagonal is below 0.001 times the noise, or columns reduce it too
+    little, as for the identity. It reads the diagonal and at least one column per pivot. If it chooses
     fewer than `columns` pivots, we spread the rest over the rows, at one column each.
     They help later in a fit, when length scales and noise have shrunk. A preconditioner
     uses only pivots with a residual that is large enough relative to the noise, and
@@ -70,7 +70,7 @@ def choose_pivots(
         a [`traceax.KernelLinearOperator`][], a dense or sparse matrix, or their sum.
     - `columns`: the maximum number of columns, a Python int up to n. By default, twice
         the number that reaches the noise, up to `12 sqrt(n)`. If these leave over 0.03
-        of the noise, and inside `jax.jit`, it is the number that pays, `36 sqrt(n)`,
+        of the noise, and inside `jax.jit`, it is the number that pays, `42 sqrt(n)`,
         but at most `2^26 / n`, to save memory.
     - `shift`: the noise variance, a positive scalar or n positive numbers.
     - `throw`: whether to raise a run-time error if `shift` isn't positive, or if
@@ -87,11 +87,10 @@ def choose_pivots(
     n = space_of(operator).size
     noise = noise_of(operator, shift, where, throw=throw)
     if columns is not None:
-        most = _check_number(columns, n, "columns", where)
-        pivots = _choose(key, operator, noise, most)
-    else:
-        pivots = _choose_automatically(key, operator, noise, n)
-    pivots = _spread(key, operator, noise, pivots)
+        columns = _check_number(columns, n, "columns", where)
+    pivots = _choose(key, operator, noise, n if columns is None else columns)
+    columns = _paying_columns(pivots, n) if columns is None else columns
+    pivots = _spread(key, operator, noise, pivots, columns)
     indices = pivots.indices
     failures = {
         "shift must be positive, got 0, a negative number or NaN; it is the noise.": ~(
@@ -152,6 +151,8 @@ def pivots_of(
         return preconditioner, jnp.asarray(True)
     key = jax.random.fold_in(key, _PIVOT_FOLD)
     pivots = _choose(key, operator, noise, preconditioner)
+    if eliminates(preconditioner, len(noise)):
+        pivots = _spread(key, operator, noise, pivots, preconditioner)
     return pivots.indices, pivots.semidefinite
 
 
@@ -181,22 +182,15 @@ class PreconditionedLinearOperator(ByProducts):
         return symmetric or check is lx.is_positive_semidefinite
 
 
-def _choose_automatically(
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    noise: Float[Array, "*n"],
-    n: int,
-) -> Pivots:
-    """A preconditioner's pivots where they suffice, else pivots to eliminate rows."""
-    few = max(1, min(n, math.ceil(_ELIMINATING * n**0.5)) - 1)
-    pivots = _choose(key, operator, noise, few)
+def _paying_columns(pivots: Pivots, n: int) -> int:
+    """The number for a preconditioner where one suffices, else to eliminate rows."""
     number, residual = jnp.sum(pivots.indices >= 0), pivots.residual_trace / n
-    is_traced = isinstance(number, jax.core.Tracer)
-    if is_traced or (residual > _SUFFICIENT and default_columns(n) > few):
-        return _choose(key, operator, noise, default_columns(n))
+    most = max(len(pivots.indices), default_columns(n))
+    if isinstance(number, jax.core.Tracer) or residual > _SUFFICIENT:
+        return most
     # We round up, so that few numbers of columns need a program each.
     kept = _ROUND_TO * max(1, -(-_SPARE * int(number) // _ROUND_TO))
-    return pivots._replace(indices=pivots.indices[:kept])
+    return min(kept, len(pivots.indices))
 
 
 def default_columns(n: int) -> int:
@@ -216,12 +210,18 @@ def eliminates(columns: int, n: int) -> bool:
 
 @jitted
 def _choose(key, operator, noise: Float[Array, "*n"], number: int) -> Pivots:
-    """Chooses pivots down to the noise."""
-    return choose(key, *_scaled(operator, noise), number)
+    """Chooses pivots down to the noise, but fewer than would eliminate rows."""
+    n = space_of(operator).size
+    most = min(number, math.ceil(_ELIMINATING * n**0.5) - 1)
+    return choose(key, *_scaled(operator, noise), most)
 
 
 @jitted
-def _spread(key, operator, noise: Float[Array, "*n"], pivots: Pivots) -> Pivots:
+def _spread(key, operator, noise: Float[Array, "*n"], pivots: Pivots, number: int):
+    indices = pivots.indices[:number]
+    room = number - len(indices)
+    indices = jnp.pad(indices, (0, room), constant_values=-1)
+    pivots = pivots._replace(indices=indices)
     return spread(key, *_scaled(operator, noise), pivots)
 
 

@@ -154,7 +154,9 @@ def spread(
     probabilities proportional to its square: without the square the pivots left up to
     1.6 times as much. When length scales shrank (13 kernels, 1 to 6 dimensions), they
     left 0.5 to 1.3 times the residuals from a factorisation to rounding, and 0.002 to
-    1.1 times those from random rows.
+    1.1 times those from random rows. Likelihoods that eliminate the rows had 1.1 to 1.6
+    times the errors, and gradients 0.9 to 1.3 times, of those that eliminate a
+    factorisation's pivots, which take six times as long to choose (5,000 points).
     """
     n, most = diagonal.shape[0], pivots.indices.shape[0]
     floor, _ = rounding_of(diagonal)
