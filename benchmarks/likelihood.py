@@ -523,7 +523,7 @@ if __name__ == "__main__":
         sys.exit()
     if sys.argv[1:2] == ["coverage"]:
         given = [int(x) for x in sys.argv[2:]]
-        n, keys = given + [2200, 60][len(given) :]
+        n, keys = given + [4200, 60][len(given) :]
         print(
             "| kernel, noise | columns | products | value: error, bar | coverage "
             "| slope: error, bar | coverage | degrees of freedom: smallest, median |\n"

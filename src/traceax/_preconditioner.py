@@ -57,11 +57,12 @@ def choose_pivots(
 
     A randomly pivoted Cholesky factorisation chooses up to `12 sqrt(n)` pivots, until
     the mean residual diagonal is below 0.001 times the noise, or columns reduce it too
-    little, as for the identity. It reads the diagonal and at least one column per pivot. If it chooses
-    fewer than `columns` pivots, we spread the rest over the rows, at one column each.
-    They help later in a fit, when length scales and noise have shrunk. A preconditioner
-    uses only pivots with a residual that is large enough relative to the noise, and
-    `stats["num_columns"]` counts them. Pass diagonal terms of the operator as `shift`.
+    little, as for the identity. It reads the diagonal and at least one column per
+    pivot. We spread the rest over the rows, at one column each: a preconditioner needs
+    them later in a fit, when length scales and noise have shrunk, and rows to eliminate
+    needn't be chosen better. A preconditioner uses only pivots with a residual that is
+    large enough relative to the noise, and `stats["num_columns"]` counts them. Pass
+    diagonal terms of the operator as `shift`.
 
     **Arguments:**
 
