@@ -71,8 +71,8 @@ def choose_pivots(
         a [`traceax.KernelLinearOperator`][], a dense or sparse matrix, or their sum.
     - `columns`: the maximum number of columns, a Python int up to n. By default, twice
         the number that reaches the noise, up to `12 sqrt(n)`. If these leave over 0.03
-        of the noise, and inside `jax.jit`, it is the number that pays, `42 sqrt(n)`,
-        but at most `2^26 / n`, to save memory.
+        of the noise, and inside `jax.jit`, it is the number that pays, `42 sqrt(n)`.
+        To save memory, it is at most `2^26 / n`.
     - `shift`: the noise variance, a positive scalar or n positive numbers.
     - `throw`: whether to raise a run-time error if `shift` isn't positive, or if
         columns show that the operator isn't finite and positive semidefinite.
@@ -87,11 +87,13 @@ def choose_pivots(
     operator = _with_entries(operator, where)
     n = space_of(operator).size
     noise = noise_of(operator, shift, where, throw=throw)
-    if columns is not None:
-        columns = _check_number(columns, n, "columns", where)
-    pivots = _choose(key, operator, noise, n if columns is None else columns)
-    columns = _paying_columns(pivots, n) if columns is None else columns
-    pivots = _spread(key, operator, noise, pivots, columns)
+    automatic = columns is None
+    number = default_columns(n)
+    if not automatic:
+        number = _check_number(columns, n, "columns", where)
+    pivots = _choose(key, operator, noise, number)
+    number = _paying_columns(pivots, n) if automatic else number
+    pivots = _spread(key, operator, noise, pivots, number)
     indices = pivots.indices
     failures = {
         "shift must be positive, got 0, a negative number or NaN; it is the noise.": ~(
@@ -186,9 +188,8 @@ class PreconditionedLinearOperator(ByProducts):
 def _paying_columns(pivots: Pivots, n: int) -> int:
     """The number for a preconditioner where one suffices, else to eliminate rows."""
     number, residual = jnp.sum(pivots.indices >= 0), pivots.residual_trace / n
-    most = max(len(pivots.indices), default_columns(n))
     if isinstance(number, jax.core.Tracer) or residual > _SUFFICIENT:
-        return most
+        return default_columns(n)
     # We round up, so that few numbers of columns need a program each.
     kept = _ROUND_TO * max(1, -(-_SPARE * int(number) // _ROUND_TO))
     return min(kept, len(pivots.indices))
