@@ -205,6 +205,41 @@ def test_intervals_contain_the_truth_in_32_bits():
     assert np.all(contained.mean(axis=0) > 0.9), contained.mean(axis=0)
 
 
+def test_bars_of_noise_near_rounding_errors():
+    rng, n = np.random.default_rng(0), 600
+
+    @eqx.filter_jit
+    def run(K, y):
+        K = lx.MatrixLinearOperator(K, lx.positive_semidefinite_tag)
+        options = {"shift": 1e-5, "throw": False}
+        likelihood = tx.gaussian_log_likelihood(jr.key(0), K, y, **options)
+        return likelihood, tx.trace_inverse(jr.key(0), K, **options)
+
+    distances = [
+        np.sqrt(np.sum((x[:, None] - x) ** 2, axis=-1))
+        for x in (rng.random((n, 1)), rng.random((n, 2)))
+    ]
+    matern = (1 + 12**0.5 * distances[0]) * np.exp(-(12**0.5) * distances[0])
+    for S in (
+        matern,
+        np.exp(-2 * distances[1] ** 2),
+        np.exp(-(distances[1] ** 2) / 18),
+    ):
+        A, y = S + 1e-5 * np.eye(n), rng.normal(size=n).astype(np.float32)
+        logdet, form = np.linalg.slogdet(A)[1], y @ np.linalg.solve(A, y)
+        likelihood = -(logdet + form + n * np.log(2 * np.pi)) / 2
+        with jax.enable_x64(False):
+            estimates = run(*(jnp.asarray(a, jnp.float32) for a in (S, y)))
+            intervals = [e.confidence_interval() for e in estimates]
+        truths = likelihood, np.trace(np.linalg.inv(A))
+        for estimate, (low, high), truth in zip(
+            estimates, intervals, truths, strict=True
+        ):
+            failed = estimate.result == tx.RESULTS.outside_domain
+            assert failed or float(low) <= truth <= float(high)
+            assert not failed or S[0].min() > 0.8
+
+
 @pytest.mark.x64
 def test_failures():
     root, y = normal((N, N)), jnp.ones(N)

@@ -71,14 +71,14 @@ def choose_pivots(
         a [`traceax.KernelLinearOperator`][], a dense or sparse matrix, or their sum.
     - `columns`: the maximum number of columns, a Python int up to n. By default, twice
         the number that reaches the noise, up to `12 sqrt(n)`. If these leave over 0.03
-        of the noise, and inside `jax.jit`, it is the number that pays, `42 sqrt(n)`.
-        To save memory, it is at most `2^26 / n`.
+        of the noise, and inside `jax.jit`, it is the number that pays, `42 sqrt(n)`
+        or 3n/4. To save memory, it is at most `2^26 / n`.
     - `shift`: the noise variance, a positive scalar or n positive numbers.
     - `throw`: whether to raise a run-time error if `shift` isn't positive, or if
         columns show that the operator isn't finite and positive semidefinite.
 
     **Returns:** an integer array of shape `(columns,)`: distinct indices, followed by
-    -1 if all further rows depend linearly on the chosen ones.
+    -1 if all further rows are multiples of chosen ones.
 
     **Raises:** `TypeError` for an operator whose entries can't be read.
     """

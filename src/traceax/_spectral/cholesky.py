@@ -166,7 +166,9 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
     Entries have errors near `eps sqrt(A_ii A_jj)` (Higham, "Accuracy and Stability of
     Numerical Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027). On constant
     diagonals they can be equal. With `M = D A^-1 D` and `D^2 = diag A`, they change
-    the log-determinant by `eps tr M`, and a quadratic form by `eps |D u|^2`.
+    the log-determinant by `eps tr M`, and a quadratic form by `eps |D u|^2`, to first
+    order. Independent errors move eigenvalues of `M^-1` by `eps sqrt(n)`. If that is a
+    part c of the smallest one, we divide error bars by 1 - c, and fail from 1 on.
 
     - `bounded`: whether a noise in the operator bounds its spectrum from below.
     """
@@ -174,9 +176,10 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
     A = matrix_of(state.operator)
     solved = solve_exactly(A, A[:, :0] if rhs is None else rhs)
     fixed = jax.lax.stop_gradient(A)
-    unit, result = _rounding(fixed, state)
+    tests = jax.lax.stop_gradient(solved.tests)
+    unit, result = _rounding(fixed, tests, state)
     D = _root_of_diagonal(fixed)
-    once, twice = jax.lax.stop_gradient(solved.tests)
+    once, _ = tests
     value, change = solved.logdet, jnp.sum(_signs(A) * once)
     if state.function.evaluates(RECIPROCAL):
         inverse = inverse_of(A, solved.lower)
@@ -188,12 +191,6 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
         result = RESULTS.where(failed, RESULTS.not_semidefinite, result)
     else:
         result = RESULTS.where(failed, _failure_reason(failed, fixed, state), result)
-        # This bounds the smallest eigenvalue of D^-1 A D^-1 from above.
-        smallest = frobenius(once) / divisor(frobenius(twice))
-        hidden = (smallest < HIDDEN / _ROUNDING * unit) & (result == RESULTS.successful)
-        if state.lower is not None:
-            hidden = hidden & (state.lower <= 0)
-        result = RESULTS.where(hidden, RESULTS.outside_domain, result)
     unknown = jnp.full(space.size, jnp.inf, space.real_dtype)
     bars = [ErrorBar(value, error, unknown[0])]
     stats = {"num_matvecs": 0, **exact_stats(state, [value], unknown)}
@@ -214,17 +211,23 @@ def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
 
 
 def _rounding(
-    A: Inexact[Array, "n n"], state: SpectralState
+    A: Inexact[Array, "n n"], tests: Inexact[Array, "2 n m"], state: SpectralState
 ) -> tuple[Float[Array, ""], RESULTS]:
-    """The relative error in entries, and whether they are finite and Hermitian."""
+    """The relative error in entries over 1 - c, and whether we can tell A from others."""
     size, asymmetry = largest_entry(A), largest_entry(A - A.conj().T) / 2
     asymmetry = asymmetry / divisor(size)
     eps = jnp.asarray(jnp.finfo(size.dtype).eps * state.space.rounding, size.dtype)
+    unit = _ROUNDING * jnp.maximum(eps, asymmetry)
+    # This bounds the smallest eigenvalue of M^-1 from above.
+    smallest = frobenius(tests[0]) / divisor(frobenius(tests[1]))
+    change = unit * max(len(A) ** 0.5, HIDDEN / _ROUNDING) / divisor(smallest)
+    hidden = change >= 1
+    result = RESULTS.where(hidden, RESULTS.outside_domain, RESULTS.successful)
     symmetric = asymmetry <= largest_asymmetry(state.space)
-    result = RESULTS.where(symmetric, RESULTS.successful, RESULTS.not_hermitian)
+    result = RESULTS.where(symmetric, result, RESULTS.not_hermitian)
     # We test A, not `size`: XLA's maximum on CPUs (jaxlib 0.10.2) ignores NaN.
     result = RESULTS.where(jnp.isfinite(A).all(), result, RESULTS.nonfinite)
-    return _ROUNDING * jnp.maximum(eps, asymmetry), result
+    return unit / jnp.where(hidden, 1, 1 - change), result
 
 
 def _failure_reason(
@@ -254,7 +257,8 @@ def _judge(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
     )
     dA = jnp.zeros_like(A) if dA is None else dA
     solved = solve_exactly(A, A[:, :0] if B is None else B)
-    U, D, (unit, _) = solved.solutions, _root_of_diagonal(A), _rounding(A, state)
+    U, D = solved.solutions, _root_of_diagonal(A)
+    unit, _ = _rounding(A, solved.tests, state)
     # Errors in entries enter twice, through the inverse and through dA.
     inverse, unit = inverse_of(A, solved.lower), 2 * unit
     N = matmul(inverse, dA)
