@@ -72,15 +72,14 @@ def test_code_of_other_libraries_parses(page):
 
 
 def _is_same(printed, shown):
-    """Whether words are equal, or numbers agree to 2 % or one unit of the last digit.
+    """Whether words are equal, or numbers agree to 2 % or one unit of the last decimal.
 
     Machines round differently, so an error bar of 2.3 may print as 2.2.
     """
-    last_digit = 10.0 ** -len(shown.partition(".")[2])
+    decimals = len(shown.partition(".")[2])
+    unit = max(0.02, 1.01 * 10.0**-decimals if decimals else 0)
     try:
-        return math.isclose(
-            float(printed), float(shown), rel_tol=0.02, abs_tol=1.01 * last_digit
-        )
+        return math.isclose(float(printed), float(shown), rel_tol=0.02, abs_tol=unit)
     except ValueError:
         return printed == shown
 

@@ -679,6 +679,7 @@ def test_slopes_of_forms_have_bars_before_convergence(shift, k):
 #
 
 MANY, ELIMINATED = 250, 200  # above 12 sqrt(n)
+BUDGET = 48  # with 24 products, half the bracket exceeds the mean's standard error
 
 
 @ft.cache
@@ -692,13 +693,13 @@ def _eliminating():
 
     def run(key):
         def value(p, x, y):
-            estimate = likelihood(p, x, y, 24, key, preconditioner=pivots)
+            estimate = likelihood(p, x, y, BUDGET, key, preconditioner=pivots)
             return estimate.value, estimate
 
         differentiated = jax.value_and_grad(value, (0, 1, 2), has_aux=True)
         (_, estimate), slopes = differentiated(p, x, y)
         terms = tx.inv_quad_logdet(
-            key, p.kernel(x), y, 24, shift=p.noise, preconditioner=pivots
+            key, p.kernel(x), y, BUDGET, shift=p.noise, preconditioner=pivots
         )
         return estimate, estimate.confidence_interval(), slopes, terms
 
@@ -710,12 +711,9 @@ def test_eliminated_rows_give_unbiased_values_and_slopes():
     p, x, y, (estimate, (low, high), slopes, _) = _eliminating()
     truth, exact = jax.value_and_grad(Process.exact_likelihood, (0, 1, 2))(p, x, y)
     assert np.mean((low <= truth) & (truth <= high)) >= 0.93
-    # Without sampling error, the truth lies in the bracket.
-    bottom, top = np.mean(estimate.stats["bracket"], axis=1)
-    slack = 4.5 * np.std(estimate.value) / len(low) ** 0.5
-    slack = slack + (1e-6 if is_x64() else 1e-3) * abs(truth)
-    assert bottom - slack <= truth <= top + slack
-    assert truth * 1.02 > top + slack
+    rounding = 1e-6 if is_x64() else 1e-3
+    assert z_score(estimate.value, truth, rounding) < 4.5
+    assert z_score(estimate.value * 1.02, truth, rounding) > 5
     for a, b in zip(*map(jax.tree.leaves, (slopes[0], exact[0])), strict=True):
         assert z_score(a, b, 1e-4) < 4.5
     assert_close(
@@ -723,7 +721,7 @@ def test_eliminated_rows_give_unbiased_values_and_slopes():
     )
     assert_close(slopes[2][0], exact[2], 0.01, 0.01 * np.abs(exact[2]).max())
     assert np.all(estimate.stats["num_columns"] == ELIMINATED)
-    assert np.all(estimate.stats["num_matvecs"] <= 24)
+    assert np.all(estimate.stats["num_matvecs"] <= BUDGET)
 
 
 def test_eliminated_rows_keep_terms_and_solution():
