@@ -204,3 +204,15 @@ def test_hessians_that_are_not_finite_are_reported():
     nan = tx.HessianLinearOperator(lambda x: jnp.sum(jnp.nan * x**2), jnp.ones(4))
     with pytest.raises(AssertionError, match="Hessian: off by nan"):
         check_operator(jax.random.key(0), nan)
+
+
+def test_long_vectors_stay_within_16_bits():
+    def matrix(size):
+        return jnp.asarray(size * SEMIDEFINITE, jnp.float16)
+
+    for size in (1.0, 100.0, 3000.0):
+        assert not _faults(_function(matrix(size), PSD))
+    # Only long vectors show that a product saturates.
+    for A in (matrix(1.0), matrix(100.0)):
+        saturated = _operator(lambda v, A=A: A @ jnp.clip(v, -6, 6), jnp.float16)
+        assert _faults(saturated) == [LONG]

@@ -1,5 +1,7 @@
 """Operators from matrices, sparse matrices, SciPy operators and functions."""
 
+import re
+
 import jax
 import jax.experimental.sparse as jsparse
 import jax.numpy as jnp
@@ -296,6 +298,41 @@ def test_objects_that_resemble_scipy_operators():
     assert_near(tx.as_operator(Callable(), jnp.ones(3)).as_matrix(), 10 * exact)
 
 
+class Sizes:
+    """An operator whose sizes are NumPy numbers, as products of grid sizes are."""
+
+    dtype = float_dtype()
+
+    def __init__(self, size):
+        self.shape = size, size
+
+    def matvec(self, x):
+        return np.arange(1, 13) * x
+
+
+def test_numpy_integers_as_sizes():
+    n, whole = np.prod((3, 4)), np.arange(1, 13)
+    custom = scipy.sparse.linalg.LinearOperator(
+        (n, n), matvec=lambda x: whole * x, dtype=float_dtype()
+    )
+    laplacian = scipy.sparse.linalg.LaplacianNd((3, 4), dtype=float_dtype())
+    forms = (
+        (custom, None, 78),
+        (laplacian, None, -34),
+        (Sizes(n), None, 78),
+        (Sizes(np.asarray(12)), None, 78),
+        (scipy.sparse.coo_array((whole, (whole - 1, whole - 1)), (n, n)), None, 78),
+        (lambda x: 2 * x, jax.ShapeDtypeStruct((n,), float_dtype()), 24),
+    )
+    for x, like, exact in forms:
+        operator = tx.as_operator(x, like)
+        assert type(operator.in_structure().shape[0]) is int
+        assert_near(tx.trace(jr.key(0), operator, 12).value, exact)
+    # Few products, too, cause no warning.
+    estimate = tx.trace(jr.key(0), tx.as_operator(laplacian), 5)
+    assert abs(estimate.value + 34) < 5 * estimate.standard_error
+
+
 class Evaluated:
     """A matrix whose call isn't a product, like quspin's `hamiltonian`."""
 
@@ -303,6 +340,9 @@ class Evaluated:
 
     def __call__(self, time):
         return self
+
+    def toarray(self):
+        return np.diag([1.0, 2.0, 4.0])
 
 
 @jax.tree_util.register_pytree_node_class
@@ -322,12 +362,56 @@ class Converting:
 
 @pytest.mark.x64
 def test_objects_that_are_refused():
-    with pytest.raises(TypeError, match=r"Evaluated; pass its array, such as x.toarr"):
+    with pytest.raises(
+        TypeError, match=r"Evaluated; pass x\.toarray\(\), or write a f"
+    ):
         tx.as_operator(Evaluated())
     for convert in (jnp.asarray, np.asarray):
         like = Converting(convert, jnp.ones(3))
         with pytest.raises(TypeError, match=r"like must.*Converting; .*ravel_pytree"):
             tx.as_operator(lambda x: x, like)
+
+
+class Weights:
+    """A graph with a sparse matrix, like those of libpysal."""
+
+    sparse = scipy.sparse.csr_array(np.diag([1.0, 2.0]))
+
+    def full(self):
+        return np.diag([1.0, 2.0]), [0, 1]
+
+
+class Foreign:
+    """A sparse array like pydata's, which doesn't turn into a dense one by itself."""
+
+    shape, dtype = (2, 2), "float64"
+
+    def to_scipy_sparse(self):
+        return scipy.sparse.csr_array(np.diag([1.0, 2.0]))
+
+    def todense(self):
+        return np.diag([1.0, 2.0])
+
+
+@pytest.mark.x64
+def test_the_conversion_that_an_error_names_works():
+    dense = jnp.diag(jnp.asarray([1.0, 2.0]))
+    kinds = jsparse.COO, jsparse.CSR, jsparse.CSC
+    jax_arrays = [(kind.fromdense(dense), "x.todense()") for kind in kinds]
+    for x, advice in (
+        (Foreign(), "x.to_scipy_sparse()"),
+        (Weights(), "x.sparse"),
+        *jax_arrays,
+    ):
+        with pytest.raises(
+            TypeError, match=re.escape(f"; pass {advice}, or write a f")
+        ):
+            tx.as_operator(x)
+        path = advice.removeprefix("x.").removesuffix("()")
+        converted = getattr(x, path)() if advice.endswith("()") else getattr(x, path)
+        assert_near(tx.as_operator(converted).as_matrix(), np.diag([1.0, 2.0]))
+    with pytest.raises(TypeError, match=r"the class test_convert\.Foreign; turn it"):
+        tx.as_operator(Foreign)
 
 
 @pytest.mark.x64

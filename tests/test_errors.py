@@ -195,3 +195,34 @@ def test_blocks_and_stats_of_custom_estimators():
     ):
         with pytest.raises(ValueError, match=match):
             tx.trace(jr.key(0), _operator(), 3, estimator)
+
+
+def test_the_remedies_for_log_determinants_of_other_matrices():
+    message = tx.RESULTS[tx.RESULTS.not_hermitian]
+    assert "I - rho D^-1/2 B D^-1/2" in message
+    assert "log |det A| is half of the log-determinant of A.T @ A" in message
+    n, rho, key = 40, 0.8, jr.key(0)
+    rng = np.random.default_rng(0)
+    B = np.triu(rng.random((n, n)) < 0.3, 1) * rng.random((n, n))
+    B = B + B.T
+    D, one = B.sum(axis=1), np.eye(n)
+    A = one - rho * B / D[:, None]
+    exact = np.linalg.slogdet(A)[1]
+
+    def logdet(matrix, k=None):
+        operator = tx.as_operator(matrix, tags=lx.positive_semidefinite_tag)
+        return tx.logdet(key, operator, k)
+
+    with pytest.raises(RuntimeError, match=r"log-determinant of A\.T @ A"):
+        logdet(A)
+    similar = one - rho * B / np.sqrt(D[:, None] * D[None])
+    for k in (None, 25):
+        for remedy, factor in ((similar, 1.0), (A.T @ A, 0.5)):
+            estimate = logdet(remedy, k)
+            bound = factor * 4 * estimate.standard_error + 1e-10
+            assert abs(factor * estimate.value - exact) <= bound
+            assert bound < abs(exact)
+    # A complex matrix needs its adjoint.
+    A = A * np.exp(1j * rng.random((1, n)))
+    estimate = logdet(A.conj().T @ A)
+    assert abs(estimate.value / 2 - exact) < 1e-10

@@ -1,5 +1,7 @@
 """Exact answers: by one Cholesky factorisation without k, and by structure."""
 
+import functools as ft
+import math
 import textwrap
 from collections.abc import Callable
 
@@ -570,3 +572,265 @@ def test_tridiagonal_operators_of_any_scale():
         tagged = lx.TaggedLinearOperator(skew, PSD)
         estimate = tx.logdet(jr.key(0), tagged, throw=False)
         assert estimate.result == tx.RESULTS.not_hermitian
+
+
+#
+# Accuracy of structure
+#
+
+
+def _dense(d, upper, lower):
+    """A tridiagonal matrix, in 64 bits."""
+    return np.diag(np.asarray(d) + 0.0) + np.diag(upper, 1) + np.diag(lower, -1)
+
+
+def _numbers(*estimates):
+    """Values and standard errors, side by side."""
+    return jnp.stack([jnp.stack([x.value, x.standard_error]) for x in estimates])
+
+
+def test_errors_of_tridiagonal_operators_in_32_bits():
+    n, rng = 500, np.random.default_rng(0)
+    ones, symmetric = np.ones(n - 1), rng.normal(size=n - 1)
+    chains = [
+        (np.full(n, 3.5), ones / 2, ones / 2),
+        (np.full(n, 2.01), -ones, -ones),
+        (np.full(n, 0.3), 0.7 * ones, 0.7 * ones),
+        (np.full(n, 1.3), 0.7 * ones, -0.7 * ones),
+        (rng.normal(size=n), symmetric, symmetric),
+        (rng.normal(size=n), *rng.normal(size=(2, n - 1))),
+    ]
+    bands = [np.stack(x).astype(np.float32) for x in zip(*chains, strict=True)]
+    along = np.ones((n, 1)), np.ones((n - 1, 1))
+    # We differentiate along all diagonal entries, and along all entries above them.
+    along = [along[0] * [1, 0], along[1] * [0, 1], along[1] * [0, 0]]
+    along = [x.T.astype(np.float32) for x in along]
+
+    @jax.jit
+    @ft.partial(jax.vmap, in_axes=(0, None))
+    @ft.partial(jax.vmap, in_axes=(None, 0))
+    def run(bands, change):
+        def estimate(entry, bands):
+            d, upper, lower = bands
+            operator = lx.TridiagonalLinearOperator(d, lower, upper)
+            return entry(jr.key(0), operator, shift=0.1)
+
+        def numbers(entry):
+            return tx.jvp(ft.partial(estimate, entry), (bands,), (change,))
+
+        return _numbers(*numbers(tx.logdet), *numbers(tx.trace_inverse))
+
+    with jax.enable_x64(False):
+        results = np.asarray(run(*jax.tree.map(jnp.asarray, (bands, along))), float)
+    identity, eps = np.eye(n), np.finfo(np.float32).eps
+    for chain, rows in zip(zip(*bands, strict=True), results, strict=True):
+        A = _dense(*chain) + np.float32(0.1) * identity
+        B = np.linalg.inv(A)
+        for change, numbers in zip(zip(*along, strict=True), rows, strict=True):
+            dA = _dense(*change)
+            truths = [np.linalg.slogdet(A)[1], np.trace(B @ dA)]
+            truths += [np.trace(B), -np.trace(B @ dA @ B)]
+            values, errors = numbers.T
+            assert np.all(np.abs(values - truths) <= 3 * errors), (truths, numbers)
+            if np.all(chain[0] == 3.5):
+                assert np.all(errors < 10 * eps * np.abs(truths))
+
+
+def test_second_derivatives_of_long_chains_in_32_bits():
+    n = 20_000
+
+    @jax.jit
+    def run(diagonal):
+        def value(diagonal, entry):
+            other = jnp.full(n - 1, 0.5)
+            bands = jnp.full(n, diagonal), other, other
+            return entry(jr.key(0), lx.TridiagonalLinearOperator(*bands)).value
+
+        def derivatives(entry):
+            first = jax.grad(ft.partial(value, entry=entry))
+            return first(diagonal), jax.grad(first)(diagonal)
+
+        return derivatives(tx.logdet), derivatives(tx.trace_inverse)
+
+    with jax.enable_x64(False):
+        results = run(jnp.float32(3.5))
+    eigenvalues = 3.5 + np.cos(np.pi * np.arange(1, n + 1) / (n + 1))
+    first, second, third = (np.sum(eigenvalues**-p) for p in (1.0, 2.0, 3.0))
+    assert_close(results, ((first, -second), (-second, 2 * third)), 3e-6)
+
+
+@pytest.mark.x64
+def test_hessians_of_tridiagonal_operators():
+    n, rng = 6, np.random.default_rng(0)
+    # The first matrix has pivots 0 and infinity.
+    upper = rng.uniform(0.5, 1, n - 1)
+    chains = np.concatenate([np.zeros(n), upper, upper]), rng.normal(size=3 * n - 2)
+    splits = n, 2 * n - 1
+
+    def value(bands, entry):
+        d, upper, lower = jnp.split(bands, splits)
+        operator = lx.TridiagonalLinearOperator(d, lower, upper)
+        return entry(jr.key(0), operator).value
+
+    @jax.jit
+    @jax.vmap
+    def run(bands):
+        hessians = [jax.hessian(value)(bands, x) for x in (tx.logdet, tx.trace_inverse)]
+        third = jax.jvp(lambda x: jax.grad(value)(x, tx.trace_inverse), *[(bands,)] * 2)
+        return hessians, third[1]
+
+    (logdets, inverses), changes = run(jnp.stack(chains))
+    units = [_dense(*np.split(x, splits)) for x in np.eye(3 * n - 2)]
+    for bands, logdet, inverse, change in zip(
+        chains, logdets, inverses, changes, strict=True
+    ):
+        A = _dense(*np.split(bands, splits))
+        B = np.linalg.inv(A)
+        expected = [[-np.sum(E.T * (B @ F @ B)) for F in units] for E in units]
+        assert_close(logdet, expected, 1e-9, 1e-9)
+        expected = [
+            [np.trace(B @ (E @ B @ F + F @ B @ E) @ B) for F in units] for E in units
+        ]
+        assert_close(inverse, expected, 1e-9, 1e-9)
+        # `tr A^-1` is homogeneous, and its gradient is a multiple of A^-2.
+        assert_close(change, [2 * np.trace(B @ E @ B) for E in units], 1e-9, 1e-9)
+
+
+@pytest.mark.x64
+def test_hermitian_tridiagonal_operators_have_real_answers():
+    n = 30
+    d, upper = 4 + normal((n,)), normal((n - 1,), True)
+    A = _dense(d, upper, upper.conj())
+    inverse = np.linalg.inv(A)
+
+    @jax.jit
+    def run(d, upper):
+        def values(d, upper):
+            operator = lx.TridiagonalLinearOperator(
+                d.astype(complex), upper.conj(), upper
+            )
+            tagged = lx.TaggedLinearOperator(operator, PSD)
+            entries = tx.logdet, tx.trace_inverse
+            return jnp.stack([entry(jr.key(0), tagged).value for entry in entries])
+
+        return values(d, upper), jax.jacrev(values)(d, upper)
+
+    values, slopes = run(jnp.asarray(d), jnp.asarray(upper))
+    assert values.dtype == slopes.dtype == float
+    assert_close(values, (np.linalg.slogdet(A)[1], np.trace(inverse).real), 1e-10)
+    squares = np.diag(inverse @ inverse).real
+    assert_close(slopes, (np.diag(inverse).real, -squares), 1e-9)
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("complex", [False, True])
+def test_classes_and_tags_agree_about_negative_entries(complex):
+    d = np.array([1.5, -2.0, 3.0]) * (1 + 0.5j if complex else 1)
+    entries, zeros = jnp.asarray(d), jnp.zeros(2, d.dtype)
+    matrix = lx.MatrixLinearOperator(jnp.diag(entries))
+    diagonal = [
+        lx.DiagonalLinearOperator(entries),
+        lx.DiagonalLinearOperator(2 * entries) / 2.0,
+        lx.MatrixLinearOperator(jnp.diag(entries), lx.diagonal_tag),
+        lx.TaggedLinearOperator(matrix, lx.diagonal_tag),
+        lx.FunctionLinearOperator(matrix.mv, matrix.in_structure(), lx.diagonal_tag),
+    ]
+    others = [
+        lx.TridiagonalLinearOperator(entries, zeros, zeros),
+        *[
+            lx.TaggedLinearOperator(matrix, tag)
+            for tag in (lx.tridiagonal_tag, lx.lower_triangular_tag)
+        ],
+    ]
+    for operator in diagonal + others:
+        estimate = tx.trace_inverse(jr.key(0), operator)
+        assert_close(estimate.value, np.sum(1 / d), 1e-14)
+        estimate = tx.logdet(jr.key(0), operator, throw=False)
+        # A real diagonal is symmetric, so that its entries must be positive.
+        if not complex and any(operator is x for x in diagonal):
+            assert estimate.result == tx.RESULTS.outside_domain
+        else:
+            assert_close(estimate.value, np.sum(np.log(np.abs(d))), 1e-14)
+            assert_close(estimate.stats["sign"], np.prod(d / np.abs(d)), 1e-14)
+
+
+def test_errors_of_diagonal_operators_in_32_bits():
+    rng, n = np.random.default_rng(0), 100_000
+    signed = (rng.normal(size=n) * 1e4).astype(np.float32)
+    # The sum is much smaller than its rounding errors.
+    signed[n // 2 :] = -signed[: n // 2] * np.float32(1 + 1e-6)
+    near_one = (1 + 1e-3 * rng.normal(size=n)).astype(np.float32)
+    equal = np.full(n, 0.7, np.float32)
+
+    def spectral(d, shift):
+        operator, key = lx.DiagonalLinearOperator(d), jr.key(0)
+        options = {"shift": shift} if shift is not None else {}
+        root = tx.trace_function(key, jnp.sqrt, operator)
+        return (
+            tx.logdet(key, operator, **options),
+            tx.trace_inverse(key, operator, **options),
+            root,
+        )
+
+    def slope(fn, d):
+        return tx.jvp(fn, (d,), (jnp.ones_like(d),))[1]
+
+    @jax.jit
+    def run(signed, d):
+        def trace(d):
+            return tx.trace(jr.key(0), lx.DiagonalLinearOperator(d), 1)
+
+        rows = [spectral(d, None), spectral(d, 0.3)]
+        slopes = [slope(lambda d, i=i: spectral(d, 0.3)[i], d) for i in (0, 1)]
+        return _numbers(trace(signed), slope(trace, d), *rows[0], *rows[1][:2], *slopes)
+
+    for d in (near_one, equal):
+        with jax.enable_x64(False):
+            results = run(jnp.asarray(signed), jnp.asarray(d))
+        wide = d.astype(float)
+        moved = wide + np.float32(0.3)
+        truths = [math.fsum(signed.tolist()), n, np.sum(np.log(wide)), np.sum(1 / wide)]
+        truths += [np.sum(np.sqrt(wide)), np.sum(np.log(moved)), np.sum(1 / moved)]
+        truths += [np.sum(1 / moved), -np.sum(moved**-2.0)]
+        values, errors = np.asarray(results, float).T
+        assert np.all(np.abs(values - truths) <= 3 * errors), (truths, results)
+        eps, sizes = np.finfo(np.float32).eps, np.abs(truths)
+        # These terms are added up without a rounding error.
+        assert errors[1] == 0
+        assert errors[0] < eps * np.sum(np.abs(signed))
+        assert np.all(errors[3:5] < 2 * eps * sizes[3:5])
+        assert np.all(errors[7:] < 10 * eps * sizes[7:])
+
+
+def test_sums_without_rounding_are_exact():
+    dtype = float_dtype()
+    like = jax.ShapeDtypeStruct((5,), dtype)
+    identity = lx.IdentityLinearOperator(like)
+    integers = lx.DiagonalLinearOperator(jnp.arange(1, 6, dtype=dtype))
+    large = lx.DiagonalLinearOperator(jnp.full(5, 8 / jnp.finfo(dtype).eps, dtype))
+    key = jr.key(0)
+    for operator, truth, is_exact in (
+        (identity, 5, True),
+        (2.0 * identity, 10, True),
+        (integers - 3.0 * identity, 0, True),
+        (identity / 3.0, 5 / 3, False),
+        # Large numbers have a distance above 1.5.
+        (large + 1.5 * identity - large, 7.5, False),
+    ):
+        estimate = tx.trace(key, operator, 1)
+        value, error = float(estimate.value), float(estimate.standard_error)
+        assert abs(value - truth) <= 3 * error
+        assert (error == 0) == is_exact
+    for estimate, truth in (
+        (tx.logdet(key, identity), 0),
+        (tx.trace_inverse(key, identity), 5),
+        (tx.trace_function(key, lambda x: x**2, integers), 55),
+    ):
+        assert estimate.value == truth
+        assert estimate.standard_error == 0
+    # A diagonal is not a sum, unless terms are added.
+    entries = lx.DiagonalLinearOperator(jnp.full(5, 0.1, dtype))
+    estimate = tx.diagonal(key, entries, 1)
+    assert jnp.all(estimate.value == entries.diagonal)
+    assert jnp.all(estimate.standard_error == 0)
+    assert jnp.all(tx.diagonal(key, entries + identity, 1).standard_error > 0)

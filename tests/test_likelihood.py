@@ -10,6 +10,7 @@ import jax.random as jr
 import lineax as lx
 import numpy as np
 import pytest
+import scipy.stats
 from helpers import assert_close, counting_operator, z_score
 from problems import (
     PSD,
@@ -577,6 +578,24 @@ def test_real_observations_of_a_complex_kernel():
     actual = tx.inv_quad_logdet(jr.key(0), operator, y, 12, shift=NOISE).inv_quad.value
     truth = np.vdot(y, np.linalg.solve(K + NOISE * np.eye(12), y)).real
     assert_close(actual, truth, rtol=1e-9 if is_x64() else 1e-3)
+
+
+@pytest.mark.parametrize("k", [None, 20])
+def test_complex_observations_have_a_circular_density(k):
+    # The density in C^n is that of their 2n real and imaginary parts.
+    n, rng = 9, np.random.default_rng(0)
+    B = rng.normal(size=(n, n)) + 1j * rng.normal(size=(n, n))
+    y = rng.normal(size=(n, 2)) + 1j * rng.normal(size=(n, 2))
+    K = B @ B.conj().T / n
+    A = K + 0.3 * np.eye(n)
+    covariance = np.block([[A.real, -A.imag], [A.imag, A.real]]) / 2
+    parts = np.concatenate([y.real, y.imag])
+    truth = scipy.stats.multivariate_normal(cov=covariance).logpdf(parts.T).sum()
+    operator, y = as_operator(K, psd=True), as_array(y)
+    estimate = tx.gaussian_log_likelihood(jr.key(0), operator, y, k, shift=0.3)
+    assert_close(estimate.value, truth, rtol=1e-9 if is_x64() else 1e-4)
+    for end in estimate.stats["bracket"]:
+        assert_close(end, truth, rtol=1e-9 if is_x64() else 1e-4)
 
 
 @pytest.mark.x64

@@ -268,3 +268,194 @@ def test_derivatives_where_the_space_stops_growing(complex):
         assert_close(tangent, slope, rtol=0, atol=1e3 * eps() * scale)
         bound = 1e3 * eps() * scale * np.linalg.norm(y)
         assert_close(gradient, np.real(slope @ y), rtol=0, atol=bound)
+
+
+#
+# Zero vectors, and singular operators
+#
+
+INFINITE_AT_ZERO = {
+    "log": (jnp.log, np.log, np.reciprocal),
+    "inverse root": (jax.lax.rsqrt, lambda t: t**-0.5, lambda t: -0.5 * t**-1.5),
+    "reciprocal": (jnp.reciprocal, np.reciprocal, lambda t: -(t**-2.0)),
+}
+
+
+def _pseudo_function(a, fn, slope):
+    """f(A) on A's range, and the derivative of `f(A) x` for changes inside the range."""
+    values, vectors = np.linalg.eigh(a)
+    inside = values > 1e-6 * values[-1]
+    values, vectors = values[inside], vectors[:, inside]
+    X, Y = values[:, None], values[None, :]
+    equal = np.abs(X - Y) < 1e-9
+    quotient = (fn(X) - fn(Y)) / np.where(equal, 1, X - Y)
+    differences = np.where(equal, slope((X + Y) / 2), quotient)
+
+    def derivative(b, x):
+        projected = differences * (vectors.T @ b @ vectors)
+        return vectors @ (projected @ (vectors.T @ x))
+
+    return vectors @ (fn(values)[:, None] * vectors.T), derivative, vectors
+
+
+def test_zero_vectors():
+    a, b = hermitian("flat", N), hermitian("signed", N, seed=3)
+    x, y = normal(N), normal(N, seed=2)
+
+    @jax.jit
+    def run(a, b, x, y):
+        results = {}
+        for name, (fn, *_) in INFINITE_AT_ZERO.items():
+
+            def product(a, x, fn=fn):
+                return _function(a, fn).mv(x)
+
+            zero, tangent = jax.jvp(product, (a, 0 * x), (b, x))
+            (on_a, on_x) = jax.vjp(product, a, 0 * x)[1](y)
+            results[name] = zero, tangent, on_a, on_x
+        return results
+
+    results = run(*map(as_array, (a, b, x, y)))
+    for name, (_, fn, _) in INFINITE_AT_ZERO.items():
+        dense = dense_function(a, fn)
+        zero, tangent, on_a, on_x = results[name]
+        assert not np.any(zero)
+        assert not np.any(on_a)
+        assert_close(tangent, dense @ x, rtol=1e4 * eps())
+        assert_close(on_x, dense @ y, rtol=1e4 * eps())
+
+
+def test_solvers_multiply_by_zero_vectors():
+    a = hermitian("flat", N)
+    root = _function(a, jax.lax.rsqrt, function_tags=PSD)
+    inverse = tx.InverseLinearOperator(root, lx.CG(1e-6, 1e-6))
+    truth = np.sum(np.sqrt(np.linalg.eigvalsh(a)))
+    estimate = jax.jit(lambda: tx.trace(jr.key(0), inverse, 6, throw=False))()
+    assert abs(estimate.value - truth) <= 4 * estimate.standard_error < truth
+
+
+def test_vectors_in_the_range_of_a_singular_operator():
+    # Rounding gives the vectors and the changes a small part in the null space.
+    n, rng = 20, np.random.default_rng(0)
+    b = rng.normal(size=(n, 6))
+    path = 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+    path[0, 0] = path[-1, -1] = 1
+    matrices = b @ b.T, path, np.diag(np.maximum(np.arange(n) - n + 4.0, 0))
+
+    @jax.jit
+    def run(a, change, x, y):
+        results = {}
+        for name, (fn, *_) in INFINITE_AT_ZERO.items():
+
+            def product(a, x, fn=fn):
+                return _function(a, fn, n).mv(x)
+
+            value, tangent = jax.jvp(product, (a, x), (change, 0 * x))
+            (on_a,) = jax.vjp(lambda a, p=product: p(a, x), a)[1](y)
+            results[name] = value, tangent, jnp.vdot(on_a, change)
+        return results
+
+    for a in matrices:
+        results = None
+        for name, (_, fn, slope) in INFINITE_AT_ZERO.items():
+            dense, derivative, vectors = _pseudo_function(a, fn, slope)
+            project = vectors @ vectors.T
+            change = project @ matrix("signed", n) @ project
+            change = (change + change.T) / 2
+            x, y = project @ normal(n), project @ normal(n, seed=2)
+            if results is None:
+                results = run(*map(as_array, (a, change, x, y)))
+            value, tangent, slope_of_form = results[name]
+            expected = derivative(change, x)
+            scale = np.linalg.norm(expected)
+            assert_close(value, dense @ x, rtol=0, atol=1e5 * eps() * np.max(dense))
+            assert_close(tangent, expected, rtol=0, atol=1e6 * eps() * scale)
+            bound = 1e6 * eps() * scale * np.linalg.norm(y)
+            assert_close(slope_of_form, expected @ y, rtol=0, atol=bound)
+
+
+def test_operators_without_unknowns():
+    for like in ((), {"a": jnp.zeros(0), "b": jnp.zeros((0, 3))}):
+        empty = tx.as_operator(lambda v: v, like, tags=PSD)
+        function = tx.MatrixFunctionLinearOperator(empty, jnp.log, 3)
+        zeros = jax.tree.map(jnp.zeros_like, like)
+        product = function.mv(zeros)
+        assert jax.tree.structure(product) == jax.tree.structure(zeros)
+        assert all(x.size == 0 for x in jax.tree.leaves(product))
+        assert function.as_matrix().shape == (0, 0)
+        assert tx.trace(jr.key(0), function, 2).value == 0
+        assert tx.logdet(jr.key(0), function, 2).value == 0
+        for operator in (empty, function):
+            by_leaf, total = tx.leaf_traces(jr.key(0), operator, 2)
+            assert jax.tree.structure(by_leaf.value) == jax.tree.structure(like)
+            assert total.value == 0
+            assert not any(jax.tree.leaves(by_leaf.value))
+
+
+#
+# Few steps
+#
+
+FAMILY = {
+    "log": (jnp.log, np.log),
+    "sqrt": (jnp.sqrt, np.sqrt),
+    "reciprocal": (jnp.reciprocal, np.reciprocal),
+    "inverse root": (jax.lax.rsqrt, lambda t: t**-0.5),
+    "exp": (jnp.exp, np.exp),
+}
+
+
+def _spectra(n):
+    rng, i = np.random.default_rng(1), np.arange(1, n + 1)
+    x = np.sort(rng.uniform(size=n))
+    kernel = np.exp(-((x[:, None] - x) ** 2) / 0.02)
+    values = np.linalg.eigvalsh(kernel).clip(0) + 0.01
+    return [10 ** rng.uniform(-3, 0, n), i / n, 1 / i, values]
+
+
+@pytest.mark.parametrize("steps", [3, 6, 12, 24])
+def test_error_bars_include_the_error_of_few_steps(steps):
+    n, estimated = 40, 3
+    spectra = _spectra(n)
+    matrices = []
+    for values in spectra:
+        u = np.linalg.qr(normal((n, n), seed=len(matrices)))[0]
+        a = (u * values) @ u.T
+        matrices.append((a + a.T) / 2)
+    branches = [fn for fn, _ in FAMILY.values()]
+
+    @jax.jit
+    def run(matrices, indices):
+        def trace(case):
+            a, index = matrices[case[0]], case[1]
+            fn = functools.partial(_selected, branches, index)
+            operator = _function(a, fn, steps)
+            exact = tx.trace(jr.key(0), operator, n, throw=False)
+            few = [
+                tx.trace(jr.key(i), operator, 20, throw=False) for i in range(estimated)
+            ]
+            return [(x.value, x.standard_error) for x in (exact, *few)]
+
+        return jax.lax.map(trace, indices)
+
+    cases = [(i, j) for i in range(len(spectra)) for j in range(len(FAMILY))]
+    exact, *few = run(as_array(np.stack(matrices)), jnp.asarray(cases, jnp.int32))
+    truths, sizes = (
+        np.array(
+            [np.sum(g(fn(values))) for values in spectra for _, fn in FAMILY.values()]
+        )
+        for g in (np.asarray, np.abs)
+    )
+    errors, bars = np.abs(exact[0] - truths), np.asarray(exact[1])
+    rounding = 100 * eps() * sizes
+    assert np.all(errors <= 4 * bars + rounding)
+    assert np.mean(errors <= 2 * bars + rounding) >= 0.75
+    # Bars aren't much longer than errors, and converged functions keep their bars.
+    assert np.all(bars <= 30 * errors + rounding)
+    assert np.mean(bars <= 5 * errors + rounding) >= 0.4
+    for values, standard_errors in few:
+        assert np.all(np.abs(values - truths) <= 5 * standard_errors + rounding)
+
+
+def _selected(branches, index, t):
+    return jnp.stack([fn(t) for fn in branches])[index]

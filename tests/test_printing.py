@@ -81,16 +81,90 @@ def test_leaves_batches_arrays_and_complex_numbers():
     assert first == "10 estimates, shape (10,):"
     assert len(rest) == 9
     assert rest[-1] == "  ..."
-    diagonal = str(tx.diagonal(KEY, FLAT, 20))
-    assert re.match(
-        r"array of shape .60,. \+- [\d.]+ \(root mean square\), 20 products", diagonal
+    diagonal = tx.diagonal(KEY, FLAT, 20)
+    fields = re.fullmatch(
+        r"array of shape .60,. \+- [\d.]+ \(root mean square\): "
+        r"\[([\d. -]+) \.\.\.\], 20 products, XTrace",
+        str(diagonal),
     )
+    assert fields
+    printed = [float(x) for x in fields[1].split()]
+    np.testing.assert_allclose(printed, diagonal.value[:8], rtol=1e-3)
     complex_estimate = str(
         tx.trace(KEY, lx.MatrixLinearOperator(jax.lax.complex(A, A)), 20)
     )
     assert re.match(
         r"[89][\d.]+\+[89][\d.]+j \+- [\d.]+, 20 products", complex_estimate
     )
+
+
+def test_a_small_array_is_printed_whole():
+    def multiples(x):
+        return jnp.asarray([[1.0], [-2.0]]) * x
+
+    diagonal = lx.DiagonalLinearOperator(jnp.asarray([0.25, 1000.1]))
+    estimate = tx.trace_function(KEY, multiples, diagonal, 2)
+    line = str(estimate)
+    assert line.startswith("array of shape (2, 1) ")
+    assert ": [1000 -2001], 0 products" in line
+
+
+def test_64_bits_after_their_block_has_ended():
+    def estimates():
+        keys = jr.split(KEY, 2)
+        return (
+            tx.trace(KEY, FLAT, 20),
+            tx.trace(KEY, FLAT, 60),
+            tx.diagonal(KEY, FLAT, 20),
+            jax.vmap(lambda key: tx.trace(key, FLAT, 20))(keys),
+        )
+
+    def read(estimate):
+        return str(estimate), estimate.standard_error, estimate.confidence_interval()
+
+    for estimate in estimates():
+        words, error, interval = read(estimate)
+        with jax.enable_x64(False):
+            after = read(estimate)
+        assert after[0] == words
+        np.testing.assert_array_equal(after[1], error)
+        np.testing.assert_array_equal(after[2], interval)
+    # An estimate from 32 bits keeps them.
+    with jax.enable_x64(False):
+        matrix = lx.MatrixLinearOperator(jnp.asarray(np.asarray(A)))
+        estimate = tx.trace(KEY, matrix, 20)
+        words, error, interval = read(estimate)
+    after = read(estimate)
+    assert (after[0], after[1].dtype, after[2][0].dtype) == (
+        words,
+        "float32",
+        "float32",
+    )
+
+
+def test_numbers_from_estimates():
+    def raises(estimate, use, received):
+        rule = r"value must be one number, and a real one for float\(\)"
+        match = rf"^traceax.Estimate: {rule}, got {received}.*; .* estimate\.value\.$"
+        with pytest.raises(TypeError, match=match):
+            use(estimate)
+
+    estimate = tx.trace(KEY, FLAT, 20)
+    assert float(estimate) == estimate.value
+    assert f"{estimate:.3f}" == f"{estimate.value.item():.3f}"
+    diagonal = tx.diagonal(KEY, FLAT, 20)
+    batch = jax.vmap(lambda key: tx.trace(key, FLAT, 20))(jr.split(KEY, 2))
+    tree = tx.trace_function(KEY, lambda x: {"a": x}, FLAT, 20)
+    for many, received in (
+        (diagonal, r"an array of shape \(60,\)"),
+        (batch, r"an array of shape \(2,\)"),
+        (tree, "an object of type dict"),
+    ):
+        raises(many, float, received)
+        raises(many, "{:.3f}".format, received)
+    rotated = tx.trace(KEY, lx.MatrixLinearOperator(jax.lax.complex(A, A)), 60)
+    raises(rotated, float, r"an array of shape \(\) and dtype complex128")
+    assert f"{rotated:.3f}" == f"{rotated.value.item():.3f}"
 
 
 def test_inside_of_a_program():
@@ -185,8 +259,23 @@ def test_estimates_without_a_budget():
     ):
         assert estimate.result == tx.RESULTS.successful
         assert 8 <= int(estimate.stats["num_matvecs"]) < 200
-    match = "k must be a Python int unless rtol or atol is given.* got None"
-    with pytest.raises(TypeError, match=match):
-        tx.trace(KEY, operator)
-    with pytest.raises(TypeError, match=match):
-        tx.trace_function(KEY, jnp.exp, operator)
+    rule, hint = (
+        "k must be a Python int unless rtol or atol is given",
+        "pass the number ",
+    )
+    hint += "of allowed matrix-vector products, or a tolerance such as rtol=0.01"
+    estimator, none = tx.HutchinsonEstimator(), ", got None of type NoneType; "
+    for call in (
+        lambda: tx.trace(KEY, operator),
+        lambda: tx.diagonal(KEY, operator),
+        lambda: estimator.estimate(estimator.init(KEY, operator)),
+    ):
+        with pytest.raises(TypeError, match=f": {rule}{none}{hint}\\.$"):
+            call()
+    for call in (
+        lambda: tx.trace_function(KEY, jnp.exp, operator),
+        lambda: krylov.estimate(krylov.init(KEY, operator, jnp.exp)),
+    ):
+        match = f": {rule}, or KrylovAware .*has lower={none}{hint}, or add the tag"
+        with pytest.raises(TypeError, match=match):
+            call()

@@ -110,6 +110,61 @@ def test_without_a_registration_nothing_is_read():
             fn(operator)
 
 
+def composites(x):
+    """Sums and products with a kernel, and their matrices."""
+    rng = np.random.default_rng(1)
+    n = len(x)
+    factor, d = as_array(rng.normal(size=(n, 4))), as_array(rng.uniform(1, 2, n))
+    kernel = tx.KernelLinearOperator(lambda a, b: jnp.exp(-jnp.sum((a - b) ** 2)), x)
+    K, D = kernel.as_matrix(), lx.DiagonalLinearOperator(d)
+    low_rank = lx.MatrixLinearOperator(factor) @ lx.MatrixLinearOperator(factor.T)
+    function = tx.as_operator(lambda v: 2 * v, d)
+    readable = {
+        "twice": (kernel + as_array(2.0) * kernel, 3 * K),
+        "scaled": (D @ kernel @ D, d[:, None] * K * d[None]),
+        "scaled sum": (D @ (kernel + D) @ D, d[:, None] * (K + jnp.diag(d)) * d[None]),
+        "rows": (-(D @ kernel) / as_array(2.0), -d[:, None] * K / 2),
+    }
+    others = {
+        "low rank": (low_rank, factor @ factor.T),
+        "with a function": (kernel + function, K + 2 * jnp.eye(n, dtype=K.dtype)),
+        "with low rank": (kernel + low_rank, K + factor @ factor.T),
+        "scaled with low rank": (
+            D @ (kernel + low_rank) @ D,
+            d[:, None] * (K + factor @ factor.T) * d[None],
+        ),
+    }
+    return readable, others
+
+
+def test_entries_of_sums_and_scaled_operators():
+    x = as_array(np.random.default_rng(0).normal(size=(20, 2)))
+    readable, others = composites(x)
+    indices = jnp.array([3, 1, 1])
+    for operator, matrix in readable.values():
+        check_entries(operator)
+        assert_close(tx.columns(operator, indices), matrix[:, indices], rtol=1e-5)
+        assert_close(tx.diagonal_entries(operator), jnp.diagonal(matrix), rtol=1e-5)
+    with pytest.raises(NotImplementedError, match="got another product; multiply"):
+        tx.diagonal_entries(others["with low rank"][0])
+
+
+def test_likelihoods_need_no_entries():
+    x = as_array(np.random.default_rng(0).normal(size=(36, 2)))
+    y, noise = as_array(np.sin(3 * x[:, 0])), 0.2
+    readable, others = composites(x)
+    del readable["rows"]
+    for name, (operator, matrix) in {**readable, **others}.items():
+        estimate = tx.gaussian_log_likelihood(jr.key(0), operator, y, shift=noise)
+        A = np.asarray(matrix, float) + noise * np.eye(len(y))
+        form, (_, logdet) = y @ np.linalg.solve(A, y), np.linalg.slogdet(A)
+        truth = -(form + logdet + len(y) * np.log(2 * np.pi)) / 2
+        low, high = estimate.confidence_interval(0.999)
+        slack = 1e-4 * abs(truth)
+        assert low - slack <= truth <= high + slack, name
+        assert (estimate.stats["num_matvecs"] == 0) == (name in readable)
+
+
 class Wrong(lx.MatrixLinearOperator):
     """A matrix with wrongly registered entries."""
 

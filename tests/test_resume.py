@@ -263,3 +263,43 @@ def test_programs_resume_from_a_traced_number_of_products(key):
     alone = estimator.init(keys[2], operator)
     alone = estimator.estimate(alone, int(numbers[2]) + 8)
     assert_close(resumed.value[2], alone.value, rtol=RTOL)
+
+
+def test_states_of_other_quantities_are_refused(key):
+    # From each state, an estimator would compute another number.
+    operator, y = as_operator(matrix("flat", N), psd=True), jnp.ones(N)
+    noise, krylov = jnp.full(N, 0.1), tx.KrylovAwareEstimator()
+    spectral = {
+        "logdet": tx.logdet(key, operator, 12, shift=noise),
+        "gaussian_log_likelihood": tx.gaussian_log_likelihood(
+            key, operator, y, shift=0.1
+        ),
+        "schatten_norm": tx.schatten_norm(key, operator, N, p=2.0),
+        "frobenius_norm_squared": tx.frobenius_norm_squared(key, operator, 12),
+        "jvp": tx.jvp(lambda s: tx.trace(key, operator * s, N), (0.1,), (1.0,))[1],
+    }
+    for name, estimate in spectral.items():
+        with pytest.raises(TypeError, match=f"got one from traceax.{name}, whose"):
+            krylov.estimate(estimate.state, 24)
+    by_leaf, total = tx.leaf_traces(key, operator, 12)
+    for estimate in (by_leaf, total):
+        with pytest.raises(TypeError, match=r"got one from traceax\.leaf_traces"):
+            ESTIMATORS["xnystrace"].estimate(estimate.state, 12)
+    with pytest.raises(TypeError, match="state must be a SpectralState, got"):
+        krylov.estimate(tx.trace(key, operator, 12).state, 24)
+    with pytest.raises(TypeError, match="state must be a TraceState, got"):
+        ESTIMATORS["xtrace"].estimate(tx.logdet(key, operator, 12).state, 24)
+    # A plain log-determinant's state gives the same quantity.
+    estimate = tx.logdet(key, operator, 12, shift=0.1)
+    exact = krylov.estimate(estimate.state, N).value
+    truth = np.linalg.slogdet(matrix("flat", N) + 0.1 * np.eye(N))[1]
+    assert_close(exact, truth, rtol=1e-9)
+
+
+@pytest.mark.parametrize("k", [6, 12])
+def test_an_estimator_that_starts_over_says_so(key, k):
+    operator = as_operator(matrix("flat", N))
+    for estimator in (tx.AdaptiveXTraceEstimator(), tx.HutchPlusPlusEstimator()):
+        first = estimator.estimate(estimator.init(key, operator), k // 2)
+        with pytest.raises(TypeError, match="can't resume"):
+            estimator.estimate(first.state, 12)

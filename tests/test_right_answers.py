@@ -549,3 +549,21 @@ def test_estimates_convert_to_float_and_refuse_arithmetic(key):
     ):
         with pytest.raises(TypeError, match=r"with estimate\.value|'Estimate'"):
             wrong()
+
+
+def test_functions_with_conjugates_have_no_trace(key):
+    # `v + 2 conj(v)` is linear over the real numbers, and multiplies 1 by 3, 1j by -1.
+    n = 4
+    vector = jnp.zeros(n, complex_dtype())
+    turned = jax.random.normal(key, (n, n), vector.dtype)
+    for k in (2, n, 3 * n):
+        wrong = tx.as_operator(lambda v: v + 2 * v.conj(), vector)
+        estimate = tx.trace(key, wrong, k, throw=False)
+        assert estimate.result == tx.RESULTS.not_linear
+        assert jnp.isnan(estimate.value)
+        right = tx.as_operator(lambda v: turned @ v, vector)
+        assert tx.trace(key, right, k).result == tx.RESULTS.successful
+    assert jnp.allclose(tx.trace(key, right, n).value, jnp.trace(turned))
+    # On real and imaginary parts it has the trace 3 n - n.
+    parts = tx.as_operator(lambda v: (3 * v[0], -v[1]), (vector.real, vector.real))
+    assert tx.trace(key, parts, 2 * n).value == 2 * n

@@ -121,18 +121,26 @@ def check_budget(k: Any, where: str) -> int:
     raise ValueError(f"{where}: k must be at least 1, got {k}; {hint}.")
 
 
-def resolve_budget(k: object, tolerance: object, n: int, where: str) -> int:
+def resolve_budget(
+    k: object, tolerance: object, n: int, where: str, *, monotone: bool = False
+) -> int:
     """Converts the budget `k`. A tolerance alone allows `most_products`, or 2 n if n is at
-    most 1,000, since the last n products give the exact answer.
+    most 1,000, since the last n products give the exact answer. `monotone` says that
+    some functions need neither.
     """
     if k is not None:
         return check_budget(k, where)
-    requirement = (
-        "k must be a Python int unless rtol or atol is given, or KrylovAware estimates a "
-        "monotone function, such as a log-determinant, for an operator that is tagged "
-        "positive semidefinite or has lower="
+    requirement = "k must be a Python int unless rtol or atol is given"
+    hint = (
+        "pass the number of allowed matrix-vector products, or a tolerance such as "
+        "rtol=0.01"
     )
-    hint = "pass the number of allowed matrix-vector products, or add the tag"
+    if monotone:
+        requirement += (
+            ", or KrylovAware estimates a monotone function, such as a log-determinant, "
+            "for an operator that is tagged positive semidefinite or has lower="
+        )
+        hint += ", or add the tag"
     require(tolerance is not None, where, requirement, k, hint, TypeError)
     return max(1, 2 * n) if n <= _LARGEST_CAP else most_products(n)
 

@@ -18,7 +18,7 @@ from ._estimator import outcome_of
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._functional import Diagonal, LeafSums
 from ._linalg.dense import divisor, power_of_two_scale, squares
-from ._linalg.types import axes_of, widened
+from ._linalg.types import automatic, axes_of, widened
 from ._operators.check import (
     as_complex,
     as_data,
@@ -29,7 +29,7 @@ from ._operators.check import (
 )
 from ._operators.entries import known_diagonal, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column
-from ._operators.solvers import solver_tags
+from ._operators.solvers import solver_tags, truncation_error
 from ._operators.space import (
     is_hermitian,
     linear_function,
@@ -39,7 +39,7 @@ from ._operators.space import (
 )
 from ._results import RESULTS, finite_or_failed
 from ._rule import Evidence, cast_bar
-from ._state import TraceState, init_state
+from ._state import DerivedState, TraceState, init_state
 from ._tolerance import NO_PROGRESS_METER, ProgressMeter, make_stop
 from ._trace import estimate_whole, trace
 from ._trace_estimator import TraceEstimator
@@ -91,7 +91,7 @@ def diagonal(
     functional = Diagonal(state.space.has_real_trace)
     state = TraceState(state.key, state.operator, functional=functional)
     estimate = estimate_whole(where, state, k, estimator, stop, throw=throw)
-    return _with_parts(estimate, lambda x: unflatten(x, structure))
+    return _with_parts(estimate, lambda x: unflatten(x, structure), estimate.state)
 
 
 def leaf_traces(
@@ -164,7 +164,9 @@ def leaf_traces(
             return treedef.unflatten(list(x[:-1]))
         return dict(zip(members, x[:-1], strict=True))
 
-    return _with_parts(estimate, by_group), _with_parts(estimate, lambda x: x[-1])
+    state = DerivedState(where)
+    by_leaf = _with_parts(estimate, by_group, state)
+    return by_leaf, _with_parts(estimate, lambda x: x[-1], state)
 
 
 def _broadcast_labels(groups: PyTree, structure: PyTree, where: str) -> list[Hashable]:
@@ -188,6 +190,7 @@ def _broadcast_labels(groups: PyTree, structure: PyTree, where: str) -> list[Has
 
 
 @jitted
+@automatic
 def _by_block(
     state: TraceState, k: int, groups: tuple[tuple[int, ...], ...]
 ) -> Estimate:
@@ -272,7 +275,8 @@ def frobenius_norm_squared(
         bar = _exact_norm(as_data(operator))
         stats = {"num_matvecs": jnp.int32(space.size)}
         stats["degrees_of_freedom"] = bar.degrees_of_freedom
-        state = TraceState(check_key(key, where), operator)
+        check_key(key, where)
+        state = DerivedState(where)
         result = finite_or_failed(bar.mean, RESULTS.successful)
         evidence = Evidence(bar.mean, jtu.Partial(_judge_norm))
         estimate = Estimate(*bar[:2], result, stats, state, evidence=evidence)
@@ -294,12 +298,13 @@ def frobenius_norm_squared(
     # We multiply twice, because the squared unit may over- or underflow.
     estimate = estimate.times(unit).times(unit)
     result = finite_or_failed(estimate.value, estimate.result)
-    stats = {**estimate.stats, "num_matvecs": used}
-    estimate = estimate.replaced(result=result, stats=stats)
+    stats, state = {**estimate.stats, "num_matvecs": used}, DerivedState(where)
+    estimate = estimate.replaced(result=result, stats=stats, state=state)
     return raise_failure(estimate) if throw else estimate
 
 
 @jitted
+@automatic
 def _exact_norm(operator: lx.AbstractLinearOperator) -> ErrorBar:
     space = space_of(operator)
 
@@ -318,6 +323,10 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> ErrorBar:
         lengths = jax.lax.stop_gradient(units * jnp.sqrt(norms))
         more = 2 * jnp.sum(lengths * errors_of_solves(solves).columns)
         bar = bar._replace(standard_error=bar.standard_error + more)
+    truncated = truncation_error(operator, space.real_dtype)
+    if truncated is not None:
+        more = 2 * truncated * jax.lax.stop_gradient(value)
+        bar = bar._replace(standard_error=bar.standard_error + more)
     return cast_bar(bar, space.real_dtype)
 
 
@@ -325,11 +334,13 @@ def _judge_norm(value: Array) -> list[ErrorBar]:
     return [exact_bar(value, value)]
 
 
-def _with_parts(estimate: Estimate, part: Callable[[Array], Any]) -> Estimate:
+def _with_parts(
+    estimate: Estimate, part: Callable[[Array], Any], state: PyTree
+) -> Estimate:
     freedom = estimate.stats["degrees_of_freedom"]
     freedom = part(jnp.broadcast_to(freedom, estimate.value.shape))
     value, error = part(estimate.value), part(estimate._standard_error)
     stats = {**estimate.stats, "degrees_of_freedom": freedom}
     return estimate.replaced(
-        value=value, standard_error=error, stats=stats, evidence=None
+        value=value, standard_error=error, stats=stats, state=state, evidence=None
     )

@@ -10,20 +10,34 @@ Only the terms with `T^* A T` need an estimate, and the trace of this matrix is 
 `(A T)_S = 0`, errors in J enter only as squares, and derivatives hold J fixed.
 """
 
-from typing import NamedTuple
+import dataclasses
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from ._linalg.dense import column_dots, frobenius, matmul
+from ._error_bar import ErrorBar, add_known_error
+from ._linalg.dense import column_dots, frobenius, matmul, squares
 from ._linalg.pivoted_cholesky import rounding_of
 from ._linalg.whitening import Block, Preconditioner
-from ._operators.entries import columns_of, diagonal_of
+from ._operators.entries import columns_of, diagonal_of, sizes_of
+from ._operators.space import apply_block, space_of
 from ._preconditioner import PreconditionedLinearOperator
 from ._results import RESULTS
-from ._spectral.cholesky import solve_exactly, solve_from
+from ._rule import Outcome
+from ._spectral.cholesky import (
+    Rounding,
+    entry_rounding,
+    roots_of,
+    solve_exactly,
+    solve_from,
+)
 
 
 class Elimination(Preconditioner):
@@ -32,11 +46,15 @@ class Elimination(Preconditioner):
     logdet: Float[Array, ""]  # log det A_SS + log det N_R, for fixed N_R
     trace: Float[Array, ""]  # tr B, B = M A M^*
     order: Int[Array, " n"]  # rows in S, followed by rows in R
+    factor: Inexact[Array, "r r"]  # the Cholesky factor of A_SS
     interpolation: Inexact[Array, "r m"]  # J
     inverse_sqrt_noise: Float[Array, " m"]  # N_R^-1/2
-    magnitude: Float[Array, ""]
+    rounding: Rounding  # in numbers from A_SS, with D for all rows
+    trace_of_sizes: Float[Array, ""]  # tr(N_R^-1/2 T^* D^2 T N_R^-1/2)
+    changes: Float[Array, " q"]  # in `y_S^* A_SS^-1 y_S`, from the last refinement
     semidefinite: Bool[Array, ""]
     finite: Bool[Array, ""]  # whether entries are finite
+    magnitude: Float[Array, ""]
 
     @property
     def lower(self):
@@ -56,8 +74,10 @@ class Elimination(Preconditioner):
 
     def _verdict(self, n):
         r, m = self.interpolation.shape
+        exact = self.rounding.result
         failures = [
             (~self.semidefinite, RESULTS.not_semidefinite),
+            (exact != RESULTS.successful, exact),
             (~self.finite, RESULTS.nonfinite),
         ]
         return {"num_columns": jnp.int32(r), "residual": (self.trace - m) / n}, failures
@@ -70,7 +90,74 @@ class Elimination(Preconditioner):
     def apply_adjoint(self, block: Block) -> Array:  # M^* V
         block = block * self.inverse_sqrt_noise[:, None].astype(block.dtype)
         block = jnp.concatenate([-matmul(self.interpolation, block), block])
-        return jnp.zeros_like(block).at[self.order].set(block)
+        return self._in_rows(block)
+
+    def _in_rows(self, block: Block) -> Array:
+        return jnp.zeros_like(block).at[self.order].set(block, unique_indices=True)
+
+    def solve(self, inverse: Callable[[Block], Array], block: Block) -> Array:
+        head = solve_from(self.factor, block[self.order[: len(self.factor)]])
+        head = jnp.pad(head, ((0, len(block) - len(head)), (0, 0)))
+        rest = self.apply_adjoint(inverse(self.apply(block)))
+        return self._in_rows(head) + rest
+
+    def with_rounding(
+        self,
+        outcome: Outcome,
+        answers: tuple[Float[Array, " q"], Inexact[Array, "n q"]] | None,
+        moving: tuple[lx.AbstractLinearOperator, Array, Array | None],
+    ) -> Outcome:
+        """Adds rounding errors in entries of A to the outcome for B.
+
+        - `answers`: `y^* A^-1 y` and `A^-1 y`.
+        - `moving`: K, N and y, whose tangents determine errors in slopes.
+        """
+        points, weights = outcome.stats["ritz_values"], outcome.stats["ritz_weights"]
+        m = len(self.inverse_sqrt_noise)
+        mean, mean_square = (jnp.sum(weights / points**p) / m for p in (1, 2))
+        scale = jnp.sqrt(jnp.clip(mean_square, 0, 1))
+        trace = self.rounding.trace + mean * self.trace_of_sizes
+        rounding = self.rounding._replace(trace=trace)
+        errors = [rounding.error(self.logdet + outcome.bars[0].mean)]
+        if answers is not None:
+            errors.append(rounding.errors_of_forms(*answers) + self.changes)
+        bars = list(map(add_known_error, outcome.bars, errors))
+        evidence = outcome.evidence
+        if evidence is not None:
+            solution = None if answers is None else answers[1]
+            judge = jtu.Partial(
+                _slope_bars, self, scale, solution, moving, evidence.judge
+            )
+            products = evidence.products, moving
+            evidence = dataclasses.replace(evidence, products=products, judge=judge)
+        return outcome._replace(bars=bars, evidence=evidence)
+
+
+def _slope_bars(
+    elimination: Elimination,
+    scale: Float[Array, ""],
+    solution: Inexact[Array, "n q"] | None,
+    primal: tuple[lx.AbstractLinearOperator, Array, Array | None],
+    judge: jtu.Partial,
+    products: tuple[Any, tuple[Any, Array, Array | None]],
+) -> list[ErrorBar]:
+    """Error bars for slopes, with rounding errors in entries of A and dA."""
+    inner_products, (*tangent, dy) = products
+
+    def product(block):
+        def apply(operator, noise):
+            noise = noise[:, None].astype(block.dtype)
+            return apply_block(operator, block) + noise * block
+
+        return eqx.filter_jvp(apply, primal[:2], tuple(tangent))[1]
+
+    rounding = elimination.rounding
+    solve = ft.partial(elimination.solve, lambda x: scale.astype(x.dtype) * x)
+    errors = [rounding.slope_error(solve, product)]
+    if solution is not None and dy is not None:
+        change = dy - product(solution)
+        errors.append(rounding.slope_errors_of_forms(solve, change, dy, solution))
+    return list(map(add_known_error, judge(inner_products), errors))
 
 
 class Eliminated(NamedTuple):
@@ -99,7 +186,10 @@ def eliminate(
     columns = columns.at[S, jnp.arange(r)].add(noise[S].astype(columns.dtype))
     A_SS = (columns[S] + columns[S].conj().T) / 2
     y_S = A_SS[:, :0] if rhs is None else rhs[S]
-    solved = solve_exactly(A_SS, y_S)
+    space = space_of(operator)._replace(is_positive=True)
+    D = roots_of(sizes_of(operator) + noise, A_SS)
+    solved = solve_exactly(A_SS, y_S, D[S])
+    rounding = entry_rounding(A_SS, D[S], solved, space, order=n)
 
     A_RS = jax.lax.stop_gradient(columns)[R]
     J = solve_from(jax.lax.stop_gradient(solved.lower), A_RS.conj().T)
@@ -108,6 +198,7 @@ def eliminate(
     captured = jnp.real(column_dots(J, A_RS.conj().T))
     residual = diagonal - captured
     in_range = jnp.all(pivots < n)
+    squared_sizes = squares(D[R, 0]) + jnp.sum(squares(D[S] * J), axis=0)
     # The root mean square eigenvalue, |A|_F / sqrt(n), if all columns are alike.
     size = frobenius(jax.lax.stop_gradient(columns)) / r**0.5
     negative = rounding_of(diagonal).negative
@@ -115,12 +206,14 @@ def eliminate(
         logdet=solved.logdet + jnp.sum(jnp.log(fixed_noise)),
         trace=jnp.where(in_range, len(R) + jnp.sum(residual / fixed_noise), jnp.nan),
         order=order,
+        factor=solved.lower,
         interpolation=J,
         inverse_sqrt_noise=jax.lax.rsqrt(fixed_noise),
         magnitude=size / jnp.min(fixed_noise),
-        semidefinite=semidefinite
-        & jnp.all(residual >= -negative)
-        & ~jnp.isnan(solved.logdet),
+        rounding=rounding._replace(D=D),
+        trace_of_sizes=jnp.sum(squared_sizes / fixed_noise),
+        changes=solved.changes,
+        semidefinite=semidefinite & jnp.all(residual >= -negative),
         finite=jnp.isfinite(size + jnp.sum(diagonal)) & in_range,
     )
     fixed = jax.lax.stop_gradient(elimination)

@@ -5,6 +5,7 @@ import inspect
 import math
 import operator as op
 import warnings
+from contextlib import AbstractContextManager
 from statistics import NormalDist
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, PyTree
 
-from ._arguments import check_level
+from ._arguments import check_level, require
 from ._results import (
     RESULTS,
     any_unmet,
@@ -85,7 +86,8 @@ def _hill(tails: float, x: float, freedom: Array) -> Array:
     return jnp.sqrt(nu * jnp.where(y > 0.05 + a, central, outer))
 
 
-# We print only the first estimates in a batch, and point warnings past these packages.
+# We print only the first estimates in a batch, or numbers in an array, and point warnings
+# past these packages.
 _MOST_PRINTED = 8
 _SKIPPED = "traceax", "equinox", "jaxtyping", "beartype"
 
@@ -147,7 +149,9 @@ class Estimate(eqx.Module):
         since an estimate is not a number.
     - `state`: pass it to the estimator's `estimate`, with another budget, to refine the
         estimate. Estimators that can resume keep the products taken, and take the new
-        budget on top. [`traceax.AdaptiveXTraceEstimator`][] can't resume.
+        budget on top. [`traceax.AdaptiveXTraceEstimator`][] can't resume, and estimators
+        refuse states from likelihoods, preconditioned log-determinants, norms, leaf traces
+        and slopes.
 
     !!! note
 
@@ -203,7 +207,7 @@ class Estimate(eqx.Module):
     @property
     def standard_error(self) -> Any:
         """An estimate of the root mean square error; NaN if it is unknown."""
-        with jax.debug_nans(False):
+        with self._precision(), jax.debug_nans(False):
             return jtu.tree_map(
                 lambda x: jnp.where(jnp.isinf(x), jnp.nan, x), self._standard_error
             )
@@ -238,10 +242,25 @@ class Estimate(eqx.Module):
         return self._state.unbox()
 
     def __float__(self) -> float:
-        return float(self.value)
+        return float(self._number(jnp.floating))
 
     def __format__(self, spec: str) -> str:
-        return format(np.asarray(self.value)[()], spec) if spec else str(self)
+        return format(self._number(jnp.inexact), spec) if spec else str(self)
+
+    def _number(self, kind: Any) -> Any:
+        value, what = self.value, "value must be one number, and a real one for float()"
+        is_number = eqx.is_array(value) and value.ndim == 0
+        is_number = is_number and jnp.issubdtype(value.dtype, kind)
+        hint = "convert or format the numbers in estimate.value"
+        require(is_number, "traceax.Estimate", what, value, hint, TypeError)
+        return np.asarray(value)[()]
+
+    def _precision(self) -> AbstractContextManager:
+        """64-bit mode for an estimate with 64 bits, otherwise the mode at present."""
+        parts = self.value, self._standard_error, self.stats
+        dtypes = [x.dtype for x in jtu.tree_leaves(parts) if eqx.is_array(x)]
+        is_cut = any(jax.dtypes.canonicalize_dtype(x) != x for x in dtypes)
+        return jax.enable_x64(is_cut or jax.config.jax_enable_x64)  # pyright: ignore
 
     def __array__(self, *_: object, **__: object) -> Any:
         raise TypeError(
@@ -258,7 +277,8 @@ class Estimate(eqx.Module):
         indices = list(np.ndindex(*shape))[:_MOST_PRINTED]
         lines = [f"{math.prod(shape)} estimates, shape {shape}:"]
         for index in indices:
-            element = jtu.tree_map(lambda x, index=index: jnp.asarray(x)[index], self)
+            with self._precision():
+                element = jtu.tree_map(lambda x, i=index: jnp.asarray(x)[i], self)
             lines.append(f"  {element._in_words()}")
         return "\n".join(lines + ["  ..."] * (math.prod(shape) > _MOST_PRINTED))
 
@@ -339,13 +359,9 @@ class Estimate(eqx.Module):
         errors = treedef.flatten_up_to(self._standard_error)
         infinite = treedef.unflatten([jnp.asarray(jnp.inf)] * len(values))
         freedoms = self.stats.get("degrees_of_freedom", infinite)
-        intervals = [
-            _interval(*parts, level)
-            for parts in zip(
-                values, errors, treedef.flatten_up_to(freedoms), strict=True
-            )
-        ]
-        low, high = zip(*intervals, strict=True)
+        parts = zip(values, errors, treedef.flatten_up_to(freedoms), strict=True)
+        with self._precision():
+            low, high = zip(*[_interval(*x, level) for x in parts], strict=True)
         return treedef.unflatten(low), treedef.unflatten(high)
 
 
@@ -377,7 +393,9 @@ def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     if np.ndim(value):
         size = np.sqrt(np.mean(np.asarray(error) ** 2))
         words = "(exact)" if size == 0 else f"+- {size:.2g} (root mean square)"
-        return f"array of shape {np.shape(value)} {words}"
+        first = [f"{x:.4g}" for x in np.ravel(value)[:_MOST_PRINTED]]
+        first += ["..."] * (np.size(value) > _MOST_PRINTED)
+        return f"array of shape {np.shape(value)} {words}: [{' '.join(first)}]"
     number, error = np.asarray(value).item(), float(error)
     if error == 0:
         return f"{number:.6g} (exact)"

@@ -10,18 +10,20 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, ArrayLike, Bool, Float, PyTree
+from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from ._arguments import most_products, resolve_budget
 from ._error_bar import ErrorBar
 from ._estimate import Estimate, raise_failure
 from ._linalg.types import automatic, same_layouts
-from ._operators.check import as_data, jitted
+from ._operators.check import as_data, is_nonlinear, jitted
 from ._operators.entries import unit_columns
-from ._operators.space import columns_at_once
-from ._results import any_unmet
+from ._operators.inverse import DiagonalErrors, diagonal_errors
+from ._operators.solvers import solver_tolerances
+from ._operators.space import FUNCTIONS, columns_at_once, parts_of
+from ._results import RESULTS, any_unmet, map_results
 from ._rule import Evidence, Outcome, StandIn, bind, run
-from ._state import Grown, State, checked_state
+from ._state import CustomState, Grown, State, TraceState, checked_state
 from ._tolerance import (
     EXACT_SIZE,
     LEAST_PRODUCTS,
@@ -40,6 +42,8 @@ S = TypeVar("S", bound=State)
 class Estimator(eqx.Module, Generic[S]):
     """Abstract base class for estimators of traces and spectral functions."""
 
+    # The states that `estimate` takes.
+    state_classes: ClassVar[tuple[type[State], ...]] = (TraceState, CustomState)
     # We set this if JAX may differentiate exact answers directly.
     _plain_exact: ClassVar[bool] = False
     # We set this if error bars from `compute` include solver errors in the operator.
@@ -86,18 +90,32 @@ class Estimator(eqx.Module, Generic[S]):
         """The exact answer if `k >= n`, else an estimate by k products or to `stop`."""
         space = state.space
         exact = k >= space.size
-        solvers = state.solvers
-        # Exact answers measure solver errors, so we don't add them again.
-        unmeasured = None if exact or self._bars_include_solver_errors else solvers
+        errors = None
+        if not self._bars_include_solver_errors:
+            # Exact answers measure solver errors, so we don't add them again.
+            errors = diagonal_errors(state.operator, solves_are_measured=exact)
+        solvers = state.solvers if errors is None else errors.products
         if exact:
             outcome, stand_in = self._exact(state)
         elif stop is None:
             outcome, stand_in = self._finish(state, self.compute(state.given, k))
         else:
-            if isinstance(stop, Stop):
-                stop = dataclasses.replace(stop, solvers=unmeasured)
-            computed = self.compute_until(state.given, k, stop)
+            remaining = stop
+            if isinstance(stop, Stop) and errors is not None:
+                remaining = dataclasses.replace(stop, solvers=errors.share)
+            computed = self.compute_until(state.given, k, remaining)
             outcome, stand_in = self._finish(state, computed)
+        if space.is_complex and parts_of(state.operator, FUNCTIONS):
+            is_wrong = is_nonlinear(state.operator)
+            results = map_results(
+                lambda x: RESULTS.where(is_wrong, RESULTS.not_linear, x),
+                outcome.results,
+            )
+            outcome = outcome._replace(results=results)
+        if errors is not None and isinstance(state, TraceState | CustomState):
+            counts = state.functional.num_rows(space.size)
+            bars = [_with_errors(x, errors, counts) for x in outcome.bars]
+            outcome = outcome._replace(bars=bars)
         if isinstance(stop, Stop):
             results = outcome.results
             if not exact or solvers is not None:
@@ -108,16 +126,14 @@ class Estimator(eqx.Module, Generic[S]):
             # We keep infinity, which means unknown, or that products don't help.
             most = jnp.minimum(needed, space.size)
             needed = jnp.where(jnp.isfinite(needed), most, needed)
-            if solvers is not None and unmeasured is None:
+            if solvers is not None and (exact or self._bars_include_solver_errors):
                 needed = jnp.where(any_unmet(results), jnp.inf, needed)
             stats = {**outcome.stats, "products_needed": needed}
             outcome = outcome._replace(results=results, stats=stats)
-        if unmeasured is not None:
-            bars = [_with_solvers(x, unmeasured) for x in outcome.bars]
-            outcome = outcome._replace(bars=bars)
         if solvers is not None and outcome.evidence is not None:
             # A slope contains two solves, whose residuals we don't measure.
-            relative = jnp.full_like(solvers, jnp.inf) if exact else 2 * solvers
+            is_unknown = exact and bool(solver_tolerances(state.operator))
+            relative = jnp.full_like(solvers, jnp.inf) if is_unknown else 2 * solvers
             evidence = dataclasses.replace(outcome.evidence, solvers=relative)
             outcome = outcome._replace(evidence=evidence)
         return outcome, stand_in
@@ -152,7 +168,7 @@ class Estimator(eqx.Module, Generic[S]):
         **Raises:** as [`traceax.trace`][]; `TypeError` for another estimator's state.
         """
         where = f"{type(self).__name__}.estimate"
-        checked = checked_state(state, self, where)
+        checked = checked_state(state, self, where, self.state_classes)
         dtype = checked.space.compute_dtype
         stop = make_stop(rtol, atol, level, progress_meter, dtype, where)
         k, stop = limits(self, checked, k, stop, progress_meter, where)
@@ -160,9 +176,9 @@ class Estimator(eqx.Module, Generic[S]):
         return raise_failure(estimate) if throw else estimate
 
 
-def _with_solvers(bar: ErrorBar, solvers: Float[Array, ""]) -> ErrorBar:
-    """Adds the relative error that solvers leave in products to an error bar."""
-    error = jnp.hypot(bar.standard_error, solvers * jnp.abs(bar.mean))
+def _with_errors(bar: ErrorBar, errors: DiagonalErrors, counts: ArrayLike) -> ErrorBar:
+    """Adds errors that iterations leave in sums of diagonal entries to an error bar."""
+    error = jnp.hypot(bar.standard_error, errors.of_sums(bar.mean, counts))
     return bar._replace(standard_error=error)
 
 
@@ -184,7 +200,8 @@ def limits(
     size = state.space.size
     depth = estimator.depth(state, meter) if k is None and stop is None else None
     if depth is None:
-        return resolve_budget(k, stop, size, where), stop
+        monotone = not isinstance(state, TraceState | CustomState)
+        return resolve_budget(k, stop, size, where, monotone=monotone), stop
     if size <= EXACT_SIZE:
         return size, None
     return min(size - 1, most_products(size)), depth

@@ -87,10 +87,11 @@ class LeafSums(Functional):
 
     def sum(self, rows):
         rows = jnp.real(rows) if self.real else rows
-        parts = jnp.split(rows, np.cumsum(self.sizes)[:-1])
-        leaves = [jnp.sum(part, axis=0) for part in parts]
-        sums = jnp.stack([sum(leaves[i] for i in group) for group in self.groups])
-        return jnp.concatenate([sums, jnp.sum(sums, axis=0, keepdims=True)])
+        ends, total = np.cumsum(self.sizes, dtype=int), jnp.sum(rows, axis=0)
+        parts = [rows[end - x : end] for x, end in zip(self.sizes, ends, strict=True)]
+        leaves, zero = [jnp.sum(part, axis=0) for part in parts], jnp.zeros_like(total)
+        sums = [sum((leaves[i] for i in group), zero) for group in self.groups]
+        return jnp.stack([*sums, total])
 
 
 TRACE = Trace()

@@ -20,7 +20,8 @@ class InvQuadLogdet(eqx.Module):
     - `logdet`: a [`traceax.Estimate`][] for `log det (K + N)`.
     - `inv_quad`: a [`traceax.Estimate`][] for `y^T (K + N)^-1 y`, the middle of the
         bracket `stats["bracket"]`. It has shape `(q,)` for q right-hand sides.
-    - `solution`: `(K + N)^-1 y` in the shape of y. It has no derivative.
+    - `solution`: `(K + N)^-1 y` in the shape of y. Its first derivative takes one more
+        solve, by conjugate gradients for estimates. It is NaN if these don't converge.
     """
 
     logdet: Estimate
@@ -127,6 +128,9 @@ def gaussian_log_likelihood(
     r"""Estimates the log density of y under a normal distribution, covariance `K + N`.
 
         -1/2 y^T (K + N)^-1 y - 1/2 log det (K + N) - n/2 log(2 pi)
+
+    For a complex K, y is circular complex normal, with the log density
+    `-y^* (K + N)^-1 y - log det (K + N) - n log pi`.
 
     ```python
     def loss(parameters):

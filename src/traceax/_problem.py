@@ -1,6 +1,7 @@
 """The problem behind all likelihoods: one log-determinant, and quadratic forms."""
 
 import dataclasses
+import functools as ft
 import math
 import operator as op
 from collections.abc import Callable
@@ -15,15 +16,16 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key, PyTree
 
 from ._arguments import check_key, require
-from ._elimination import eliminate
+from ._elimination import Elimination, eliminate
 from ._error_bar import ErrorBar, add_known_error, exact_bar
 from ._estimate import Estimate, with_slopes
 from ._estimator import limits, outcome_of
+from ._linalg.types import automatic
 from ._linalg.whitening import Preconditioner, Unscaled, scale_only
 from ._operators.check import checked_operator, is_data, jitted
 from ._operators.entries import diagonal_of, has_known_entries, readable_data
 from ._operators.kernel import is_dense
-from ._operators.space import ShiftedLinearOperator, Space, space_of
+from ._operators.space import ShiftedLinearOperator, Space, apply_block, space_of
 from ._preconditioner import (
     PreconditionedLinearOperator,
     check_preconditioner,
@@ -37,15 +39,16 @@ from ._results import RESULTS, finite_or_failed
 from ._rule import Outcome
 from ._spectral.cholesky import factorised, is_small
 from ._spectral.estimate import Options
-from ._spectral.function import LOG
+from ._spectral.function import LOG, final
 from ._spectral.krylov_aware import KrylovAwareEstimator
 from ._spectral.state import SpectralState, likelihood_bar
+from ._state import DerivedState
 from ._tolerance import ProgressMeter, Stop
 
 T = TypeVar("T")
 By = tuple[str, int | float]  # the method's name, and products for an exact answer
 Given = int | Int[Array, " r"] | Preconditioner | None
-_FIRST, _SECOND = op.itemgetter(0), op.itemgetter(1)
+_FIRST, _SECOND = map(jtu.Partial, (op.itemgetter(0), op.itemgetter(1)))
 _B_STATS = ("ritz_values", "ritz_weights", "inv_quad_bracket", "solution")
 
 
@@ -77,7 +80,8 @@ def solve(
     stop = options.stop(space.compute_dtype, where)
     automatic = k is None and estimator is None
     exact = automatic and is_small(operator)
-    if automatic and not exact and preconditioner is None and is_dense(operator):
+    can_choose = is_dense(operator) and has_known_entries(operator)
+    if automatic and not exact and preconditioner is None and can_choose:
         preconditioner = default_columns(space.size)
     estimator = KrylovAwareEstimator() if estimator is None else estimator
     require(
@@ -96,11 +100,15 @@ def solve(
     return run(answer, inputs, k, estimator, stop, meter, exact)
 
 
+@automatic
 def _answer(answer, inputs, k, estimator, stop, meter, exact):
     problem = _pose(*inputs, exact=exact)
     if exact:
-        bounded = problem.state.lower is not None
-        return answer(problem, factorised(problem.state, bounded), ("Cholesky", 0))
+        outcome = factorised(problem.state)
+        if stop is not None:
+            needed = jnp.zeros((), problem.state.space.real_dtype)
+            outcome.stats["products_needed"] = needed
+        return answer(problem, outcome, ("Cholesky", 0))
     by = type(estimator).__name__, problem.state.space.size
     return answer(problem, problem.outcome(k, estimator, stop, meter), by)
 
@@ -137,14 +145,19 @@ def _pose(
         columns = preconditioner if is_number else len(preconditioner)
         if eliminates(columns, n):
             pivots = pivots_of(key, operator, preconditioner, noise)
-            P, B, rest, *known = eliminate(operator, noise, *pivots, rhs)
+            P, B, rest, forms, head = eliminate(operator, noise, *pivots, rhs)
             one = jnp.ones((), space.real_dtype)
             state = SpectralState(key, B, LOG, one, rest, P, P.trace)
+            known = forms, head, rhs
             return Problem(where, state, P, noise, shape, finite, *known)
     P = make_preconditioner(key, operator, preconditioner, noise)
-    # We fix factors from columns. The stand-in adds their derivative, `drift`.
-    fixed = P if custom else jax.lax.stop_gradient(P)
-    rhs = None if rhs is None else fixed.apply(rhs)
+    # We fix a preconditioner that has a `drift`: the stand-in adds this derivative.
+    block = jax.ShapeDtypeStruct((n, 1), space.compute_dtype)
+    fixed = P
+    if eqx.filter_eval_shape(P.drift, block) is not None:
+        arrays, static = eqx.partition(P, eqx.is_array)
+        fixed = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    y, rhs = rhs, None if rhs is None else fixed.apply(rhs)
     lower = P.lower
     if lower is not None:
         lower = jax.lax.stop_gradient(jnp.asarray(lower, space.real_dtype))
@@ -158,7 +171,7 @@ def _pose(
     state = SpectralState(key, B, LOG, lower, rhs, P, trace)
     # With a custom preconditioner we don't check the noise: ones always pass.
     noise = jnp.ones_like(noise) if custom else noise
-    return Problem(where, state, P, noise, shape, finite)
+    return Problem(where, state, P, noise, shape, finite, y=y)
 
 
 class Problem(NamedTuple):
@@ -171,6 +184,7 @@ class Problem(NamedTuple):
     - `shape`: the shape of y, or `(n, 0)` without y.
     - `finite`: whether y is finite.
     - `forms`, `head`: the quadratic forms and the solution for eliminated rows.
+    - `y`: the right-hand sides.
     """
 
     where: str
@@ -181,6 +195,7 @@ class Problem(NamedTuple):
     finite: Bool[Array, ""]
     forms: Float[Array, " q"] | None = None
     head: Inexact[Array, "n q"] | None = None
+    y: Inexact[Array, "n q"] | None = None
 
     @property
     def number(self) -> int:
@@ -205,7 +220,17 @@ class Problem(NamedTuple):
         require(most >= min(least, space.size), where, rule, received, hint)
         if isinstance(end, Stop):
             end = self._stop(end)
-        return outcome_of(estimator, state, most, end)[0]
+        outcome = outcome_of(estimator, state, most, end)[0]
+        P, B = self.preconditioner, state.operator
+        if not isinstance(P, Elimination):
+            return outcome
+        assert isinstance(B, PreconditionedLinearOperator)
+        answers = None
+        if self.forms is not None:
+            forms = self.forms + outcome.bars[1].mean
+            solution = self.solution(outcome).reshape(len(self.noise), -1)
+            answers = jax.lax.stop_gradient((forms, solution))
+        return P.with_rounding(outcome, answers, (B.operator, B.noise, self.y))
 
     def _stop(self, stop: Stop) -> Stop:
         known = self.preconditioner.logdet if self.number == 0 else self._constant()
@@ -214,9 +239,10 @@ class Problem(NamedTuple):
 
     def _constant(self) -> Float[Array, ""]:
         """The log likelihood without the terms that depend on B."""
-        normalisation = self.shape[0] * math.log(2 * math.pi)
-        known = -self.number * (self.preconditioner.logdet + normalisation) / 2
-        return known if self.forms is None else known - jnp.sum(self.forms) / 2
+        half = self.state.half
+        normalisation = self.shape[0] * math.log(math.pi / half)
+        known = -self.number * half * (self.preconditioner.logdet + normalisation)
+        return known if self.forms is None else known - half * jnp.sum(self.forms)
 
     def logdet(self, outcome: Outcome, by: By) -> Estimate:
         """`log det P + tr log B`."""
@@ -245,20 +271,26 @@ class Problem(NamedTuple):
 
     def solution(self, outcome: Outcome) -> Inexact[Array, "n ..."]:
         """`A^-1 y = M^* B^-1 M y`."""
-        P = jax.lax.stop_gradient(self.preconditioner)
-        solution = P.apply_adjoint(outcome.stats["solution"])
-        solution = solution if self.head is None else solution + self.head
+        B, solution = self.state.operator, outcome.stats["solution"]
+        if isinstance(B, PreconditionedLinearOperator):
+            solution = B.preconditioner.apply_adjoint(solution)
+            if self.head is not None:
+                solution = solution + self.head
+            solution = jax.lax.stop_gradient(solution)
+            solution = _with_slope(solution, B, self.y)
         return solution.reshape(self.shape)
 
     def likelihood(self, outcome: Outcome, by: By) -> Estimate:
         """The log density of y."""
-        bar, constant = likelihood_bar(outcome.bars), self._constant()
+        half, constant = self.state.half, self._constant()
+        bar = likelihood_bar(half, outcome.bars)
         ends = zip(_bracket(outcome), outcome.stats["inv_quad_bracket"], strict=True)
-        totals = [-(self.number * x + jnp.sum(y)) / 2 for x, y in ends]
+        totals = [-half * (self.number * x + jnp.sum(y)) for x, y in ends]
         known = jax.lax.stop_gradient(constant)
         stats = self._stats(outcome, tuple(known + x for x in reversed(totals)))
         bar = _plus(bar, constant)
-        likelihood = self._estimate(outcome, bar, stats, likelihood_bar, by)
+        combine = jtu.Partial(likelihood_bar, half)
+        likelihood = self._estimate(outcome, bar, stats, combine, by)
         stats = {**likelihood.stats, "solution": self.solution(outcome)}
         return eqx.tree_at(lambda e: e.stats, likelihood, stats)
 
@@ -272,7 +304,7 @@ class Problem(NamedTuple):
         outcome: Outcome,
         bar: ErrorBar,
         stats: dict[str, Any],
-        combine: Callable[[list[ErrorBar]], ErrorBar],
+        combine: jtu.Partial,
         by: By,
     ) -> Estimate:
         P, evidence = self.preconditioner, outcome.evidence
@@ -288,9 +320,55 @@ class Problem(NamedTuple):
         result = finite_or_failed(bar.mean, result)
         stats["bracket"] = tuple(with_slopes(x, bar.mean) for x in stats["bracket"])
         if evidence is not None:
-            judge = jtu.Partial(_judge, jtu.Partial(combine), evidence.judge)
+            judge = jtu.Partial(_judge, combine, evidence.judge)
             evidence = dataclasses.replace(evidence, judge=judge)
-        return Estimate(*bar[:2], result, stats, self.state, by=by, evidence=evidence)
+        state = DerivedState(self.where)
+        return Estimate(*bar[:2], result, stats, state, by=by, evidence=evidence)
+
+
+@eqx.filter_custom_jvp
+def _with_slope(
+    solution: Inexact[Array, "n q"],
+    B: PreconditionedLinearOperator,
+    y: Inexact[Array, "n q"] | None,
+) -> Inexact[Array, "n q"]:
+    """The solution, with the derivative `A^-1 (dy - dA A^-1 y)`, from one more solve."""
+    return solution
+
+
+@_with_slope.def_jvp
+def _solution_jvp(primals, tangents):
+    solution, B, y = primals
+    if not jtu.tree_leaves(tangents[1:]):
+        return solution, None
+
+    def residual(B, y):
+        noise = B.noise[:, None].astype(y.dtype)
+        return y - apply_block(B.operator, solution) - noise * solution
+
+    _, t_residual = eqx.filter_jvp(residual, (B, y), tuple(tangents[1:]))
+    solution, B = final((solution, B))
+    info = jnp.finfo(solution.dtype)
+    # A positive absolute tolerance lets it stop for a zero residual.
+    tolerances = float(info.eps) ** (2 / 3), float(info.tiny)
+    solver = lx.CG(*tolerances, stabilise_every=None)
+
+    def column(v):
+        solved = lx.linear_solve(B, v, solver, throw=False)
+        converged = solved.result == lx.RESULTS.successful
+        return solved.value * jnp.where(converged, 1, jnp.nan).astype(v.dtype)
+
+    def solve(_, block):
+        return jax.vmap(column, 1, 1)(block)
+
+    def transposed(_, block):
+        return solve(_, block.conj()).conj()
+
+    product = ft.partial(apply_block, B)
+    inverse = ft.partial(
+        jax.lax.custom_linear_solve, product, solve=solve, transpose_solve=transposed
+    )
+    return solution, B.preconditioner.solve(inverse, t_residual)
 
 
 def _bracket(outcome: Outcome) -> tuple[Array, Array]:

@@ -37,8 +37,17 @@ class RESULTS(eqx.Enumeration):
     )
     not_hermitian = (
         "The operator is not symmetric (complex: Hermitian), as its products show, but a "
-        "function of its eigenvalues was requested. Check what the operator computes; "
-        "traceax does not estimate functions of other operators."
+        "function of its eigenvalues was requested. Check what the operator computes. For "
+        "the log-determinant of I - rho D^-1 B with a symmetric B and a diagonal D, such as "
+        "row sums, pass I - rho D^-1/2 B D^-1/2, which is symmetric and has the same "
+        "eigenvalues. For any other matrix A, log |det A| is half of the log-determinant "
+        "of A.T @ A (complex: its adjoint times A)."
+    )
+    not_linear = (
+        "The operator is not linear over the complex numbers, as a product with 1j times a "
+        "vector shows: it takes conjugates, or real or imaginary parts, of complex vectors. "
+        "So it has no trace and no eigenvalues. Write it as a function of real and imaginary "
+        "parts, on a PyTree with two real leaves."
     )
     below_lower = (
         "The operator has an eigenvalue below its lower bound, by more than rounding. The "

@@ -17,6 +17,7 @@ import numpy as np
 from ._arguments import kind_of, require
 from ._estimate import Estimate
 from ._results import finite_or_failed
+from ._state import DerivedState
 
 
 def jvp(
@@ -119,6 +120,7 @@ def _slope(value: Estimate, tangent: Estimate) -> Estimate:
         standard_error=treedef.unflatten(errors),
         result=finite_or_failed(slope, value.result),
         stats=stats,
+        state=DerivedState("traceax.jvp"),
         evidence=None,
     )
 

@@ -27,7 +27,7 @@ from ._spectral.base import SpectralEstimator
 from ._spectral.estimate import Options, estimate_function
 from ._spectral.function import IDENTITY, LOG, RECIPROCAL, Power, SpectralFunction
 from ._spectral.structure import STRUCTURES
-from ._state import init_state
+from ._state import DerivedState, init_state
 from ._tolerance import NO_PROGRESS_METER, ProgressMeter, check_tolerance
 
 
@@ -258,7 +258,8 @@ def _norm(total: Estimate, power: Float[Array, ""]) -> Estimate:
     slope = jnp.where(positive, value / slope, 1)
     result = finite_or_failed(value, total.result)
     scaled = total.times(slope)
-    return scaled.replaced(value=value, result=result, stats=stats)
+    state = DerivedState("traceax.schatten_norm")
+    return scaled.replaced(value=value, result=result, stats=stats, state=state)
 
 
 def _root(

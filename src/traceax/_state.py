@@ -15,7 +15,7 @@ from ._error_bar import ErrorBar
 from ._estimate import Estimate
 from ._functional import TRACE, Functional
 from ._operators.check import checked_operator
-from ._operators.solvers import solver_tolerance
+from ._operators.solvers import product_error
 from ._operators.space import Space, state_space
 
 
@@ -68,8 +68,9 @@ class State(eqx.Module):
 
     @property
     def solvers(self) -> Float[Array, ""] | None:
-        """The relative error from solvers inside the operator; `None` without any."""
-        return solver_tolerance(self.operator, self.space.real_dtype)
+        """The relative error that iterations inside the operator leave in products;
+        `None` without any."""
+        return product_error(self.operator, self.space.real_dtype)
 
     @property
     def given(self) -> Any:
@@ -92,6 +93,16 @@ class State(eqx.Module):
     def stats_of_exact(self, stats: dict[str, Any]) -> dict[str, Any]:
         """A loop's `stats`, with the shapes in an exact answer's `stats`. Optional."""
         return stats
+
+
+class DerivedState(eqx.Module):
+    """Stands for the state of an estimate that an estimator can't refine.
+
+    - `door`: the function that made the estimate from several numbers, or from another
+        operator than the caller's.
+    """
+
+    door: str = eqx.field(static=True)
 
 
 class TraceState(State):
@@ -177,9 +188,21 @@ def init_state(
     return TraceState(check_key(key, where), operator)
 
 
-def checked_state(given: Any, estimator: eqx.Module, where: str) -> State:
-    """Wraps a custom state, and raises if its products are from another estimator."""
+def checked_state(
+    given: Any,
+    estimator: eqx.Module,
+    where: str,
+    classes: tuple[type[State], ...] = (TraceState, CustomState),
+) -> State:
+    """Wraps a custom state, and raises if its class isn't among `classes`, or if its
+    products are from another estimator."""
     state = given
+    if isinstance(given, DerivedState):
+        raise TypeError(
+            f"{where}: state must come from init or from an estimator's estimate, got one "
+            f"from {given.door}, whose value this estimator doesn't compute; call "
+            f"{given.door} again with a larger budget."
+        )
     if not isinstance(given, State):
         operator = getattr(given, "operator", None)
         if operator is None:
@@ -189,6 +212,11 @@ def checked_state(given: Any, estimator: eqx.Module, where: str) -> State:
                 f"pass {hint}."
             )
         state = CustomState(custom=given, space=state_space(operator))  # pyright: ignore
+    if not isinstance(state, classes):
+        raise TypeError(
+            f"{where}: state must be a {classes[0].__name__}, got {kind_of(state)}; start "
+            f"with {type(estimator).__name__}.init."
+        )
     grown = state.grown
     if grown is not None and not _equal(grown.estimator, estimator):
         raise TypeError(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Inexact, Key
+from jaxtyping import Array, ArrayLike, Float, Inexact, Key
 
 from ._arguments import resolve_budget
 from ._error_bar import ErrorBar, exact_bar
@@ -20,10 +20,12 @@ from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
 from ._functional import Functional, Trace
+from ._linalg.dense import exact_split
+from ._linalg.types import automatic
 from ._operators.check import as_complex, jitted, with_data
 from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._operators.inverse import InverseLinearOperator, expand_inverse
-from ._operators.space import is_semidefinite, parts_of
+from ._operators.space import is_semidefinite, parts_of, space_of
 from ._results import RESULTS, finite_or_failed
 from ._rule import Evidence
 from ._samplers import NormalSampler, RademacherSampler
@@ -101,7 +103,8 @@ def trace(
     - `operator`: a square lineax operator on arrays or PyTrees, real or complex.
     - `k`: the budget of products, a positive Python int. With a tolerance you may omit
         it. The cap is then `2 n` up to `n = 1000`, with n for the exact answer. For
-        larger n it is 1,000, or less if blocks would have more than 2^27 entries.
+        larger n it is 1,000, or less if blocks would have more than 2^27 entries. A
+        function of complex vectors takes two products more, which test its linearity.
     - `estimator`: a [`traceax.TraceEstimator`][]. It estimates the operator as a whole.
     - `rtol`, `atol`: the tolerance. If you give either, `trace` takes products until
         half of the confidence interval is at most `atol + rtol |value|`, or k are used.
@@ -151,6 +154,7 @@ def estimate_whole(
 
 
 @jitted
+@automatic
 def _estimate(
     state: TraceState, k: int, estimator: TraceEstimator | None, stop: Stop | None
 ) -> Estimate:
@@ -160,6 +164,7 @@ def _estimate(
         split = _split(operator, k, expand=k < space.size or stop is not None)
     else:
         split = _Split(None, 0, None, operator)
+    exact = None if split.exact is None else _exact_bar(functional, split.exact)
     if split.remainder is None:
         choice = CHOICES.structure
         zero = functional.sum(jnp.zeros(space.size, space.compute_dtype))
@@ -167,12 +172,11 @@ def _estimate(
         stats["degrees_of_freedom"] = jnp.full_like(zero, jnp.inf, space.real_dtype)
         if stop is not None:
             stats["products_needed"] = jnp.zeros((), space.real_dtype)
-        error = zero.real
-        if split.exact is not None and split.num_matvecs:  # products have errors
-            error = exact_bar(error, functional.sum(jnp.abs(split.exact)))[1]
-        evidence = Evidence(zero, jtu.Partial(_judge_exact))
+        assert split.exact is not None
+        judge = jtu.Partial(_judge_exact, functional)
+        evidence = Evidence(split.exact.terms, judge)
         estimate = Estimate(
-            zero, error, RESULTS.successful, stats, state, evidence=evidence
+            zero, zero.real, RESULTS.successful, stats, state, evidence=evidence
         )
     else:
         budget, choice, start = k - split.num_matvecs, CHOICES.given, state
@@ -186,16 +190,15 @@ def _estimate(
                 start = TraceState(start.key, start.operator, functional=functional)
             start = checked_state(start, estimator, "traceax.trace")
         if stop is not None:
-            exact = None if split.exact is None else functional.sum(split.exact)
-            stop = stop.for_part(split.factor, exact)
+            stop = stop.for_part(split.factor, None if exact is None else exact.mean)
         estimate = estimate_state(estimator, start, budget, stop)
         if stop is not None and choice is not CHOICES.given:
             all_taken = estimate.stats["num_matvecs"] >= space.size
             choice = CHOICES.where(all_taken, CHOICES.budget, choice)
-    if split.exact is not None or split.factor is not None:
+    if exact is not None or split.factor is not None:
         is_real = space.has_real_trace
         # The kept products are with the remainder alone, so we return the new state.
-        estimate = _combine(estimate, state, split, is_real=is_real)
+        estimate = _combine(estimate, state, split, exact, is_real=is_real)
     return set_choice(estimate, choice)
 
 
@@ -214,7 +217,12 @@ def _check_estimator(estimator: object, functional: Functional, where: str) -> N
 
 
 def _combine(
-    estimate: Estimate, state: TraceState, split: "_Split", *, is_real: bool
+    estimate: Estimate,
+    state: TraceState,
+    split: "_Split",
+    exact: ErrorBar | None,
+    *,
+    is_real: bool,
 ) -> Estimate:
     """Returns `factor * estimate + exact part`."""
     space = state.space
@@ -225,13 +233,13 @@ def _combine(
     if split.factor is not None:
         estimate = estimate.times(split.factor.astype(space.compute_dtype))
     value, error = estimate.value, estimate._standard_error
-    if split.exact is not None:
-        exact = state.functional.sum(split.exact)
+    if exact is not None:
         # We include the sum's rounding error. An error of 0 means exact, so we keep it.
-        magnitude = jnp.abs(value) + jnp.abs(exact)
-        rounding = 4 * jnp.finfo(error.dtype).eps * magnitude
-        error = jnp.where(error > 0, jnp.maximum(error, rounding), error)
-        value = value + exact
+        size = jnp.abs(value) + jnp.abs(exact.mean)
+        rounding = exact_bar(value, jnp.where(error > 0, size, 0)).standard_error
+        known = exact.standard_error.astype(error.dtype)
+        error = jnp.maximum(error, jnp.maximum(rounding, known))
+        value = value + exact.mean
     if is_real:
         value = jnp.real(value)
     num_matvecs = estimate.stats["num_matvecs"] + split.num_matvecs
@@ -244,9 +252,39 @@ def _combine(
     )
 
 
-def _judge_exact(value: Array) -> list[ErrorBar]:
-    error = jnp.zeros_like(value.real)
-    return [ErrorBar(value, error, jnp.full_like(error, jnp.inf))]
+class _Exact(NamedTuple):
+    """The diagonals of terms, and the moduli whose rounding errors they carry."""
+
+    terms: list[Inexact[Array, " n"]]
+    computed: Float[Array, " n"]
+
+
+def _exact_bar(functional: Functional, exact: _Exact) -> ErrorBar:
+    """The sum of known diagonals, whose error is 0 if nothing is rounded."""
+    high, low, sizes = _split_sums(functional, exact.terms)
+    rows = jnp.asarray(functional.num_rows(len(exact.computed))) * len(exact.terms)
+    value = high + low
+    rounded = jnp.where(rows > 1, sizes + jnp.abs(value), 0)
+    rounded = rounded + functional.sum(exact.computed)
+    return exact_bar(value, jnp.where(sizes > 0, rounded, 0))
+
+
+def _judge_exact(
+    functional: Functional, terms: list[Inexact[Array, " n"]]
+) -> list[ErrorBar]:
+    *_, sizes = _split_sums(functional, terms)
+    moduli = functional.sum(ft.reduce(op.add, map(jnp.abs, terms)))
+    value = functional.sum(ft.reduce(op.add, terms))
+    return [exact_bar(value, jnp.where(sizes > 0, moduli, 0))]
+
+
+def _split_sums(
+    functional: Functional, terms: list[Inexact[Array, " n"]]
+) -> list[Inexact[Array, "*g"]]:
+    """Exact sums, the sums that are missing in them, and their terms' moduli."""
+    high, low = exact_split(*terms)
+    parts = high, low, list(map(jnp.abs, low))
+    return [functional.sum(ft.reduce(op.add, x)) for x in parts]
 
 
 def set_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
@@ -279,22 +317,23 @@ def _choose(
 
 
 class _Split(NamedTuple):
-    """An operator as `factor * remainder` plus terms that have the diagonal `exact`.
+    """An operator as `factor * remainder` plus terms whose diagonals are known.
 
     `None` stands for a factor of 1, and for an absent part.
     """
 
-    exact: Inexact[Array, " n"] | None
+    exact: _Exact | None
     num_matvecs: int
     factor: Inexact[Array, ""] | None
     remainder: lx.AbstractLinearOperator | None
 
 
 class _SplitTerm(NamedTuple):
-    """A term of a sum, with its diagonal if that is known."""
+    """A term of a sum, with its diagonal if that is known, and whether it is stored."""
 
     term: Term
     diagonal: KnownDiagonal | None
+    is_stored: bool = False
 
 
 def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Split:
@@ -305,38 +344,54 @@ def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Spl
         terms, num_matvecs = _split_sum(Term(None, operator), most_products=0), 0
     if expand and parts_of(operator, InverseLinearOperator):
         terms = [y for x in terms for y in _expand(x)]
-    diagonals = [x.term.times(x.diagonal.read()) for x in terms if x.diagonal]
+    known = [(x.term.times(x.diagonal.read()), x) for x in terms if x.diagonal]
     remaining = [x.term for x in terms if x.diagonal is None]
     with jax.numpy_dtype_promotion("standard"):
-        exact = ft.reduce(op.add, diagonals) if diagonals else None
+        exact = _known_part(known) if known else None
         if not remaining:
             return _Split(exact, num_matvecs, None, None)
         # lineax drops the semidefinite tag of a multiple. So we estimate the tagged
         # operator itself, and multiply its estimate by the factor.
         factor, base = remaining[0]
         is_scaled = len(remaining) == 1 and factor is not None and is_semidefinite(base)
-        if is_scaled and (diagonals or not is_semidefinite(operator)):
+        if is_scaled and (known or not is_semidefinite(operator)):
             return _Split(exact, num_matvecs, jnp.asarray(factor), base)
-        if not diagonals:
+        if not known:
             return _Split(None, num_matvecs, None, operator)
         remaining = ft.reduce(op.add, [x.times(x.operator) for x in remaining])
         return _Split(exact, num_matvecs, None, as_complex(remaining))
 
 
+def _known_part(known: list[tuple[Inexact[Array, " n"], _SplitTerm]]) -> _Exact:
+    dtype = jnp.result_type(*[x for x, _ in known])
+    terms = [x.astype(dtype) for x, _ in known]
+    factors = [
+        0.0 if x.is_stored else space_of(x.term.operator).rounding for _, x in known
+    ]
+    sizes = [factor * jnp.abs(x) for factor, x in zip(factors, terms, strict=True)]
+    return _Exact(terms, ft.reduce(op.add, sizes))
+
+
 def _split_sum(term: Term, most_products: int) -> list[_SplitTerm]:
     """Splits a sum into terms, but only where this separates a known diagonal."""
     diagonal = known_diagonal(term.operator)
-    if diagonal is not None and diagonal.num_matvecs <= most_products:
-        return [_SplitTerm(term, diagonal)]
-    inner = parts(term.operator)
+    if diagonal is not None and diagonal.num_matvecs > most_products:
+        diagonal = None
+    inner, whole = parts(term.operator), [_SplitTerm(term, diagonal)]
     if inner[0].operator is term.operator:
-        return [_SplitTerm(term, None)]
+        is_product = isinstance(term.operator, lx.ComposedLinearOperator)
+        is_stored = term.factor is None and not is_product
+        is_stored &= diagonal is not None and diagonal.num_matvecs == 0
+        return [whole[0]._replace(is_stored=is_stored)]
     terms = [y for x in inner for y in _split_sum(term.after(x), most_products)]
+    known = [x.diagonal.num_matvecs for x in terms if x.diagonal is not None]
+    if diagonal is not None:
+        # We read terms where we can, because sums of their diagonals round.
+        is_cheap = len(known) == len(terms) and sum(known) <= diagonal.num_matvecs
+        return terms if is_cheap else whole
     # A tag holds for a sum, not for its terms. So we split only for known diagonals.
     tagged = isinstance(term.operator, lx.TaggedLinearOperator)
-    if tagged and all(x.diagonal is None for x in terms):
-        return [_SplitTerm(term, None)]
-    return terms
+    return whole if tagged and not known else terms
 
 
 def _expand(split: _SplitTerm) -> list[_SplitTerm]:

@@ -26,7 +26,7 @@ from ._estimator import Estimator
 from ._functional import Functional, Trace
 from ._linalg.dense import column_dots, column_norms, matmul, put
 from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
-from ._operators.entries import entry_of, map_columns
+from ._operators.entries import entry_of, known_sizes, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column
 from ._operators.space import apply_block
 from ._results import RESULTS, finite_or_failed
@@ -120,7 +120,7 @@ class TraceEstimator(Estimator[TraceState]):
             return entry_of(column, j), solve_of_column(operator, column, j)
 
         entries, solves = map_columns(operator, entry)
-        bar = _exact_bar(functional, space.rounding, entries)
+        bar = _exact_bar(functional, space.rounding, entries, known_sizes(operator))
         if solves is not None:
             # We add solver errors without cancellation: all may have the same sign.
             solver_error = functional.sum(errors_of_solves(solves).diagonal)
@@ -156,9 +156,14 @@ class TraceEstimator(Estimator[TraceState]):
         return Outcome([bar], [result], as_arrays(stats), evidence, kept), blocks
 
 
-def _exact_bar(functional: Functional, rounding: float, entries: Array) -> ErrorBar:
-    sizes = rounding * functional.sum(jnp.abs(entries))
-    return exact_bar(functional.sum(entries), sizes)
+def _exact_bar(
+    functional: Functional, rounding: float, entries: Array, sizes: Array | None = None
+) -> ErrorBar:
+    """The sum of entries, whose rounding errors are relative to `sizes` if these are
+    larger: terms may cancel in an entry."""
+    moduli = jnp.abs(entries)
+    moduli = moduli if sizes is None else jnp.maximum(moduli, sizes)
+    return exact_bar(functional.sum(entries), rounding * functional.sum(moduli))
 
 
 def _judge_entries(
@@ -346,8 +351,10 @@ def _judge_form(
     return [leave_one_out_bar(paired, loo.probes.active)]
 
 
-def average(state: TraceState, k: int, sampler: Sampler, *, resphere: bool) -> Any:
-    """The mean over k probes, as `compute` returns it."""
+def average(
+    state: TraceState, k: int, sampler: Sampler, *, resphere: bool, kept: Any = ()
+) -> Any:
+    """The mean over k probes, as `compute` returns it. `kept` is `Outcome.kept`."""
     n = state.space.size
     W = sampler.sample(state.key, n, k, state.space.compute_dtype)
     if resphere:
@@ -356,6 +363,7 @@ def average(state: TraceState, k: int, sampler: Sampler, *, resphere: bool) -> A
     samples, first = column_dots(W, AW), AW.T[:GRAM_PROBES]
     (bar,) = _judge(W, (samples, first))
     stats = {"num_matvecs": k, "degrees_of_freedom": bar.degrees_of_freedom}
+    stats["kept"] = kept
     zeros = jnp.zeros_like(samples), jnp.zeros_like(first)
     evidence = Evidence(zeros, jtu.Partial(_judge, W))
     return bar.mean, bar.standard_error, stats, Blocks([(W, W / k)], evidence)

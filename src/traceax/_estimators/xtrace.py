@@ -86,7 +86,7 @@ class XTraceEstimator(GrowingEstimator):
                 "XTraceEstimator.estimate: k must be at least 4 for diagonals and leaf "
                 f"traces, got {k}; use traceax.HutchinsonEstimator."
             )
-        return average(state, k, self.sampler, resphere=self.resphere)
+        return average(state, k, self.sampler, resphere=self.resphere, kept=None)
 
     def begin(self, state, room):
         n, dtype = state.space.size, state.space.compute_dtype

@@ -4,6 +4,8 @@ Under `vmap` we run LAPACK calls one after the other: batched calls can block ea
 other in XLA's CPU scheduler, and hang. Products around them stay batched.
 """
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
@@ -291,3 +293,22 @@ def extend(
     columns = jnp.pad(common, ((0, most - common.shape[0]), (0, 0)))
     columns = jax.lax.dynamic_update_slice_in_dim(columns, factor, start, 0)
     return Q, columns * scale
+
+
+def exact_split(
+    *arrays: Inexact[Array, "*s"],
+) -> tuple[list[Inexact[Array, "*s"]], list[Inexact[Array, "*s"]]]:
+    """Each array as `high + low`, where sums of all `high` are exact in any order.
+
+    We round entries to integers in a unit, whose sums stay below `2 / eps` (Rump, Ogita
+    and Oishi, SIAM J. Sci. Comput. 31 (2008), doi:10.1137/050645671, split sums in this
+    way). The unit is at least `sqrt(eps)` times the largest entry. So `low` is 0 only if
+    all entries end in zeros, which rounded numbers hardly ever do.
+    """
+    dtype, count = arrays[0].dtype, sum(x.size for x in arrays)
+    eps = float(jnp.finfo(dtype).eps)
+    share = max(count * eps, eps**0.5)
+    unit = 4 * ft.reduce(jnp.maximum, [power_of_two_scale(share * x) for x in arrays])
+    unit = unit.astype(dtype)
+    high = [jax.lax.stop_gradient(jnp.round(x / unit) * unit) for x in arrays]
+    return high, [x - y for x, y in zip(arrays, high, strict=True)]

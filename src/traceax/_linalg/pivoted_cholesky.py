@@ -60,7 +60,7 @@ class _Search(NamedTuple):
     key: Key[Array, ""]
     rows: Inexact[Array, "room n"]  # F^T, 0 from `number` on
     indices: Int[Array, " room"]
-    residual: Diagonal  # diagonal of K' - F F^*
+    residual: Diagonal  # diagonal of K' - F F^*, with its rounding errors above 0
     number: Int[Array, ""]
     semidefinite: Bool[Array, ""]
     worthwhile: Bool[Array, ""]  # whether another round may help
@@ -85,10 +85,14 @@ def choose(
     floor, negative = rounding_of(diagonal)
     dtype = jax.eval_shape(columns, jnp.zeros(width, jnp.int32)).dtype
 
+    def without_rounding(residual: Diagonal) -> Diagonal:
+        return jnp.where(residual <= floor, 0, residual)  # keeps NaN and infinity
+
     def another_round(search: _Search) -> _Search:
         key, rows, indices, residual, number, semidefinite, _ = search
         key, key_draw, key_accept = jax.random.split(key, 3)
-        chances = residual / jnp.sum(residual)
+        useful = without_rounding(residual)
+        chances = useful / jnp.sum(useful)
         drawn = jax.random.choice(key_draw, n, (width,), p=chances).astype(jnp.int32)
         block = columns(drawn)
         block = block - matmul(rows.T, rows[:, drawn].conj())
@@ -99,7 +103,7 @@ def choose(
         new = jnp.where(accepted[:, None], matmul(inverse.conj(), block.T), 0)
         gains = jnp.sum(squares(new), axis=0)
         count = jnp.sum(accepted, dtype=jnp.int32)
-        identity_gain = count.astype(real) * jnp.mean(residual)
+        identity_gain = count.astype(real) * jnp.mean(useful)
         worthwhile = ~(jnp.sum(gains) < _GAIN * identity_gain)  # true for NaN too
         accepted, new = accepted & worthwhile, jnp.where(worthwhile, new, 0)
         gains, count = jnp.where(worthwhile, gains, 0), jnp.where(worthwhile, count, 0)
@@ -114,16 +118,16 @@ def choose(
         residual = residual - gains
         semidefinite = semidefinite & ~jnp.any(residual < -negative)
         # In 32 bits, rounding in over 250 columns can exceed the floor, and it grows
-        # from round to round. So we stop when it shows.
+        # from round to round. So we stop when it shows. We keep residuals below the
+        # floor: a pivot just above it lowers its neighbours by as much.
         worthwhile = worthwhile & ~jnp.any(residual < -floor)
-        # This keeps NaN and infinity.
-        residual = jnp.where(residual <= floor, 0, residual)
+        residual = jnp.maximum(residual, 0)
         residual = residual.at[jnp.where(accepted, drawn, n)].set(0, mode="drop")
         number = number + count
         return _Search(key, rows, indices, residual, number, semidefinite, worthwhile)
 
     def needs_more(search: _Search) -> Bool[Array, ""]:
-        mean = jnp.mean(search.residual)
+        mean = jnp.mean(without_rounding(search.residual))
         wanted = (search.number < most) & (mean > _ENOUGH) & search.worthwhile
         return wanted & search.semidefinite & jnp.isfinite(mean)
 
@@ -131,13 +135,13 @@ def choose(
         key,
         jnp.zeros((most + width, n), dtype),
         jnp.full(most + width, -1, jnp.int32),
-        jnp.where(diagonal <= floor, 0, diagonal),
+        jnp.maximum(diagonal, 0),
         jnp.zeros((), jnp.int32),
         ~jnp.any(diagonal < -negative),
         jnp.array(True),
     )
     search = while_loop(needs_more, another_round, start)
-    trace = jnp.sum(search.residual)
+    trace = jnp.sum(without_rounding(search.residual))
     finite = jnp.isfinite(trace)
     # If squares overflow, we cannot judge whether K is semidefinite.
     semidefinite = search.semidefinite | ~jnp.isfinite(jnp.sum(diagonal**2))

@@ -78,7 +78,8 @@ class Preconditioner(eqx.Module):
         return None
 
     def drift(self, block: Block) -> Array | None:
-        r"""Optional, for M with fixed factors: `M dH M^* V`, where `dM = -M dH P^-1`.
+        r"""Optional: `M dH M^* V`, where `dM = -M dH P^-1`. If it isn't `None`, we hold M
+        fixed in all products.
 
         Here `P = (M^* M)^-1` and `dP = dH + dH^*`. Only H carries derivatives.
         """
@@ -101,6 +102,11 @@ class Preconditioner(eqx.Module):
     def _verdict(self, n: int) -> tuple[dict[str, Array], list[tuple[Array, RESULTS]]]:
         """Optional: entries for `stats`, and pairs of a flag and its `RESULTS` item."""
         return {}, []
+
+    def solve(self, inverse: Callable[[Block], Array], block: Block) -> Array:
+        """`A^-1 V = M^* B^-1 M V` for `B = M A M^*`, from products with `B^-1`.
+        Optional in subclasses."""
+        return self.apply_adjoint(inverse(self.apply(block)))
 
     def sandwich(
         self, product: Callable[[Block], Array], noise: Any, block: Block

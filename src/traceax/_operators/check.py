@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import lineax as lx
 import lineax.internal as lxi
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._arguments import check_integers, kind_of, require
 from .._linalg.dense import hashed_signs, power_of_two_scale
@@ -23,6 +23,8 @@ from .solvers import solver_tags
 from .space import (
     _EXPRESSIONS,
     ComplexLinearOperator,
+    Dense,
+    ShiftedLinearOperator,
     Space,
     apply_block,
     complex_dtype,
@@ -125,7 +127,7 @@ def as_complex(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator
         products = eqxi.cached_filter_eval_shape(operator.mv, structure)
     else:
         # We don't cache: with other leaves, the products may have changed since.
-        products = jax.eval_shape(operator.mv, structure)
+        products = out_structure_of(operator)
     pairs = zip(*map(jtu.tree_leaves, (structure, products)), strict=False)
     if any(x.dtype != y.dtype and complex_dtype(x.dtype) == y.dtype for x, y in pairs):
         return ComplexLinearOperator(operator)
@@ -228,7 +230,8 @@ def as_data(operator: lx.AbstractLinearOperator) -> lx.AbstractLinearOperator:
     data = all(is_data(x) for x in leaves)
     if data and not any(isinstance(x, jax.stages.Wrapped) for x in leaves):
         return operator
-    if isinstance(operator, _EXPRESSIONS):
+    wrappers = Dense | ComplexLinearOperator | ShiftedLinearOperator
+    if isinstance(operator, _EXPRESSIONS) or (data and isinstance(operator, wrappers)):
         # We convert part by part: an inverse next to a function stays an inverse.
         return with_data(operator)
     tags = tags_of(operator) | solver_tags(operator)
@@ -269,6 +272,15 @@ def jitted(fn: Callable[P, T]) -> Callable[P, T]:
             return compiled(*args, **kwargs)
 
     return call
+
+
+def is_nonlinear(operator: lx.AbstractLinearOperator) -> Bool[Array, ""]:
+    """Whether the product with 1j v isn't 1j times the product with v, for signs v."""
+    space = space_of(operator)
+    v = hashed_signs(1, space.size, space.compute_dtype, 0).T
+    once, turned = apply_block(operator, jnp.concatenate([v, 1j * v], axis=1)).T
+    limit = 10 * jnp.finfo(space.real_dtype).eps ** 0.5
+    return jnp.linalg.norm(turned - 1j * once) > limit * jnp.linalg.norm(once)
 
 
 @jitted

@@ -19,6 +19,9 @@ from .space import ByProducts, linear_function
 
 _WHERE = "traceax.as_operator"
 _SCIPY = "scipy.sparse.linalg", "LinearOperator"
+_KINDS = "sparray", "spmatrix"
+# Methods that make a matrix, in pydata sparse, JAX, quspin and QuTiP, the best first.
+_TO_MATRIX = "to_scipy_sparse", "toarray", "todense", "full"
 
 
 def as_operator(
@@ -66,13 +69,12 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
         return x
     x = x.to_bcoo() if is_a(x, "jax.experimental.sparse", "BCSR") else x
     is_bcoo = is_a(x, "jax.experimental.sparse", "BCOO")
-    kinds = "sparray", "spmatrix"
     if is_bcoo:
         received = x.n_batch, x.n_dense
         what = "x must have no batch and no dense dimensions"
         hint = "use jax.vmap over batches, and bcoo_update_layout for dense ones"
         require(received == (0, 0), _WHERE, what, "{} and {}".format(*received), hint)
-    if is_bcoo or eqx.is_array(x) or any(is_a(x, "scipy.sparse", y) for y in kinds):
+    if is_bcoo or eqx.is_array(x) or any(is_a(x, "scipy.sparse", y) for y in _KINDS):
         what, received = "x must be a 2-dimensional array", f"one of shape {x.shape}"
         hint = (
             "use jax.vmap over stacks of matrices, lineax.DiagonalLinearOperator for a "
@@ -90,15 +92,24 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     known = is_matrix and callable(getattr(x, "matvec", None))
     if is_a(x, *_SCIPY) or (known and (like is None or not callable(x))):
         return SciPyLinearOperator(x)
+    # We refuse matrices that can be called, such as quspin's: a call need not multiply.
+    valid = callable(x) and not isinstance(x, type) and not (is_matrix and like is None)
     what = "x must be a dense or sparse matrix, a linear function, or an operator from "
-    hint = "turn it into an array by jax.numpy.asarray, or write a function that multiplies"
-    valid = callable(x) and not isinstance(x, type)
-    if valid and is_matrix and like is None:
-        # We refuse it: a call need not multiply, as quspin's `hamiltonian` shows.
-        valid, array = False, "x.toarray() or x.full()"
-        hint = f"pass its array, such as {array}, or a function that multiplies"
-    require(valid, _WHERE, f"{what}lineax or SciPy", x, f"{hint} by it", TypeError)
+    hint = (
+        "" if valid else f"{_conversion(x)}, or write a function that multiplies by it"
+    )
+    require(valid, _WHERE, f"{what}lineax or SciPy", x, hint, TypeError)
     return linear_function(x, _structure(like), solver_tags(x))
+
+
+def _conversion(x: Any) -> str:
+    """What makes a matrix that we take from another library's object."""
+    if any(is_a(getattr(x, "sparse", None), "scipy.sparse", y) for y in _KINDS):
+        return "pass x.sparse"  # libpysal
+    own = [name for name in _TO_MATRIX if callable(getattr(x, name, None))]
+    if own and not isinstance(x, type):
+        return f"pass x.{own[0]}()"
+    return "turn it into an array by jax.numpy.asarray"
 
 
 def is_a(x: object, module: str, name: str) -> bool:
@@ -184,15 +195,17 @@ class SciPyLinearOperator(ByProducts):
         return SciPyLinearOperator(self.operator.H.T)
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.operator.shape[1:], self._dtype())
+        return self._structure(1)
 
     def out_structure(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.operator.shape[:1], self._dtype())
+        return self._structure(0)
 
-    def _dtype(self) -> np.dtype:
+    def _structure(self, axis: int) -> jax.ShapeDtypeStruct:
         own = self.operator.dtype
         dtype = np.result_type(float if own is None else own, np.float32)
-        return jax.dtypes.canonicalize_dtype(dtype)
+        # JAX would trace a NumPy integer, such as a product of grid sizes.
+        size = int(self.operator.shape[axis])
+        return jax.ShapeDtypeStruct((size,), jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _takes_blocks(operator: Any) -> bool:

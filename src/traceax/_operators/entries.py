@@ -17,7 +17,7 @@ from .._arguments import require
 from .check import as_complex, as_data
 from .convert import SparseLinearOperator
 from .kernel import KernelLinearOperator
-from .solvers import solver_tolerances
+from .solvers import is_inexact
 from .space import (
     FEWEST,
     ComplexLinearOperator,
@@ -92,8 +92,8 @@ def columns(
     ```
 
     Register your class here and in [`traceax.diagonal_entries`][] to precondition its
-    operators, their sums and multiples. Kernels and matrices (dense, sparse, diagonal)
-    are already registered. lineax also calls `is_symmetric` for your class, and
+    operators, their sums, multiples and products with diagonal operators. Kernels and
+    matrices (dense, sparse, diagonal) are already registered. lineax also calls `is_symmetric` for your class, and
     `is_diagonal` and `is_tridiagonal` in sums. If you register
     `is_positive_semidefinite` too, you get brackets and may leave out k. A wrong
     diagonal gives a wrong number: test with [`traceax.testing.check_entries`][].
@@ -154,14 +154,66 @@ for cls in _READ:
     diagonal_entries.register(cls, lx.diagonal)
 
 
-def _is_registered(reader: Any, operator: lx.AbstractLinearOperator) -> bool:
+class _Scaling(NamedTuple):
+    """A product `D A`, or `A D`, with a diagonal D that can be read."""
+
+    diagonal: Callable[[], Inexact[Array, " n"]]
+    operator: lx.AbstractLinearOperator
+    of_rows: bool
+
+
+def _scaling(operator: lx.ComposedLinearOperator) -> _Scaling | None:
+    pairs = (
+        (operator.operator1, operator.operator2, True),
+        (operator.operator2, operator.operator1, False),
+    )
+    for D, A, of_rows in pairs:
+        if is_known(D, lx.is_diagonal) and has_known_entries(D):
+            return _Scaling(ft.partial(diagonal_of, D), A, of_rows)
+    return None
+
+
+@columns.register
+def _(operator: lx.ComposedLinearOperator, indices):
+    scaling = _readable_scaling(operator, "columns")
+    block, d = columns_of(scaling.operator, indices), scaling.diagonal()
+    d = d[:, None] if scaling.of_rows else d[indices][None, :]
+    with jax.numpy_dtype_promotion("standard"):
+        return d * block
+
+
+@diagonal_entries.register
+def _(operator: lx.ComposedLinearOperator):
+    scaling = _readable_scaling(operator, "diagonal_entries")
+    with jax.numpy_dtype_promotion("standard"):
+        return scaling.diagonal() * diagonal_of(scaling.operator)
+
+
+def _readable_scaling(operator: lx.ComposedLinearOperator, name: str) -> _Scaling:
+    scaling = _scaling(operator)
+    if scaling is None:
+        raise NotImplementedError(
+            f"traceax.{name}: a product of operators can be read if one of them is "
+            "diagonal with readable entries, got another product; multiply its factors "
+            "to one matrix."
+        )
+    return scaling
+
+
+def _is_readable(reader: Any, operator: lx.AbstractLinearOperator) -> bool:
+    if isinstance(operator, lx.ComposedLinearOperator):
+        scaling = _scaling(operator)
+        return scaling is not None and _is_sum_readable(reader, scaling.operator)
     return reader.dispatch(type(operator)) is not reader.dispatch(object)
+
+
+def _is_sum_readable(reader: Any, operator: lx.AbstractLinearOperator) -> bool:
+    return all(_is_readable(reader, x.operator) for x in terms(operator))
 
 
 def has_known_entries(operator: lx.AbstractLinearOperator) -> bool:
     """Whether columns and the diagonal can be read, for less than the products cost."""
-    readers = columns, diagonal_entries
-    return all(_is_registered(x, y.operator) for x in readers for y in terms(operator))
+    return all(_is_sum_readable(x, operator) for x in (columns, diagonal_entries))
 
 
 def readable_data(
@@ -196,6 +248,29 @@ def matrix_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"]:
     return _sum(operator, read, "columns", n)
 
 
+def sizes_of(operator: lx.AbstractLinearOperator) -> Float[Array, " n"]:
+    """The sum over terms of the diagonal's modulus, for an operator as in `diagonal_of`.
+
+    Terms may cancel in a sum, and its entries have rounding errors relative to these.
+    """
+
+    def read(x):
+        if not isinstance(x, lx.ComposedLinearOperator):
+            return jnp.abs(diagonal_entries(x))
+        scaling = _readable_scaling(x, "diagonal_entries")
+        return jnp.abs(scaling.diagonal()) * sizes_of(scaling.operator)
+
+    arrays = [jnp.abs(x.times(read(x.operator))) for x in terms(operator)]
+    return ft.reduce(op.add, [x.astype(space_of(operator).real_dtype) for x in arrays])
+
+
+def known_sizes(operator: lx.AbstractLinearOperator) -> Float[Array, " n"] | None:
+    """`sizes_of` a sum of several terms, without a derivative; `None` if unknown."""
+    if len(terms(operator)) == 1 or not _is_sum_readable(diagonal_entries, operator):
+        return None
+    return jax.lax.stop_gradient(sizes_of(operator))
+
+
 def _sum(
     operator: lx.AbstractLinearOperator, read: Any, name: str, *more: int
 ) -> Array:
@@ -210,9 +285,18 @@ def _sum(
     return ft.reduce(op.add, arrays)
 
 
+for _class in (
+    *(lx.AddLinearOperator, lx.MulLinearOperator, lx.DivLinearOperator),
+    *(lx.NegLinearOperator, lx.TaggedLinearOperator),
+    *(ComplexLinearOperator, ShiftedLinearOperator),
+):
+    columns.register(_class, columns_of)
+    diagonal_entries.register(_class, diagonal_of)
+
+
 def known_trace(operator: lx.AbstractLinearOperator) -> Float[Array, ""] | None:
     """The trace, if the diagonal can be read; `None` for any other operator."""
-    if not all(_is_registered(diagonal_entries, x.operator) for x in terms(operator)):
+    if not _is_sum_readable(diagonal_entries, operator):
         return None
     return jax.lax.stop_gradient(jnp.sum(jnp.real(diagonal_of(operator))))
 
@@ -244,7 +328,7 @@ def readable_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | No
     # We use a tag on the whole expression, even if its parts are unknown.
     for products, check in ((1, lx.is_diagonal), (2, lx.is_tridiagonal)):
         # We skip inexact products, because this diagonal must be exact.
-        if is_known(operator, check) and not solver_tolerances(operator):
+        if is_known(operator, check) and not is_inexact(operator):
             read = ft.partial(_coloured_diagonal, operator, products)
             candidates.append(KnownDiagonal(products, read))
     known = [x for x in candidates if x is not None]
@@ -253,7 +337,7 @@ def readable_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | No
 
 def _from_parts(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     """The diagonal from registered entries, or from the parts' diagonals."""
-    if _is_registered(diagonal_entries, operator):
+    if _is_readable(diagonal_entries, operator):
         return KnownDiagonal(0, lambda: diagonal_of(operator))
     summands, combine = parts(operator), jnp.add
     if isinstance(operator, lx.ComposedLinearOperator):

@@ -1,5 +1,6 @@
 """The inverse as a linear operator."""
 
+import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -7,14 +8,21 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, Float, Inexact, Int, PyTree
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, PyTree
 
 from .._arguments import require
-from .._linalg.dense import column_norms, divisor, hashed_signs, power_of_two_scale
+from .._linalg.dense import (
+    column_norms,
+    divisor,
+    hashed_signs,
+    largest_entry,
+    power_of_two_scale,
+    ratio,
+)
 from .._linalg.types import automatic, fori_loop
 from .check import as_data, checked_operator, jitted, with_data
-from .entries import parts, readable_diagonal, unit_vectors
-from .solvers import solver_tolerances
+from .entries import parts, readable_diagonal, terms, unit_vectors
+from .solvers import solver_tolerance, solver_tolerances, truncated_parts
 from .space import (
     Dense,
     apply_block,
@@ -76,15 +84,20 @@ class InverseLinearOperator(Dense):
 
     @automatic
     def mv(self, vector):
+        leaves, (size, _, dtype, *_) = jtu.tree_leaves(vector), space_of(self)
+        if size == 0:
+            return vector
         # We scale entries to size 1: absolute tolerances then keep products homogeneous.
-        real, leaves = space_of(self).real_dtype, jtu.tree_leaves(vector)
-        sizes = [jnp.max(jnp.abs(x), initial=0).astype(real) for x in leaves]
+        sizes = [largest_entry(x).astype(jnp.finfo(dtype).dtype) for x in leaves]
         unit = jax.lax.stop_gradient(power_of_two_scale(jnp.stack(sizes)))
         vector = jtu.tree_map(lambda x: x / unit.astype(x.dtype), vector)
         solution = lx.linear_solve(
             self.operator, vector, self.solver, options=self.options, throw=False
         )
+        # lineax's CG ends at once if products are NaN, and calls its zeros a solution.
+        lost = ~_any_nonzero(solution.value) & _any_nonzero(vector)
         failed = solution.result != lx.RESULTS.successful
+        failed |= lost & self.solver.assume_full_rank()
         scale = jnp.where(failed, jnp.nan, unit)
         return jtu.tree_map(lambda x: x * scale.astype(x.dtype), solution.value)
 
@@ -103,6 +116,10 @@ class InverseLinearOperator(Dense):
 
     def _conj(self):
         return eqx.tree_at(lambda x: x.operator, self, lx.conj(self.operator))
+
+
+def _any_nonzero(tree: PyTree[Array]) -> Bool[Array, ""]:
+    return jnp.any(jnp.stack([jnp.any(x != 0) for x in jtu.tree_leaves(tree)]))
 
 
 # Steps of the power method: we need only one digit.
@@ -199,6 +216,9 @@ def _divisors(
     rows D is many times the diagonal; with less, errors would be up to twice the errors
     for `A^-1`. The larger D is, the larger is the remainder. For any other A, we
     replace entries below the root mean square norm of O's rows by 4 times that norm.
+
+    D is at least `1 + sqrt(eps)` times the diagonal. If A is diagonal, products with O
+    then consist of more than rounding errors, and the remainder is `eps A^-1`.
     """
     n, dtype = entries.shape[0], entries.dtype
     signs = hashed_signs(1, n, dtype, 0).T
@@ -218,7 +238,8 @@ def _divisors(
 
     start = signs / max(n, 1) ** 0.5, jnp.ones((), jnp.finfo(dtype).dtype)
     _, size = jax.lax.stop_gradient(fori_loop(_STEPS, step, start))
-    return (d * jnp.maximum(size / 2, 1).astype(dtype))[:, 0]
+    least = 1 + math.sqrt(jnp.finfo(dtype).eps)
+    return (d * jnp.maximum(size / 2, least).astype(dtype))[:, 0]
 
 
 class SolveErrors(NamedTuple):
@@ -288,3 +309,59 @@ def errors_of_solves(solves: Solves) -> SolveErrors:
     size = jnp.linalg.norm(sizes) / jnp.maximum(1 - total, 0)
     columns = size * residuals
     return SolveErrors(jnp.minimum(forms + size * residuals**2, columns), columns)
+
+
+class DiagonalErrors(NamedTuple):
+    """Errors that iterations inside an operator leave in sums of diagonal entries.
+
+    - `relative`: errors relative to the sum.
+    - `entries`, `mean`: further errors in entries, and the modulus of the mean entry.
+    - `products`: the largest relative error in products.
+    """
+
+    relative: Float[Array, ""]
+    entries: Float[Array, ""]
+    mean: Float[Array, ""]
+    products: Float[Array, ""]
+
+    def of_sums(
+        self, sums: Inexact[Array, "*g"], counts: ArrayLike
+    ) -> Float[Array, "*g"]:
+        """Errors in sums of this number of entries."""
+        counts = jnp.asarray(counts).astype(self.entries.dtype)
+        return self.relative * jnp.abs(sums) + counts * self.entries
+
+    @property
+    def share(self) -> Float[Array, ""]:
+        """The error in the sum of all entries, relative to this sum."""
+        return self.relative + ratio(self.entries, self.mean)
+
+
+def diagonal_errors(
+    operator: lx.AbstractLinearOperator, *, solves_are_measured: bool
+) -> DiagonalErrors | None:
+    """Errors in a diagonal, from solver tolerances and truncated operators.
+
+    Errors in a truncated term are known for its entries, which may cancel in a sum.
+    Inside another operator we know only the relative error in products. `None` if the
+    caller measures all errors.
+    """
+    dtype = space_of(operator).real_dtype
+    tolerance, truncated = solver_tolerance(operator, dtype), truncated_parts(operator)
+    if not truncated and (tolerance is None or solves_are_measured):
+        return None
+    zero = jnp.zeros((), dtype)
+    tolerance = zero if tolerance is None else tolerance
+    relative = zero if solves_are_measured else tolerance
+    entries, mean, products = zero, zero, tolerance
+    for term in terms(operator):
+        for part in truncated_parts(term.operator):
+            errors = part.truncation()
+            products = jnp.maximum(products, errors.products)
+            if part is term.operator:
+                entries += jnp.abs(term.times(errors.entries)).astype(dtype)
+                mean += jnp.abs(term.times(errors.mean)).astype(dtype)
+            else:
+                relative = jnp.maximum(relative, errors.products)
+    errors = DiagonalErrors(relative, entries, mean, products)
+    return jax.lax.stop_gradient(errors)

@@ -1,8 +1,9 @@
-"""Solvers inside an operator, and their tolerances."""
+"""Iterations inside an operator, and the errors that they leave in its products."""
 
+import abc
 import functools as ft
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,6 +24,34 @@ class SolverTag(eqx.Module):
     """A tag for functions, and a part of operators, with inexact solves in products."""
 
     tolerance: float = eqx.field(static=True)
+
+
+class Truncation(NamedTuple):
+    """Errors of a truncated iteration, measured for a few vectors.
+
+    - `products`: in products, relative to their lengths.
+    - `entries`: in diagonal entries, on average.
+    - `mean`: the modulus of the mean diagonal entry.
+    """
+
+    products: Float[Array, ""]
+    entries: Float[Array, ""]
+    mean: Float[Array, ""]
+
+
+class Truncated(eqx.Module):
+    """Abstract base class for functions of an operator, from iterations that may end early."""
+
+    operator: eqx.AbstractVar[Any]
+
+    @property
+    @abc.abstractmethod
+    def is_truncated(self) -> bool:
+        """Whether more steps could change the products."""
+
+    @abc.abstractmethod
+    def truncation(self) -> Truncation:
+        """Measures errors by products with a few fixed vectors."""
 
 
 @lx.transpose_tags_rules.append
@@ -57,14 +86,50 @@ def solver_tolerances(tree: PyTree[Any]) -> list[ArrayLike]:
     return sizes
 
 
+def truncated_parts(tree: PyTree[Any]) -> list[Truncated]:
+    """The operators in a PyTree, and inside each other, whose products are truncated."""
+
+    def is_inside(x):
+        return x is not tree and isinstance(x, Truncated)
+
+    leaves = jtu.tree_leaves(tree, is_leaf=is_inside)
+    parts = [y for x in leaves if isinstance(x, Truncated) for y in truncated_parts(x)]
+    is_part = isinstance(tree, Truncated) and tree.is_truncated
+    return [tree, *parts] if is_part else parts
+
+
+def is_inexact(tree: PyTree[Any]) -> bool:
+    """Whether a PyTree contains truncated operators, or solvers not known to be direct."""
+    return bool(solver_tolerances(tree) or truncated_parts(tree))
+
+
 def solver_tags(tree: PyTree[Any]) -> frozenset[object]:
-    """The tag for a function whose products use the solvers in a PyTree, if any."""
+    """The tag for a function whose products use the solvers in a PyTree, if any.
+
+    A tag can't measure the errors of truncated operators, so these count as infinite.
+    """
     tolerances = solver_tolerances(tree)
     known = [x if isinstance(x, int | float) else math.inf for x in tolerances]
+    known += [math.inf for _ in truncated_parts(tree)]
     return frozenset([SolverTag(max(known))] if known else [])
 
 
 def solver_tolerance(tree: PyTree[Any], dtype: DTypeLike) -> Float[Array, ""] | None:
     """The largest of the `solver_tolerances` in a PyTree; `None` without solvers."""
-    sizes = [jnp.asarray(x).astype(dtype) for x in solver_tolerances(tree)]
-    return jax.lax.stop_gradient(ft.reduce(jnp.maximum, sizes)) if sizes else None
+    return _largest(solver_tolerances(tree), dtype)
+
+
+def truncation_error(tree: PyTree[Any], dtype: DTypeLike) -> Float[Array, ""] | None:
+    """The largest relative error from truncated operators in products, measured now."""
+    return _largest([x.truncation().products for x in truncated_parts(tree)], dtype)
+
+
+def product_error(tree: PyTree[Any], dtype: DTypeLike) -> Float[Array, ""] | None:
+    """The largest relative error from solvers and truncated operators in products."""
+    errors = solver_tolerance(tree, dtype), truncation_error(tree, dtype)
+    return _largest([x for x in errors if x is not None], dtype)
+
+
+def _largest(sizes: list[ArrayLike], dtype: DTypeLike) -> Float[Array, ""] | None:
+    arrays = [jnp.asarray(x).astype(dtype) for x in sizes]
+    return jax.lax.stop_gradient(ft.reduce(jnp.maximum, arrays)) if arrays else None

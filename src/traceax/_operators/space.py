@@ -99,7 +99,10 @@ def out_structure_of(operator: lx.AbstractLinearOperator) -> PyTree[Any]:
     """The products' structure, which lineax may not report inside `jax.shard_map`."""
     if jax.sharding.get_abstract_mesh().empty:
         return operator.out_structure()
-    return jax.eval_shape(operator.mv, structure_of(operator.in_structure()))
+    structure = structure_of(operator.in_structure())
+    # lineax's classes may not multiply arrays that have a layout.
+    product = automatic(lambda operator, vector: operator.mv(vector))
+    return eqx.filter_eval_shape(product, operator, structure)
 
 
 def space_of(operator: lx.AbstractLinearOperator) -> Space:
@@ -219,6 +222,9 @@ class OnMesh(ByProducts):
         return not self.tags.isdisjoint(TAGS[check])
 
 
+FUNCTIONS = lx.FunctionLinearOperator | OnMesh
+
+
 def linear_function(
     fn: Callable, like: PyTree[Any], tags: Iterable[object] = ()
 ) -> lx.AbstractLinearOperator:
@@ -240,7 +246,7 @@ class Dense(ByProducts):
     """Abstract base class for functions of an operator, which lose its sparsity."""
 
 
-def parts_of(operator: lx.AbstractLinearOperator, kind: type[T]) -> list[T]:
+def parts_of(operator: lx.AbstractLinearOperator, kind: Any) -> list[Any]:
     """The operator if it is a `kind`, else its outermost parts that are."""
     leaves = jtu.tree_leaves(operator, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]
@@ -254,7 +260,7 @@ def has_one_pass(operator: lx.AbstractLinearOperator) -> bool:
 def unflatten(vector: Inexact[Array, " n"], structure: PyTree[Any]) -> PyTree[Array]:
     leaves, treedef = jtu.tree_flatten(structure)
     ends = np.cumsum([math.prod(leaf.shape) for leaf in leaves])[:-1]
-    parts = jnp.split(vector, ends) if len(leaves) > 1 else [vector]
+    parts = jnp.split(vector, ends) if len(leaves) > 1 else [vector][: len(leaves)]
     pairs = zip(parts, leaves, strict=True)
     return treedef.unflatten([part.reshape(leaf.shape) for part, leaf in pairs])
 

@@ -23,9 +23,11 @@ from .._linalg.dense import (
     squares,
 )
 from .._operators.inverse import errors_of_solves, solve_of_column
+from .._operators.solvers import truncation_error
 from .._operators.space import apply_block, complex_dtype
 from .._results import RESULTS, finite_or_failed, per_entry
 from .._rule import Evidence, Outcome, as_arrays, cast_bar
+from .._state import State
 from .function import ritz_values, rounding_errors
 from .stand_in import Exact, RitzStandIn, judge_exact
 from .state import SpectralState, init_spectral_state
@@ -54,6 +56,7 @@ class SpectralEstimator(Estimator[SpectralState]):
     that it returns.
     """
 
+    state_classes: ClassVar[tuple[type[State], ...]] = (SpectralState,)
     # Solver errors enter through errors in Ritz values.
     _bars_include_solver_errors: ClassVar[bool] = True
     # Whether estimates use a bracket if function and operator have one.
@@ -154,15 +157,14 @@ def domain_results(outside: list[Bool[Array, "..."]], result: RESULTS) -> list[R
     return [per_entry(entry, x.ndim)(x) for x in outside]
 
 
-def exact_stats(
-    state: SpectralState, values: list[Array], eigenvalues: Float[Array, " n"]
-) -> dict[str, PyTree]:
+def exact_stats(state: SpectralState, values: list[Array]) -> dict[str, PyTree]:
     """The `stats` that an exact answer shares with an estimate."""
     stats: dict[str, PyTree] = {"known_trace": jnp.asarray(False)}
     if state.has_bracket:
         value = state.treedef.unflatten(values)
         stats["bracket"], stats["bracket_is_proven"] = (value, value), jnp.asarray(True)
-        stats["bottom"] = jnp.min(eigenvalues, initial=jnp.inf)
+        lower = 0.0 if state.lower is None else state.lower
+        stats["bottom"] = jnp.asarray(lower, state.space.real_dtype)
     return stats
 
 
@@ -180,7 +182,9 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
     error = state.solvers
     if solves is not None:
         solve_error = jnp.linalg.norm(errors_of_solves(solves).columns)
-        error = solve_error / divisor(jnp.max(jnp.abs(theta)))
+        error = solve_error / divisor(jnp.max(jnp.abs(theta), initial=0))
+        truncated = truncation_error(operator, space.real_dtype)
+        error = error if truncated is None else jnp.maximum(error, truncated)
     theta, resolution, result = ritz_values(
         theta, asymmetry, space, state.lower, state.magnitude, error
     )
@@ -194,7 +198,7 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
     results = domain_results(decided, result)
     stats = {"num_matvecs": space.size, **function.unit}
     if bracketed:
-        stats.update(exact_stats(state, values, theta))
+        stats.update(exact_stats(state, values))
     forms, solutions, t_rhs = None, None, None
     if state.rhs is not None:
         exact = forms_between(inner(S, state.rhs), theta, None, state.magnitude)

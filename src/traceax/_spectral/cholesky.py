@@ -5,6 +5,8 @@ derivatives: `tr(A^-1 dA)`, `-tr(A^-1 dA A^-1)`, and `-u^* dA u + 2 Re(u^* db)` 
 `u = A^-1 b`. JAX transposes these formulas and differentiates them again.
 """
 
+import functools as ft
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -27,8 +29,8 @@ from .._linalg.dense import (
     matmul,
     squares,
 )
-from .._operators.entries import has_known_entries, matrix_of
-from .._operators.space import space_of
+from .._operators.entries import has_known_entries, matrix_of, sizes_of
+from .._operators.space import Space, space_of
 from .._results import RESULTS
 from .._rule import Evidence, Outcome
 from .base import exact_stats, spectral_outcome
@@ -44,6 +46,8 @@ _SMALL_BLOCK = 512
 _NUM_PROBES = 8
 # Entries have errors of 2 eps: `benchmarks/exact.py rounding`.
 _ROUNDING = 2.0
+# Coherent errors in a slope, relative to independent ones: see `slope_error`.
+_COHERENT = 0.4
 # We refine solutions this many times.
 _REFINEMENTS = 2
 
@@ -53,22 +57,23 @@ def is_small(operator: lx.AbstractLinearOperator) -> bool:
     return 0 < space_of(operator).size <= LARGEST and has_known_entries(operator)
 
 
-class _Solved(NamedTuple):
+class Solved(NamedTuple):
+    """The answers for A and B."""
+
     solutions: Inexact[Array, "n q"]  # A^-1 B
     logdet: Float[Array, ""]
     forms: Float[Array, " q"]  # b^* A^-1 b
     changes: Float[Array, " q"]  # in forms, from the last refinement
     lower: Inexact[Array, "n n"]  # L
-    # M Z and M^2 Z for random signs Z, where M = D A^-1 D and D^2 = diag A.
-    tests: Inexact[Array, "2 n m"]
+    tests: Inexact[Array, "2 n m"]  # M Z and M^2 Z for random signs Z and M = D A^-1 D
 
 
 @sequential_vmap
 def _factorise(
-    A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]
+    A: Inexact[Array, "n n"], B: Inexact[Array, "n q"], D: Inexact[Array, "n 1"]
 ) -> tuple[Array, Array, Array, Array, Array]:
     lower = jnp.linalg.cholesky(A, symmetrize_input=False)
-    D, q = _root_of_diagonal(A), B.shape[1]
+    q = B.shape[1]
 
     def solve(x):
         return cho_solve((lower, True), x)
@@ -87,10 +92,6 @@ def _factorise(
     return lower, U, forms[-1], change, jnp.stack([once, twice])
 
 
-def _root_of_diagonal(A: Inexact[Array, "n n"]) -> Inexact[Array, "n 1"]:
-    return jnp.sqrt(jnp.abs(jnp.diagonal(A)))[:, None].astype(A.dtype)
-
-
 def _signs(A: Inexact[Array, "n n"]) -> Inexact[Array, "n m"]:
     # These are constants: JAX's generator takes a sixth of a likelihood's compile time.
     signs = np.random.default_rng(0).choice([-1, 1], (len(A), _NUM_PROBES))
@@ -98,20 +99,25 @@ def _signs(A: Inexact[Array, "n n"]) -> Inexact[Array, "n m"]:
 
 
 @jax.custom_jvp
-def solve_exactly(A: Inexact[Array, "n n"], B: Inexact[Array, "n q"]) -> _Solved:
-    """Log-determinant and quadratic forms. Factor and tests have no derivative."""
-    lower, solutions, forms, changes, tests = _factorise(A, B)
+def solve_exactly(
+    A: Inexact[Array, "n n"], B: Inexact[Array, "n q"], D: Inexact[Array, "n 1"]
+) -> Solved:
+    """Log-determinant, quadratic forms, and products with M for tests.
+
+    Only log-determinant, forms and solutions have derivatives.
+    """
+    lower, solutions, forms, changes, tests = _factorise(A, B, D)
     logdet = 2 * jnp.sum(jnp.log(jnp.real(jnp.diagonal(lower))))
-    return _Solved(solutions, logdet, forms, changes, lower, tests)
+    return Solved(solutions, logdet, forms, changes, lower, tests)
 
 
 @solve_exactly.defjvp
 def _solve_jvp(primals, tangents):
-    (A, B), (dA, dB) = primals, tangents
-    solved = solve_exactly(A, B)
+    (A, B, D), (dA, dB, _) = primals, tangents
+    solved = solve_exactly(A, B, D)
     inverse, U = inverse_of(A, solved.lower), solved.solutions
     change = dB - matmul(dA, U)
-    return solved, _Solved(
+    return solved, Solved(
         matmul(inverse, change),
         jnp.sum(jnp.real(inverse.conj() * dA)),
         jnp.real(column_dots(U, dB + change)),
@@ -120,11 +126,20 @@ def _solve_jvp(primals, tangents):
 
 
 @sequential_vmap
+def _solve_from(lower: Inexact[Array, "n n"], B: Inexact[Array, "n q"]) -> Array:
+    return cho_solve((lower, True), B)
+
+
 def solve_from(
     lower: Inexact[Array, "n n"], B: Inexact[Array, "n q"]
 ) -> Inexact[Array, "n q"]:
-    """`A^-1 B`, from the Cholesky factor."""
-    return cho_solve((lower, True), B)
+    """`A^-1 B`, from the Cholesky factor. JAX can transpose it in B."""
+    return jax.lax.custom_linear_solve(
+        lambda x: matmul(lower, matmul(lower.conj().T, x)),
+        B,
+        lambda _, B: _solve_from(lower, B),
+        lambda _, B: _solve_from(lower, B.conj()).conj(),
+    )
 
 
 @jax.custom_jvp
@@ -157,90 +172,165 @@ def _inverse_jvp(primals, tangents):
     return inverse, -matmul(matmul(inverse, tangents[0]), inverse)
 
 
-def factorised(state: SpectralState, bounded: bool = False) -> Outcome:
+def factorised(state: SpectralState) -> Outcome:
     """The exact answer from one Cholesky factorisation, which JAX differentiates.
 
     It takes `n^3 / 3` operations, and a derivative about `n^3` more. About five matrices
-    are in memory.
-
-    Entries have errors near `eps sqrt(A_ii A_jj)` (Higham, "Accuracy and Stability of
-    Numerical Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027). On constant
-    diagonals they can be equal. With `M = D A^-1 D` and `D^2 = diag A`, they change
-    the log-determinant by `eps tr M`, and a quadratic form by `eps |D u|^2`, to first
-    order. Independent errors move eigenvalues of `M^-1` by `eps sqrt(n)`. If that is a
-    part c of the smallest one, we divide error bars by 1 - c, and fail from 1 on.
-
-    - `bounded`: whether a noise in the operator bounds its spectrum from below.
+    are in memory. `Rounding` describes the error bars.
     """
     space, rhs = state.space, state.rhs
     A = matrix_of(state.operator)
-    solved = solve_exactly(A, A[:, :0] if rhs is None else rhs)
-    fixed = jax.lax.stop_gradient(A)
-    tests = jax.lax.stop_gradient(solved.tests)
-    unit, result = _rounding(fixed, tests, state)
-    D = _root_of_diagonal(fixed)
-    once, _ = tests
-    value, change = solved.logdet, jnp.sum(_signs(A) * once)
+    D = roots_of(sizes_of(state.operator), A)
+    solved = solve_exactly(A, A[:, :0] if rhs is None else rhs, D)
+    rounding = entry_rounding(A, D, solved, space)
+    value, forms = solved.logdet, solved.forms
+    error = rounding.error(value)
     if state.function.evaluates(RECIPROCAL):
-        inverse = inverse_of(A, solved.lower)
-        value = jnp.trace(jnp.real(inverse))
-        change = jnp.sum(squares(once / D))
-    error = unit * (jnp.real(change) / _NUM_PROBES + jnp.abs(value))
-    failed = jnp.isnan(solved.logdet) & (result == RESULTS.successful)
-    if bounded:
-        result = RESULTS.where(failed, RESULTS.not_semidefinite, result)
-    else:
-        result = RESULTS.where(failed, _failure_reason(failed, fixed, state), result)
-    unknown = jnp.full(space.size, jnp.inf, space.real_dtype)
-    bars = [ErrorBar(value, error, unknown[0])]
-    stats = {"num_matvecs": 0, **exact_stats(state, [value], unknown)}
-    forms = None
+        value = jnp.trace(jnp.real(inverse_of(A, solved.lower)))
+        # The first tests are M Z, and `|A^-1 D|_F^2` takes the place of tr M.
+        changes = jnp.sum(squares(solved.tests[0] / divisor(D))) / _NUM_PROBES
+        error = rounding._replace(trace=changes).error(value)
+    unknown = jnp.zeros(0, space.real_dtype)
+    stats = {"num_matvecs": 0, **exact_stats(state, [value])}
+    bar = None
     if rhs is not None:
-        solutions = jax.lax.stop_gradient(solved.solutions)
-        errors = unit * (jnp.sum(squares(D * solutions), axis=0) + solved.forms)
-        forms = ErrorBar(
-            solved.forms, errors + solved.changes, jnp.full_like(errors, jnp.inf)
-        )
-        stats["inv_quad_bracket"] = solved.forms, solved.forms
-        stats["solution"] = solutions
-    evidence = Evidence((state.operator, rhs), jtu.Partial(_judge, state))
-    results = [result]
+        errors = rounding.errors_of_forms(forms, solved.solutions) + solved.changes
+        bar = ErrorBar(forms, errors, jnp.full_like(forms, jnp.inf))
+        stats["inv_quad_bracket"] = forms, forms
+        stats["solution"] = solved.solutions
+    bars = [ErrorBar(value, error, jnp.asarray(jnp.inf, error.dtype))]
+    evidence = Evidence((state.operator, rhs), jtu.Partial(_slope_bars, state))
     return spectral_outcome(
-        state, bars, results, stats, unknown, unknown, forms, evidence
+        state, bars, [rounding.result], stats, unknown, unknown, bar, evidence
     )
 
 
-def _rounding(
-    A: Inexact[Array, "n n"], tests: Inexact[Array, "2 n m"], state: SpectralState
-) -> tuple[Float[Array, ""], RESULTS]:
-    """The relative error in entries over 1 - c, and whether we can tell A from others."""
+class Rounding(NamedTuple):
+    """Rounding errors of numbers from a factorisation, and whether these hide it.
+
+    Entries have errors near `eps D_i D_j` for the sizes `D^2`, which are A's diagonal,
+    or larger if its terms cancel (Higham, "Accuracy and Stability of Numerical
+    Algorithms" (2002), theorem 10.5, doi:10.1137/1.9780898718027). On constant diagonals
+    they can be equal. With `M = D A^-1 D`, they change the log-determinant by `eps tr M`,
+    and a quadratic form by `eps |D u|^2`, to first order. Independent errors move
+    eigenvalues of `M^-1` by about `eps sqrt(n)`. Let c be this number divided by the
+    smallest eigenvalue. We divide errors by 1 - c, and report a failure if `c >= 1`.
+
+    - `unit`: the relative error in entries over 1 - c.
+    - `D`: the roots of the sizes.
+    - `trace`: an estimate of `tr M`.
+    """
+
+    unit: Float[Array, ""]
+    result: RESULTS
+    D: Inexact[Array, "n 1"]
+    trace: Float[Array, ""]
+
+    def error(self, logdet: Float[Array, ""]) -> Float[Array, ""]:
+        """The error in the log-determinant."""
+        return self.unit * (self.trace + jnp.abs(jax.lax.stop_gradient(logdet)))
+
+    def errors_of_forms(
+        self, forms: Float[Array, " q"], solutions: Inexact[Array, "n q"]
+    ) -> Float[Array, " q"]:
+        """Errors in quadratic forms with these solutions."""
+        forms, U = jax.lax.stop_gradient((forms, solutions))
+        return self.unit * (jnp.sum(squares(self.D * U), axis=0) + jnp.abs(forms))
+
+    def slope_error(
+        self,
+        solve: Callable[[Array], Array],
+        product: Callable[[Array], Array],
+        of_inverse: bool = False,
+    ) -> Float[Array, ""]:
+        """The error in the slope `tr(A^-1 dA)`, or in the slope of `tr A^-1`.
+
+        Entries enter twice, through `A^-1` and dA. In the first slope they enter through
+        `W = D A^-1 dA A^-1 D`. We take a number between `|W|_F`, for independent errors,
+        and their largest effect, the sum of `|W_ij|`. The geometric mean of both was 0.35
+        to 0.85 times `sqrt(n) |W|_F` (14 kernels, n = 150 to 800).
+
+        - `solve`, `product`: multiply blocks with `A^-1` and with dA.
+        """
+        D, Z = self.D, _signs(self.D)
+        X = solve(D * Z)
+        Y, left = product(X), Z / divisor(D)
+        if of_inverse:
+            left = solve(left)
+            W = solve(solve(Y)) + solve(product(solve(X)))
+        else:
+            W = solve(Y)
+        value = jnp.sum(jnp.real(left.conj() * Y)) / _NUM_PROBES
+        coherent = max(_COHERENT * len(D) ** 0.5, 1.0)
+        size = coherent * frobenius(D * W) / _NUM_PROBES**0.5
+        return 2 * self.unit * (size + jnp.abs(value))
+
+    def slope_errors_of_forms(
+        self,
+        solve: Callable[[Array], Array],
+        change: Inexact[Array, "n q"],
+        dB: Inexact[Array, "n q"],
+        U: Inexact[Array, "n q"],
+    ) -> Float[Array, " q"]:
+        """Errors in slopes of quadratic forms, for `change = dB - dA U`."""
+        vectors = self.D * solve(change), self.D * U
+        moved, size = (jnp.linalg.norm(x, axis=0) for x in vectors)
+        terms = jnp.linalg.norm(U, axis=0) * jnp.linalg.norm(dB + change, axis=0)
+        return 2 * self.unit * (2 * moved * size + terms)
+
+
+def roots_of(sizes: Float[Array, " n"], A: Inexact[Array, "..."]) -> Array:
+    """D, in the dtype of A."""
+    return jnp.sqrt(jax.lax.stop_gradient(sizes))[:, None].astype(A.dtype)
+
+
+def entry_rounding(
+    A: Inexact[Array, "n n"],
+    D: Inexact[Array, "n 1"],
+    solved: Solved,
+    space: Space,
+    order: int | None = None,
+) -> Rounding:
+    """Rounding in numbers from `solve_exactly(A, ..., D)`, without derivatives.
+
+    `order`: the number of rows, if A is a block of a larger matrix.
+    """
+    A, solved = jax.lax.stop_gradient((A, solved))
+    once, twice = solved.tests
     size, asymmetry = largest_entry(A), largest_entry(A - A.conj().T) / 2
     asymmetry = asymmetry / divisor(size)
-    eps = jnp.asarray(jnp.finfo(size.dtype).eps * state.space.rounding, size.dtype)
+    eps = jnp.asarray(jnp.finfo(size.dtype).eps * space.rounding, size.dtype)
     unit = _ROUNDING * jnp.maximum(eps, asymmetry)
     # This bounds the smallest eigenvalue of M^-1 from above.
-    smallest = frobenius(tests[0]) / divisor(frobenius(tests[1]))
-    change = unit * max(len(A) ** 0.5, HIDDEN / _ROUNDING) / divisor(smallest)
+    smallest = frobenius(once) / divisor(frobenius(twice))
+    change = (
+        unit * max((order or len(A)) ** 0.5, HIDDEN / _ROUNDING) / divisor(smallest)
+    )
     hidden = change >= 1
     result = RESULTS.where(hidden, RESULTS.outside_domain, RESULTS.successful)
-    symmetric = asymmetry <= largest_asymmetry(state.space)
+    symmetric = asymmetry <= largest_asymmetry(space)
     result = RESULTS.where(symmetric, result, RESULTS.not_hermitian)
     # We test A, not `size`: XLA's maximum on CPUs (jaxlib 0.10.2) ignores NaN.
     result = RESULTS.where(jnp.isfinite(A).all(), result, RESULTS.nonfinite)
-    return unit / jnp.where(hidden, 1, 1 - change), result
+    failed = jnp.isnan(solved.logdet) & (result == RESULTS.successful)
+    result = RESULTS.where(failed, _failure_reason(failed, A, space), result)
+    unit = unit / jnp.where(hidden, 1, 1 - change)
+    trace = jnp.sum(jnp.real(_signs(A) * once)) / _NUM_PROBES
+    return Rounding(unit, result, D, trace)
 
 
 def _failure_reason(
-    failed: Bool[Array, ""], A: Inexact[Array, "n n"], state: SpectralState
+    failed: Bool[Array, ""], A: Inexact[Array, "n n"], space: Space
 ) -> RESULTS:
     """Why a factorisation fails: an eigenvalue is negative, or hidden by rounding."""
-    if not state.space.is_positive:
+    if not space.is_positive:
         return RESULTS.outside_domain
     eps, size = jnp.finfo(A.dtype).eps, jnp.max(jnp.sum(jnp.abs(A), axis=1))
 
     def is_negative():
         more = (size * jnp.sqrt(eps)).astype(A.dtype) * jnp.eye(len(A), dtype=A.dtype)
-        return jnp.isnan(_factorise(A + more, A[:, :0])[0][0, 0])
+        D = jnp.ones((len(A), 1), A.dtype)
+        return jnp.isnan(_factorise(A + more, A[:, :0], D)[0][0, 0])
 
     # We use one condition for all batch elements, or all would be factorised again.
     negative = jax.lax.cond(
@@ -249,35 +339,21 @@ def _failure_reason(
     return RESULTS.where(negative, RESULTS.not_semidefinite, RESULTS.outside_domain)
 
 
-def _judge(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
+def _slope_bars(state: SpectralState, products: tuple[Any, Any]) -> list[ErrorBar]:
     """Rounding errors in derivatives along tangents of A and b."""
     primal = state.operator, state.rhs
     (A, B), (dA, dB) = eqx.filter_jvp(
         lambda operator, rhs: (matrix_of(operator), rhs), primal, products
     )
     dA = jnp.zeros_like(A) if dA is None else dA
-    solved = solve_exactly(A, A[:, :0] if B is None else B)
-    U, D = solved.solutions, _root_of_diagonal(A)
-    unit, _ = _rounding(A, solved.tests, state)
-    # Errors in entries enter twice, through the inverse and through dA.
-    inverse, unit = inverse_of(A, solved.lower), 2 * unit
-    N = matmul(inverse, dA)
-    value, terms = jnp.trace(N), inverse.conj() * dA
-    if state.function.evaluates(RECIPROCAL):
-        value, N = -jnp.sum(N.T * inverse), 2 * matmul(inverse, N)
-        terms = N
-    moved = D * matmul(N, inverse) * D.T
-    # We take the geometric mean between independent and coherent errors in entries.
-    size = jnp.sqrt(frobenius(moved)) * jnp.sqrt(jnp.sum(jnp.abs(moved)))
-    error = unit * (size + frobenius(terms))
-    freedom = jnp.full_like(unit, jnp.inf)
-    bars = [ErrorBar(jnp.real(value), error, freedom)]
-    if B is None:
-        return bars
-    dB = jnp.zeros_like(U) if dB is None else dB
-    change = dB - matmul(dA, U)
-    forms = jnp.real(column_dots(U, dB + change))
-    sizes = [jnp.linalg.norm(D * x, axis=0) for x in (matmul(inverse, change), U)]
-    terms = jnp.linalg.norm(U, axis=0) * jnp.linalg.norm(dB + change, axis=0)
-    errors = unit * (2 * sizes[0] * sizes[1] + terms)
-    return [*bars, ErrorBar(forms, errors, jnp.full_like(errors, jnp.inf))]
+    D = roots_of(sizes_of(state.operator), A)
+    solved = solve_exactly(A, A[:, :0] if B is None else B, D)
+    rounding = entry_rounding(A, D, solved, state.space)
+    solve, product = ft.partial(solve_from, solved.lower), ft.partial(matmul, dA)
+    of_inverse = state.function.evaluates(RECIPROCAL)
+    errors = [rounding.slope_error(solve, product, of_inverse)]
+    if B is not None:
+        U, dB = solved.solutions, jnp.zeros_like(B) if dB is None else dB
+        errors.append(rounding.slope_errors_of_forms(solve, dB - product(U), dB, U))
+    # Callers read only errors and degrees of freedom, so the means are dummies.
+    return [ErrorBar(x, x, jnp.full_like(x, jnp.inf)) for x in errors]

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Key
 from .._arguments import known_number
 from .._estimate import Estimate, raise_failure, with_slopes
 from .._estimator import estimate_state, limits, make_estimate
+from .._linalg.types import automatic
 from .._operators.check import jitted
 from .._operators.entries import readable_data
 from .._tolerance import NO_PROGRESS_METER, Depth, ProgressMeter, Stop, make_stop
@@ -82,6 +83,7 @@ def estimate_function(
     return raise_failure(estimate) if options.throw else estimate
 
 
+@automatic
 def _estimate(
     method: Method | None,
     estimator: SpectralEstimator,

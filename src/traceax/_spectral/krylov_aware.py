@@ -162,7 +162,7 @@ class KrylovAwareEstimator(SpectralEstimator):
             factor, R = arnoldi_factor(run, count)
             sums = krylov_sums(state, factor, R, count, run.basis, sizes, most_left_out)
             if isinstance(stop, Depth):
-                return Check(sums.bars[0], sums, sums.ratio(stop))
+                return Check(sums.bars[0], sums, sums.ratio(stop, state.half))
             return Check(state.bar(sums.all_bars), sums)
 
         loop = run_until(

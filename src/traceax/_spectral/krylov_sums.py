@@ -70,15 +70,18 @@ class KrylovSums(NamedTuple):
         """Error bars for sums and quadratic forms."""
         return self.bars if self.forms is None else [*self.bars, self.forms.bar]
 
-    def ratio(self, depth: Depth) -> Float[Array, ""]:
-        """The truncation error over its tolerance, at most 1 if the space is enough."""
+    def ratio(self, depth: Depth, half: float) -> Float[Array, ""]:
+        """The truncation error over its tolerance, at most 1 if the space is enough.
+
+        `half`: from the state.
+        """
         lists = self.truncation_errors, self.sampling_errors, self.rounding
         flat = [jnp.concatenate([x.reshape(-1) for x in errors]) for errors in lists]
         if self.forms is not None:
             low, high = self.forms.bracket
-            half, rounding = jnp.sum(high - low) / 2, jnp.sum(self.forms.rounding)
-            pairs = zip(flat, (half, rounding, rounding), strict=True)
-            flat = [(len(low) * x + y) / 2 for x, y in pairs]
+            bias, rounding = jnp.sum(high - low) / 2, jnp.sum(self.forms.rounding)
+            pairs = zip(flat, (bias, rounding, rounding), strict=True)
+            flat = [half * (len(low) * x + y) for x, y in pairs]
         return depth.ratio(*flat)
 
 

@@ -19,23 +19,26 @@ import jax.flatten_util as jfu
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact
+from jaxtyping import Array, ArrayLike, Bool, Float, Inexact
 
 from .._arguments import without_numpy
 from .._linalg.dense import (
+    column_norms,
     combine,
     divisor,
     eigh,
+    hashed_signs,
     inner,
     largest_entry,
     matmul,
     orthonormalise,
+    ratio,
 )
 from .._linalg.krylov import RitzPairs, arnoldi, lanczos
 from .._linalg.types import automatic
 from .._operators import space as spaces
 from .._operators.check import as_data, checked_operator
-from .._operators.solvers import solver_tolerance
+from .._operators.solvers import Truncated, Truncation, solver_tolerance
 from .._operators.space import (
     ComplexLinearOperator,
     apply_block,
@@ -53,8 +56,14 @@ from .function import (
     spectral_function,
 )
 
+# Weights that are rounding errors, in units of eps times the largest weight.
+_ROUNDING = 100.0
+# The number of vectors that measure truncation errors, because one change can be small
+# by chance, and the largest factor between the changes by two steps.
+_TESTS, _SLOWEST = 4, 0.9
 
-class MatrixFunctionLinearOperator(spaces.Dense):
+
+class MatrixFunctionLinearOperator(spaces.Dense, Truncated):
     r"""The operator `f(A)` for a symmetric or Hermitian A, applied by Lanczos.
 
     ```python
@@ -64,6 +73,9 @@ class MatrixFunctionLinearOperator(spaces.Dense):
 
     A product takes s products with A, O(n s^2) time and memory for s vectors. It is
     exact for polynomials of degree below s, and if the Krylov space stops growing.
+    Otherwise it has an error, which error bars include. If `s < n`, each estimate
+    measures the error for four fixed vectors, with 4 s products with A that k doesn't
+    count. It is unknown in means over minibatches, and goes undetected in functions.
 
     You can differentiate products to any order with respect to the vector, and once
     with respect to A and to arrays that `fn` closes over. These derivatives use the
@@ -125,7 +137,7 @@ class MatrixFunctionLinearOperator(spaces.Dense):
             is_bounded = lower is None and spaces.is_positive_semidefinite(operator)
             lower = 0.0 if is_bounded else lower
             self.operator = ComplexLinearOperator(self.operator)
-        self.num_steps = min(num_steps, space.size)
+        self.num_steps = min(num_steps, max(space.size, 1))
         is_group = isinstance(tags, set | frozenset | tuple | list)
         self.tags = frozenset(tags if is_group else (tags,))
         lower = checked_lower(lower, space.real_dtype, where)
@@ -155,9 +167,16 @@ class MatrixFunctionLinearOperator(spaces.Dense):
         is_kept = check in (lx.is_symmetric, lx.is_diagonal)
         return tag in self.tags or (is_kept and spaces.is_known(self.operator, check))
 
-    def points(self, values: Float[Array, " s"], asymmetry: Float[Array, ""]):
+    def points(
+        self,
+        values: Float[Array, " s"],
+        asymmetry: Float[Array, ""],
+        weights: Inexact[Array, "s q"],
+    ) -> Float[Array, " s"]:
         """Ritz values. Those within rounding of `lower` or 0 move there, if f is finite
-        there."""
+        there. Other values where f is infinite move to the largest one, if rounding
+        explains their weights: a vector in A's range has a small part in its null space.
+        """
         values, resolution, _ = ritz_values(
             values,
             asymmetry,
@@ -167,15 +186,75 @@ class MatrixFunctionLinearOperator(spaces.Dense):
         )
         # High-order roots magnify rounding, so we move close Ritz values to the end.
         end = jnp.zeros_like(resolution) if self.lower is None else self.lower
-        is_close = jnp.abs(values - end) <= HIDDEN * resolution * largest_entry(values)
-        return jnp.where(is_close & jnp.isfinite(self.fn(end)[0]), end, values)
+        largest = values[jnp.argmax(jnp.abs(values))]
+        is_close = jnp.abs(values - end) <= HIDDEN * resolution * jnp.abs(largest)
+        values = jnp.where(is_close & self.is_finite(end), end, values)
+        is_bad = jnp.where(is_close, ~self.is_finite(end), ~self.is_finite(values))
+        rounding = _ROUNDING * jnp.finfo(weights.dtype).eps * largest_entry(weights)
+        has_weight = jnp.any(jnp.abs(weights) > rounding, axis=1)
+        return jnp.where(is_bad & ~has_weight, largest, values)
+
+    def is_finite(self, points: Float[Array, "*p"]) -> Bool[Array, "*p"]:
+        return jnp.isfinite(self.fn(points)[0])
 
     def ritz_pairs(self, x: Inexact[Array, " n"]) -> RitzPairs:
+        # For a zero vector we need values in A's range, so we start with signs instead.
+        is_zero = ~jnp.any(x)
+        start = jnp.where(is_zero, hashed_signs(1, len(x), x.dtype, 0)[0], x)
         product = ft.partial(apply_block, self.operator)
-        krylov = lanczos(product, x[:, None], self.num_steps)
-        pairs = krylov.ritz_pairs()
-        values = self.points(pairs.values, krylov.asymmetry)
+        krylov = lanczos(product, start[:, None], self.num_steps)
+        norms = jnp.where(is_zero, 0, krylov.norms)
+        pairs = krylov._replace(norms=norms).ritz_pairs()
+        values = self.points(pairs.values, krylov.asymmetry, pairs.probes)
         return eqx.tree_at(lambda x: x.values, pairs, values)
+
+    @property
+    def is_truncated(self):
+        return self.num_steps < space_of(self.operator).size
+
+    def truncation(self):
+        """Extrapolates errors from products after fewer steps.
+
+        The last step changes a product by d, and each step shrinks changes by a factor
+        q, which we take from the last two thirds. Further changes add up to
+        `d q / (1 - q)`. We allow for twice this error, at most `d / (1 - q)`.
+        """
+        arrays, static = eqx.partition(self, eqx.is_array)
+        op = eqx.combine(jax.lax.stop_gradient(arrays), static)
+        space, most = space_of(op.operator), self.num_steps
+        signs = hashed_signs(_TESTS, space.size, space.compute_dtype, 0).T
+        krylov = lanczos(ft.partial(apply_block, op.operator), signs, most)
+
+        def products(steps):
+            """Coordinates of `f(A) w` for each unit vector w."""
+
+            def product(T):
+                values, S = eigh(T[:steps, :steps])
+                f = op.fn(op.points(values, krylov.asymmetry, S[0, :, None]))[0]
+                S = S.astype(f.dtype)
+                return jnp.pad(matmul(S, f * S[0]), (0, most - steps))
+
+            return jax.vmap(product)(krylov.projected)
+
+        third = max(most // 3, 1)
+        last = products(most)
+        earlier, second, first = (
+            products(steps) if steps > 0 else jnp.zeros_like(last)
+            for steps in (most - 1, most - third, most - 2 * third)
+        )
+        changes = last - earlier, last - second, second - first
+        length = jnp.mean(column_norms(last.T))
+        rounding = 16 * jnp.finfo(length.dtype).eps * length
+
+        def error(size):
+            d, b, a = (jnp.mean(size(x)) for x in changes)
+            q = jnp.clip((b / divisor(a)) ** (1 / third), 0, _SLOWEST)
+            return jnp.where(b > rounding, d * jnp.minimum(2 * q, 1) / (1 - q), 0)
+
+        in_products = error(lambda x: column_norms(x.T))
+        in_forms = error(lambda x: jnp.abs(x[:, 0]))
+        mean = jnp.abs(jnp.mean(last[:, 0]))
+        return Truncation(ratio(in_products, length), in_forms, mean)
 
 
 def _combine(pairs: RitzPairs, f: Inexact[Array, "s q"]) -> Inexact[Array, "n q"]:
@@ -260,7 +339,8 @@ def _frechet(
         T = inner(G, apply_block(op.operator, G))
         values, vectors = eigh((T + T.conj().T) / 2)
         G = combine(G, vectors)
-        g = functions(op.points(values, jnp.zeros_like(values[0])))
-        return combine(G, jnp.sum(g * inner(G, W), axis=1)[:, None])[:, 0]
+        weights = inner(G, W)
+        g = functions(op.points(values, jnp.zeros_like(values[0]), weights))
+        return combine(G, jnp.sum(g * weights, axis=1)[:, None])[:, 0]
 
     return _linear(op, forward, functions, W)

@@ -12,6 +12,7 @@ from .._arguments import check_key, check_real_scalar
 from .._error_bar import ErrorBar, add_known_error, joint_bar
 from .._linalg.whitening import Preconditioner
 from .._operators.check import checked_operator
+from .._operators.entries import known_sizes
 from .._operators.space import Space, space_of, state_space
 from .._state import State, StoredKey
 from .function import SpectralFunction, checked_lower, spectral_function
@@ -76,15 +77,23 @@ class SpectralState(State):
     @property
     def magnitude(self) -> Float[Array, ""] | None:
         """Magnitude of the terms that cancel in a product, for rounding errors."""
-        P = self.preconditioner
-        return None if P is None else P._magnitude
+        if self.preconditioner is not None:
+            return self.preconditioner._magnitude
+        sizes = known_sizes(self.operator)
+        return None if sizes is None else jnp.max(sizes, initial=0)
+
+    @property
+    def half(self) -> float:
+        """The factor in log densities, 1/2 for real observations. For complex ones, which
+        are circular and have two real parts, it is 1."""
+        return 1.0 if self.space.is_complex else 0.5
 
     @property
     def treedef(self):
         return self.function.treedef(self.space.real_dtype)
 
     def bar(self, bars):
-        return joint_bar(bars) if self.rhs is None else likelihood_bar(bars)
+        return joint_bar(bars) if self.rhs is None else likelihood_bar(self.half, bars)
 
     def stats_of_exact(self, stats):
         # We pad with points that have weight 0.
@@ -119,12 +128,12 @@ def init_spectral_state(
     return SpectralState(key, operator, function, lower, trace=trace)
 
 
-def likelihood_bar(bars: list[ErrorBar]) -> ErrorBar:
-    """The error bar for a Gaussian log likelihood, from the error bars for
-    log-determinant and quadratic forms. Other terms are known exactly."""
+def likelihood_bar(half: float, bars: list[ErrorBar]) -> ErrorBar:
+    """The error bar for a Gaussian log likelihood, from `SpectralState.half` and the error
+    bars for log-determinant and quadratic forms. Other terms are known exactly."""
     logdet, forms = bars
     q = forms.mean.shape[0]
-    mean = -(q * logdet.mean + jnp.sum(forms.mean)) / 2
-    error, freedom = q * logdet.standard_error / 2, logdet.degrees_of_freedom
+    mean = -half * (q * logdet.mean + jnp.sum(forms.mean))
+    error, freedom = half * q * logdet.standard_error, logdet.degrees_of_freedom
     bar = ErrorBar(mean, error, freedom)
-    return add_known_error(bar, jnp.sum(forms.standard_error) / 2)
+    return add_known_error(bar, half * jnp.sum(forms.standard_error))

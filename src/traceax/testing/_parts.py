@@ -20,7 +20,7 @@ from .._linalg.whitening import Preconditioner
 from .._operators.check import as_complex, as_data, checked_operator
 from .._operators.curvature import HessianLinearOperator
 from .._operators.entries import columns_of, diagonal_of
-from .._operators.solvers import solver_tolerance
+from .._operators.solvers import product_error
 from .._operators.space import (
     apply_block,
     is_known,
@@ -117,6 +117,7 @@ def check_operator(key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> 
     | check | requirement |
     |---|---|
     | linear | `A (a x + b y) = a A x + b A y`, for short and long vectors; for `a = i` if they are complex |
+    | zero | `A 0 = 0`, where an iteration may divide by 0 |
     | symmetric | `y^T A x = x^T A y` |
     | semidefinite, Hermitian | `y^* A x = (x^* A y)^*`, and Ritz values have one sign |
     | diagonal, tridiagonal, triangular | a product with a stretch of a vector ends where it must |
@@ -190,10 +191,15 @@ def _errors(rng: Any, operator: Any) -> Iterator[tuple[str, float, float]]:
     X, Y = rng.normal(size=(2, space.size, 4 * reals)).view(kind)
     AX, AY = _product(data, X), _product(data, Y)
     eps = float(jnp.finfo(space.compute_dtype).eps) * space.rounding
-    solvers = float(solver_tolerance(A, space.real_dtype) or 0.0)
+    solvers = float(product_error(A, space.real_dtype) or 0.0)
     limit = max(1e-3, min(100 * eps, 0.1), 100 * solvers)
     least, name = min(1e3 * eps, 0.3), "complex, though linear over the real numbers"
-    pairs = ("linear", -1.7, 0.6), ("linear, for long vectors", 256, 0), (name, 1j, 0)
+    # Long products must stay below the largest number. A factor of 1 would test nothing.
+    largest = np.max(np.abs(AX), initial=np.max(np.abs(X), initial=1))
+    most = min((float(jnp.finfo(x.dtype).max) for x in space.leaves), default=math.inf)
+    power = np.floor(np.log2(most / 8) - np.log2(largest))
+    long = np.exp2(min(8, power or -1))
+    pairs = ("linear", -1.7, 0.6), ("linear, for long vectors", long, 0), (name, 1j, 0)
     for name, a, b in pairs[: 1 + reals]:
         expected = a * AX + b * AY
         error = _ratio(_product(data, a * X + b * Y) - expected, expected)
@@ -201,6 +207,7 @@ def _errors(rng: Any, operator: Any) -> Iterator[tuple[str, float, float]]:
         if not error <= limit:
             return
         least = max(least, 10 * error)
+    yield "zero", _ratio(_product(data, np.zeros_like(X)), AX), least
     W = rng.normal(size=(len(AX), 4 * reals)).view(kind)
     for name, claimed, other, conj in (
         ("symmetric", symmetric, lambda: A, np.asarray),
