@@ -299,7 +299,7 @@ def test_objects_that_resemble_scipy_operators():
 
 
 class Sizes:
-    """An operator whose sizes are NumPy numbers, as products of grid sizes are."""
+    """An operator whose sizes are NumPy numbers, as from `numpy.prod`."""
 
     dtype = float_dtype()
 
@@ -373,7 +373,7 @@ def test_objects_that_are_refused():
 
 
 class Weights:
-    """A graph with a sparse matrix, like those of libpysal."""
+    """A graph with a sparse matrix, as in libpysal."""
 
     sparse = scipy.sparse.csr_array(np.diag([1.0, 2.0]))
 
@@ -382,7 +382,7 @@ class Weights:
 
 
 class Foreign:
-    """A sparse array like pydata's, which doesn't turn into a dense one by itself."""
+    """A sparse array that NumPy can't convert, as in pydata's `sparse`."""
 
     shape, dtype = (2, 2), "float64"
 

@@ -200,7 +200,7 @@ def test_blocks_and_stats_of_custom_estimators():
 def test_the_remedies_for_log_determinants_of_other_matrices():
     message = tx.RESULTS[tx.RESULTS.not_hermitian]
     assert "I - rho D^-1/2 B D^-1/2" in message
-    assert "log |det A| is half of the log-determinant of A.T @ A" in message
+    assert "A.T @ A" in message
     n, rho, key = 40, 0.8, jr.key(0)
     rng = np.random.default_rng(0)
     B = np.triu(rng.random((n, n)) < 0.3, 1) * rng.random((n, n))
@@ -213,7 +213,7 @@ def test_the_remedies_for_log_determinants_of_other_matrices():
         operator = tx.as_operator(matrix, tags=lx.positive_semidefinite_tag)
         return tx.logdet(key, operator, k)
 
-    with pytest.raises(RuntimeError, match=r"log-determinant of A\.T @ A"):
+    with pytest.raises(RuntimeError, match=r"A\.T @ A"):
         logdet(A)
     similar = one - rho * B / np.sqrt(D[:, None] * D[None])
     for k in (None, 25):

@@ -582,7 +582,7 @@ def test_real_observations_of_a_complex_kernel():
 
 @pytest.mark.parametrize("k", [None, 20])
 def test_complex_observations_have_a_circular_density(k):
-    # The density in C^n is that of their 2n real and imaginary parts.
+    # Their density in C^n equals the density of 2n real and imaginary parts.
     n, rng = 9, np.random.default_rng(0)
     B = rng.normal(size=(n, n)) + 1j * rng.normal(size=(n, n))
     y = rng.normal(size=(n, 2)) + 1j * rng.normal(size=(n, 2))

@@ -1,4 +1,4 @@
-"""Numbers from entries carry the rounding errors of their terms."""
+"""Numbers from entries carry their terms' rounding errors."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def kernel(length, scale=1.0, x=PLACES):
 
 
 def truths(noise, y):
-    """Values and slopes along length and noise of log-determinant and quadratic form."""
+    """Log-determinant and quadratic form, with slopes along length and noise."""
     wide = np.longdouble if is_x64() else float
     noise = wide(float(as_array(noise)))
     K = np.exp(-SQUARES.astype(wide) / (2 * LENGTH**2))

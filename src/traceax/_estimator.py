@@ -19,7 +19,7 @@ from ._linalg.types import automatic, same_layouts
 from ._operators.check import as_data, is_nonlinear, jitted
 from ._operators.entries import unit_columns
 from ._operators.inverse import DiagonalErrors, diagonal_errors
-from ._operators.solvers import solver_tolerances
+from ._operators.solvers import is_inexact, solver_tolerances
 from ._operators.space import FUNCTIONS, columns_at_once, parts_of
 from ._results import RESULTS, any_unmet, map_results
 from ._rule import Evidence, Outcome, StandIn, bind, run
@@ -91,7 +91,7 @@ class Estimator(eqx.Module, Generic[S]):
         space = state.space
         exact = k >= space.size
         errors = None
-        if not self._bars_include_solver_errors:
+        if is_inexact(state.operator) and not self._bars_include_solver_errors:
             # Exact answers measure solver errors, so we don't add them again.
             errors = diagonal_errors(state.operator, solves_are_measured=exact)
         solvers = state.solvers if errors is None else errors.products

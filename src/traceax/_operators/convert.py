@@ -103,7 +103,7 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
 
 
 def _conversion(x: Any) -> str:
-    """What makes a matrix that we take from another library's object."""
+    """Advice on how to make a matrix from another library's object."""
     if any(is_a(getattr(x, "sparse", None), "scipy.sparse", y) for y in _KINDS):
         return "pass x.sparse"  # libpysal
     own = [name for name in _TO_MATRIX if callable(getattr(x, name, None))]
