@@ -222,6 +222,12 @@ def entry_points_on_each_device(_, mesh):
     a = jnp.asarray(rng.normal(size=(n, n)))
     positive = a @ a.T + jnp.eye(n)
 
+    def chain(entry, key, scale):
+        """A quantity of a tridiagonal operator."""
+        other = jnp.ones(n - 1)
+        bands = scale * jnp.linspace(2.0, 3.0, n), scale * other, other
+        return entry(key, lx.TridiagonalLinearOperator(*bands), throw=False).value
+
     def values(key, scale):
         # We give every device its own points: at a shared point, a derivative would be
         # a sum over devices.
@@ -263,6 +269,8 @@ def entry_points_on_each_device(_, mesh):
                 ).value,
                 tx.trace_inverse(key, kernel, n, shift=scale, **quiet).value,
                 tx.spectral_density(key, kernel, 9, **quiet).points[0],
+                chain(tx.logdet, key, scale),
+                *jax.value_and_grad(chain, 2)(tx.trace_inverse, key, scale),
             ]
         )
 

@@ -216,3 +216,15 @@ def test_long_vectors_stay_within_16_bits():
     for A in (matrix(1.0), matrix(100.0)):
         saturated = _operator(lambda v, A=A: A @ jnp.clip(v, -6, 6), jnp.float16)
         assert _faults(saturated) == [LONG]
+
+
+def test_products_with_the_zero_vector_are_checked():
+    def unit(v):
+        return v * (jnp.sum(v**2) / jnp.sum(v**2))
+
+    assert _faults(_operator(unit)) == ["zero"]
+    safe = _operator(lambda v: jnp.where(jnp.any(v), unit(v), 0))
+    assert not _faults(safe)
+    # The error of few steps explains why products aren't linear.
+    few = tx.MatrixFunctionLinearOperator(_function(SEMIDEFINITE, PSD), jnp.sqrt, 5)
+    assert not _faults(few)

@@ -102,15 +102,18 @@ def test_log_determinants_inverses_and_forms_of_matrices(complex):
     assert_close(columns.value, truth, 1e-12)
     assert columns.stats["num_columns"] == 0
 
+    # A complex y is circular: its real and imaginary parts are independent.
+    half = 1.0 if complex else 0.5
+
     def likelihoods(A):
         total = A + 0.1 * jnp.eye(N, dtype=A.dtype)
         u = jnp.linalg.solve(total, y)
         forms = jnp.sum(jnp.real(y.conj() * u))
-        exact = -jnp.linalg.slogdet(total)[1] - forms / 2
+        exact = -half * (2 * jnp.linalg.slogdet(total)[1] + forms)
         likelihood = tx.gaussian_log_likelihood(
             jr.key(0), lx.MatrixLinearOperator(A), jnp.asarray(y), shift=0.1
         )
-        return likelihood.value, exact - N * np.log(2 * np.pi)
+        return likelihood.value, exact - 2 * half * N * np.log(np.pi / half)
 
     gradients = jax.jit(jax.jacrev(likelihoods))(jnp.asarray(A))
     assert_close(*gradients, 1e-8, 1e-8 * np.abs(gradients[1]).max())
@@ -657,6 +660,39 @@ def test_second_derivatives_of_long_chains_in_32_bits():
     eigenvalues = 3.5 + np.cos(np.pi * np.arange(1, n + 1) / (n + 1))
     first, second, third = (np.sum(eigenvalues**-p) for p in (1.0, 2.0, 3.0))
     assert_close(results, ((first, -second), (-second, 2 * third)), 3e-6)
+
+
+def test_graded_tridiagonal_operators_in_32_bits():
+    # Products of two small entries are below the smallest 32-bit number.
+    n = 40
+    scales = 2.0 ** np.linspace(-60, 60, n).round()
+    # With S for the matrix of scales, the operator is S C S.
+    C = _dense(np.full(n, 1.3), *[np.full(n - 1, 0.6)] * 2).astype(np.float32)
+    rows, inverse = np.arange(n - 1), np.linalg.inv(C.astype(float))
+
+    @jax.jit
+    def run(d, other):
+        def estimate(entry, d):
+            operator = lx.TridiagonalLinearOperator(d, other, other)
+            return entry(jr.key(0), operator)
+
+        change = (d,), (d,)
+        pairs = [
+            tx.jvp(ft.partial(estimate, x), *change)
+            for x in (tx.logdet, tx.trace_inverse)
+        ]
+        return _numbers(*pairs[0], *pairs[1])
+
+    with jax.enable_x64(False):
+        A = (scales[:, None] * C * scales).astype(np.float32)
+        bands = np.diag(A), A[rows, rows + 1]
+        values, errors = np.asarray(run(*map(jnp.asarray, bands)), float).T
+    moved = np.diag(inverse @ np.diag(np.diag(C)) @ inverse)
+    truths = np.linalg.slogdet(C)[1] + 2 * np.sum(np.log(scales))
+    truths = [truths, np.sum(np.diag(inverse) * np.diag(C))]
+    truths += [np.sum(np.diag(inverse) / scales**2), -np.sum(moved / scales**2)]
+    assert np.all(np.abs(values - truths) <= 3 * errors), (truths, values, errors)
+    assert np.all(errors < 1e-4 * np.abs(truths))
 
 
 @pytest.mark.x64

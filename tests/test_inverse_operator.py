@@ -308,3 +308,51 @@ def test_products_are_homogeneous():
     x = as_array(normal(N))
     for scale in (2.0**-20, 2.0**20):
         assert_close(inverse.mv(scale * x) / scale, inverse.mv(x), rtol=100 * eps())
+
+
+def test_diagonal_matrices_without_a_tag_for_it():
+    # The remainder after two terms consists of rounding errors if D is the diagonal.
+    n, key = 40, jr.key(0)
+    d = np.stack(
+        [
+            np.linspace(1, 2, n),
+            np.geomspace(0.01, 1, n),
+            np.ones(n),
+            1 / np.arange(1, n + 1),
+        ]
+    )
+    nearly = d[0] * np.eye(n) + 1e-7 * matrix("signed", n)
+
+    @jax.jit
+    def run(a):
+        operator = lx.MatrixLinearOperator(a, PSD)
+        inverse = tx.InverseLinearOperator(operator, lx.CG(1e-6, 1e-6))
+        estimate = tx.trace(key, inverse, 10, throw=False)
+        return estimate.value, estimate.standard_error, estimate.result
+
+    for dtype in (np.float32, np.float64):
+        for matrix_64 in (*(np.diag(x) for x in d), nearly):
+            a = matrix_64.astype(dtype)
+            value, error, result = run(jnp.asarray(a))
+            truth = np.trace(np.linalg.inv(a.astype(float)))
+            assert result == tx.RESULTS.successful
+            assert abs(value - truth) <= 4 * error <= 100 * eps(dtype) * truth
+
+
+def test_products_that_are_nan_are_failures():
+    # lineax's CG takes no step, and returns zeros as a solution.
+    x = jnp.ones(N)
+    broken = tx.as_operator(lambda v: v / jnp.sum(v**2), x, tags=PSD)
+    inverse = tx.InverseLinearOperator(broken, lx.CG(1e-6, 1e-6))
+    assert np.all(np.isnan(inverse.mv(x)))
+    assert tx.trace(jr.key(0), inverse, 4, throw=False).result == tx.RESULTS.nonfinite
+    whole = tx.InverseLinearOperator(lx.MatrixLinearOperator(jnp.eye(N), PSD), COARSE)
+    assert not np.any(whole.mv(0 * x))
+
+
+def test_operators_without_unknowns():
+    identity = tx.as_operator(lambda v: v, jnp.zeros(0), tags=PSD)
+    inverse = tx.InverseLinearOperator(identity, COARSE)
+    assert inverse.mv(jnp.zeros(0)).shape == (0,)
+    assert tx.trace(jr.key(0), inverse, 2).value == 0
+    assert tx.trace_function(jr.key(0), jnp.log, inverse, 2).value == 0

@@ -460,7 +460,7 @@ def _selected(branches, index, t):
 
 def test_every_quantity_includes_the_error_of_few_steps():
     # jnp.log is a jitted function, which an estimate must not turn into a plain one.
-    n, steps, key = 24, 4, jr.key(0)
+    n, steps, key = 24, 8, jr.key(0)
     values = np.geomspace(0.01, 1, n)
     u = np.linalg.qr(normal((n, n)))[0]
     a = (u * values) @ u.T
@@ -475,7 +475,7 @@ def test_every_quantity_includes_the_error_of_few_steps():
 
         f = _function(a, jnp.log, steps)
         mean = tx.MeanLinearOperator(
-            lambda s: s * _function(a, jnp.log, 4), jnp.ones(2)
+            lambda s: s * _function(a, jnp.log, steps), jnp.ones(2)
         )
         estimates = {
             "multiple": tx.trace(key, 2.0 * f + B, n),
@@ -504,7 +504,7 @@ def test_every_quantity_includes_the_error_of_few_steps():
     for name, truth in truths.items():
         value, error, _ = results[name]
         assert np.all(np.abs(value - truth) <= 4 * error)
-        assert np.all(error <= np.max(np.abs(truth)))
+        assert np.all(error <= 2 * np.max(np.abs(truth)))
     assert np.isnan(results["mean"][1])
     assert results["tolerance"][2] == tx.RESULTS.tolerance_not_met
     assert results["loose"][2] == tx.RESULTS.successful

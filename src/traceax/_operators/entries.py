@@ -337,7 +337,7 @@ def readable_diagonal(operator: lx.AbstractLinearOperator) -> KnownDiagonal | No
 
 def _from_parts(operator: lx.AbstractLinearOperator) -> KnownDiagonal | None:
     """The diagonal from registered entries, or from the parts' diagonals."""
-    if _is_readable(diagonal_entries, operator):
+    if _is_sum_readable(diagonal_entries, operator):
         return KnownDiagonal(0, lambda: diagonal_of(operator))
     summands, combine = parts(operator), jnp.add
     if isinstance(operator, lx.ComposedLinearOperator):

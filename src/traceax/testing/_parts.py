@@ -191,7 +191,7 @@ def _errors(rng: Any, operator: Any) -> Iterator[tuple[str, float, float]]:
     X, Y = rng.normal(size=(2, space.size, 4 * reals)).view(kind)
     AX, AY = _product(data, X), _product(data, Y)
     eps = float(jnp.finfo(space.compute_dtype).eps) * space.rounding
-    solvers = float(product_error(A, space.real_dtype) or 0.0)
+    solvers = float(_product_error(A, space.real_dtype) or 0.0)
     limit = max(1e-3, min(100 * eps, 0.1), 100 * solvers)
     least, name = min(1e3 * eps, 0.3), "complex, though linear over the real numbers"
     # Long products must stay below the largest number. A factor of 1 would test nothing.
@@ -245,7 +245,7 @@ def _errors(rng: Any, operator: Any) -> Iterator[tuple[str, float, float]]:
         yield "unit diagonal", _ratio(error, 1), least
 
 
-_compiled = eqx.filter_jit(apply_block)
+_compiled, _product_error = eqx.filter_jit(apply_block), eqx.filter_jit(product_error)
 
 
 def _product(A: lx.AbstractLinearOperator, block: Any) -> Any:
