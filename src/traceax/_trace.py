@@ -175,9 +175,8 @@ def _estimate(
         assert split.exact is not None
         judge = jtu.Partial(_judge_exact, functional)
         evidence = Evidence(split.exact.terms, judge)
-        estimate = Estimate(
-            zero, zero.real, RESULTS.successful, stats, state, evidence=evidence
-        )
+        result, by = RESULTS.successful, ("", 0)
+        estimate = Estimate(zero, zero.real, result, stats, state, by, evidence)
     else:
         budget, choice, start = k - split.num_matvecs, CHOICES.given, state
         if estimator is None:
