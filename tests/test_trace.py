@@ -58,9 +58,10 @@ def _structural():
 def test_known_structure_is_summed(key, name):
     operator, used = _structural()[name]
     estimate = tx.trace(key, operator, 3)
+    size = float(jnp.finfo(estimate.value.dtype).eps) * abs(complex(estimate.value))
     assert_close(estimate.value, exact_trace(operator), rtol=1e-5)
-    # Products are rounded, and entries that we read are not.
-    assert (estimate.standard_error == 0) == (used == 0)
+    # Products are rounded. Entries that we read aren't, but their sum may be.
+    assert (used > 0) * size / 10 <= estimate.standard_error < 100 * size
     assert _choice(estimate) == "Exact"
     assert int(estimate.stats["num_matvecs"]) == used
     gradient = jax.grad(lambda s: tx.trace(key, operator * s, 3).value)(1.0)
