@@ -92,7 +92,7 @@ def _factorise(
     return lower, U, forms[-1], change, jnp.stack([once, twice])
 
 
-def _signs(A: Inexact[Array, "n n"]) -> Inexact[Array, "n m"]:
+def _signs(A: Inexact[Array, "n _"]) -> Inexact[Array, "n m"]:
     # These are constants: JAX's generator takes a sixth of a likelihood's compile time.
     signs = np.random.default_rng(0).choice([-1, 1], (len(A), _NUM_PROBES))
     return jnp.asarray(signs, A.dtype)
