@@ -454,6 +454,15 @@ def test_error_bars_include_the_error_of_few_steps(steps):
         assert np.all(errors <= 5 * bars + rounding)
 
 
+def test_the_error_of_one_step_is_unknown():
+    # The mean eigenvalue is 1, where both functions are 0.
+    a = np.eye(20) + 0.3 * np.eye(20, k=1) + 0.3 * np.eye(20, k=-1)
+    for fn in (jnp.log, lambda t: (t - 1) ** 2):
+        for k in (8, 20):
+            estimate = tx.trace(jr.key(0), _function(as_array(a), fn, 1), k)
+            assert jnp.isnan(estimate.standard_error)
+
+
 def _selected(branches, index, t):
     return jnp.stack([fn(t) for fn in branches])[index]
 

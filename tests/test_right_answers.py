@@ -558,6 +558,9 @@ def test_functions_with_conjugates_have_no_trace(key):
     n = 4
     vector = jnp.zeros(n, complex_dtype())
     turned = jax.random.normal(key, (n, n), vector.dtype)
+    slightly = tx.as_operator(lambda v: turned @ v + 1e-3 * v.conj(), vector)
+    estimate = tx.trace(key, slightly, n, throw=False)
+    assert estimate.result == tx.RESULTS.not_linear
     for k in (2, n, 3 * n):
         wrong = tx.as_operator(lambda v: v + 2 * v.conj(), vector)
         estimate = tx.trace(key, wrong, k, throw=False)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, ArrayLike, Key, PyTree
+from jaxtyping import Array, ArrayLike, Float, Key, PyTree
 
 from ._arguments import check_budget, check_key, require
 from ._error_bar import ErrorBar, exact_bar, sum_of_independent
@@ -37,11 +37,12 @@ from ._operators.space import (
     structure_of,
     unflatten,
 )
-from ._results import RESULTS, finite_or_failed
-from ._rule import Evidence, cast_bar
+from ._outcome import Evidence, Outcome, as_arrays, cast_bar, make_estimate
+from ._plan import make_plan
+from ._results import RESULTS
 from ._state import DerivedState, TraceState, init_state
 from ._tolerance import NO_PROGRESS_METER, ProgressMeter, make_stop
-from ._trace import estimate_whole, trace
+from ._trace import estimate_whole
 from ._trace_estimator import TraceEstimator
 
 
@@ -209,19 +210,17 @@ def _by_block(
     for finished, (size, i) in enumerate(order):
         share = (k - used) // (len(order) - finished)
         block = TraceState(keys[i], block_of(operator, i))
-        outcome, _ = outcome_of(HutchinsonEstimator(), block, share, None)
+        estimator = HutchinsonEstimator()
+        plan = make_plan(estimator, block, share, None, NO_PROGRESS_METER, "")
+        outcome, _ = outcome_of(plan, block)
         bars[i] = cast_bar(outcome.bars[0], dtype)
         used += min(share, size)
     # Probes on different leaves are independent.
     sums = [sum_of_independent(*(bars[i] for i in group)) for group in groups]
     bars = [*sums, sum_of_independent(*bars)]
     bar = ErrorBar(*map(jnp.stack, zip(*bars, strict=True)))
-    stats = {
-        "num_matvecs": jnp.int32(used),
-        "degrees_of_freedom": bar.degrees_of_freedom,
-    }
-    result = finite_or_failed(bar.mean, RESULTS.successful)
-    return Estimate(*bar[:2], result, stats, state)
+    outcome = Outcome([bar], [RESULTS.successful], {"num_matvecs": jnp.int32(used)})
+    return make_estimate(outcome, state.treedef, state, ("", math.inf))
 
 
 def block_of(
@@ -246,6 +245,9 @@ def block_of(
     return linear_function(mv, structure_of(leaves[index]), solver_tags(operator))
 
 
+_NORM = "traceax.frobenius_norm_squared"
+
+
 def frobenius_norm_squared(
     key: Key[Array, ""],
     operator: lx.AbstractLinearOperator,
@@ -266,20 +268,14 @@ def frobenius_norm_squared(
 
     **Returns:** a [`traceax.Estimate`][] with a real value. `num_matvecs` counts both.
     """
-    where = "traceax.frobenius_norm_squared"
+    where = _NORM
     if not isinstance(operator, lx.AbstractLinearOperator):
         checked_operator(operator, where)
     operator = as_complex(operator)
     k, space = check_budget(k, where), space_of(operator)
     if k >= space.size:
-        bar = _exact_norm(as_data(operator))
-        stats = {"num_matvecs": jnp.int32(space.size)}
-        stats["degrees_of_freedom"] = bar.degrees_of_freedom
         check_key(key, where)
-        state = DerivedState(where)
-        result = finite_or_failed(bar.mean, RESULTS.successful)
-        evidence = Evidence(bar.mean, jtu.Partial(_judge_norm))
-        estimate = Estimate(*bar[:2], result, stats, state, evidence=evidence)
+        estimate = _exact_norm(as_data(operator))
         return raise_failure(estimate) if throw else estimate
     hint = "an estimate takes a product with A and one with its adjoint"
     require(k > 1, where, "k must be at least 2", "1", hint)
@@ -293,19 +289,24 @@ def frobenius_norm_squared(
         adjoint = scaled.transpose()
         adjoint = lx.conj(adjoint) if space.is_complex else adjoint
     gram = lx.TaggedLinearOperator(adjoint @ scaled, lx.positive_semidefinite_tag)
-    estimate = trace(key, gram, (k - spent) // 2, estimator, throw=False)
-    used = 2 * estimate.stats["num_matvecs"] + spent
+    state, change = init_state(key, gram, where), jtu.Partial(_unscaled, unit, spent)
+    k = (k - spent) // 2
+    return estimate_whole(where, state, k, estimator, throw=throw, change=change)
+
+
+def _unscaled(
+    unit: Float[Array, ""], spent: int, outcome: Outcome
+) -> tuple[Outcome, DerivedState]:
+    """`unit^2` times the outcome. Each product counts twice, for A and its adjoint."""
+    used = 2 * outcome.stats["num_matvecs"] + spent
     # We multiply twice, because the squared unit may over- or underflow.
-    estimate = estimate.times(unit).times(unit)
-    result = finite_or_failed(estimate.value, estimate.result)
-    stats, state = {**estimate.stats, "num_matvecs": used}, DerivedState(where)
-    estimate = estimate.replaced(result=result, stats=stats, state=state)
-    return raise_failure(estimate) if throw else estimate
+    outcome = outcome.times(unit).times(unit).with_stats(num_matvecs=used)
+    return outcome, DerivedState(_NORM)
 
 
 @jitted
 @automatic
-def _exact_norm(operator: lx.AbstractLinearOperator) -> ErrorBar:
+def _exact_norm(operator: lx.AbstractLinearOperator) -> Estimate:
     space = space_of(operator)
 
     def norm(column, j):
@@ -327,7 +328,11 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> ErrorBar:
     if truncated is not None:
         more = 2 * truncated * jax.lax.stop_gradient(value)
         bar = bar._replace(standard_error=bar.standard_error + more)
-    return cast_bar(bar, space.real_dtype)
+    bars, stats = [cast_bar(bar, space.real_dtype)], {"num_matvecs": space.size}
+    evidence = Evidence(bar.mean, jtu.Partial(_judge_norm))
+    outcome = Outcome(bars, [RESULTS.successful], as_arrays(stats), evidence)
+    treedef, state = jtu.tree_structure(0), DerivedState(_NORM)
+    return make_estimate(outcome, treedef, state, ("", math.inf))
 
 
 def _judge_norm(value: Array) -> list[ErrorBar]:

@@ -28,9 +28,9 @@ from ._linalg.pivoted_cholesky import rounding_of
 from ._linalg.whitening import Block, Preconditioner
 from ._operators.entries import columns_of, diagonal_of, sizes_of
 from ._operators.space import apply_block, space_of
+from ._outcome import Outcome
 from ._preconditioner import PreconditionedLinearOperator
 from ._results import RESULTS
-from ._rule import Outcome
 from ._spectral.cholesky import (
     Rounding,
     entry_rounding,

@@ -225,17 +225,6 @@ class Estimate(eqx.Module):
         }
         return Estimate(**{**arguments, **changes})
 
-    def times(self, factor: Inexact[Array, ""]) -> "Estimate":
-        """The estimate for `factor` times the value."""
-        evidence = self._evidence.unbox()
-        if evidence is not None:
-            evidence = evidence.times(factor, self._standard_error)
-        return self.replaced(
-            value=self.value * factor.astype(self.value.dtype),
-            standard_error=jnp.abs(factor) * self._standard_error,
-            evidence=evidence,
-        )
-
     @property
     def state(self) -> PyTree:
         """The state that the estimator's `estimate` takes."""
@@ -379,19 +368,10 @@ def _interval(value, error, freedom, level):
     return value - half, value + half
 
 
-def with_slopes(ends: PyTree[Array], value: PyTree[Array]) -> PyTree[Array]:
-    """The ends of a bracket, with the value's derivative."""
-    return jtu.tree_map(
-        lambda end, x: jax.lax.stop_gradient(end) + (x - jax.lax.stop_gradient(x)),
-        ends,
-        value,
-    )
-
-
 def _number_with_error(value: Any, error: Any, low: Any, high: Any) -> str:
     """A number, rounded to the digits that its error supports, and its interval."""
     if np.ndim(value):
-        size = np.sqrt(np.mean(np.asarray(error) ** 2))
+        size = np.sqrt(np.mean(np.asarray(error) ** 2)) if np.size(value) else 0
         words = "(exact)" if size == 0 else f"+- {size:.2g} (root mean square)"
         first = [f"{x:.4g}" for x in np.ravel(value)[:_MOST_PRINTED]]
         first += ["..."] * (np.size(value) > _MOST_PRINTED)

@@ -1,4 +1,19 @@
-"""The interface of all estimators, and the driver from a state to an outcome."""
+r"""Estimators, the driver behind all estimates, and the derivative rule that they share.
+
+An estimator returns its values with a `StandIn`, which carries their derivative. For a
+trace, it holds two fixed blocks V and Z (n x p) with `E[V Z^*] = I`, and the derivative is
+
+    d value = <Z, dA V> = sum_j z_j^* (dA v_j),    V and Z held fixed.
+
+This derivative is unbiased: as `<Z, dA V> = tr(dA V Z^*)`, its expectation is the true
+derivative `tr dA`. It is also linear in dA, so it is unbiased to every order: with the same
+blocks, the second derivative `<Z, A''(t) V>` has expectation `tr A''(t)`. Stand-ins for
+other quantities hold other blocks, and other linear functions of dA's products with these.
+
+The rule never differentiates an estimator's algorithm. It runs the algorithm once, takes the
+stand-in, and differentiates only "multiply the operator by V", which JAX can transpose. So
+`compute` may use anything, such as factorisations and loops.
+"""
 
 import abc
 import dataclasses
@@ -12,7 +27,6 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
-from ._arguments import most_products, resolve_budget
 from ._error_bar import ErrorBar
 from ._estimate import Estimate, raise_failure
 from ._linalg.types import automatic, same_layouts
@@ -21,17 +35,17 @@ from ._operators.entries import unit_columns
 from ._operators.inverse import DiagonalErrors, diagonal_errors
 from ._operators.solvers import is_inexact, solver_tolerances
 from ._operators.space import FUNCTIONS, columns_at_once, parts_of
+from ._outcome import Evidence, Outcome, make_estimate
+from ._plan import Plan, make_plan
 from ._results import RESULTS, any_unmet, map_results
-from ._rule import Evidence, Outcome, StandIn, bind, run
+from ._rule import StandIn
 from ._state import CustomState, Grown, State, TraceState, checked_state
 from ._tolerance import (
-    EXACT_SIZE,
     LEAST_PRODUCTS,
     NO_PROGRESS_METER,
     Depth,
     ProgressMeter,
     Stop,
-    loop_products,
     make_stop,
     tolerance_result,
 )
@@ -84,60 +98,6 @@ class Estimator(eqx.Module, Generic[S]):
     def _finish(self, state: S, computed: Any) -> tuple[Outcome, StandIn]:
         """The outcome of `compute`, and its stand-in, which carries the derivative."""
 
-    def run(
-        self, state: S, k: int, stop: Stop | Depth | None
-    ) -> tuple[Outcome, StandIn]:
-        """The exact answer if `k >= n`, else an estimate by k products or to `stop`."""
-        space = state.space
-        exact = k >= space.size
-        errors = None
-        if is_inexact(state.operator) and not self._bars_include_solver_errors:
-            # Exact answers measure solver errors, so we don't add them again.
-            errors = diagonal_errors(state.operator, solves_are_measured=exact)
-        solvers = state.solvers if errors is None else errors.products
-        if exact:
-            outcome, stand_in = self._exact(state)
-        elif stop is None:
-            outcome, stand_in = self._finish(state, self.compute(state.given, k))
-        else:
-            remaining = stop
-            if isinstance(stop, Stop) and errors is not None:
-                remaining = dataclasses.replace(stop, solvers=errors.share)
-            computed = self.compute_until(state.given, k, remaining)
-            outcome, stand_in = self._finish(state, computed)
-        if space.is_complex and parts_of(state.operator, FUNCTIONS):
-            is_wrong = is_nonlinear(state.operator)
-            results = map_results(
-                lambda x: RESULTS.where(is_wrong, RESULTS.not_linear, x),
-                outcome.results,
-            )
-            outcome = outcome._replace(results=results)
-        if errors is not None and isinstance(state, TraceState | CustomState):
-            counts = state.functional.num_rows(space.size)
-            bars = [_with_errors(x, errors, counts) for x in outcome.bars]
-            outcome = outcome._replace(bars=bars)
-        if isinstance(stop, Stop):
-            results = outcome.results
-            if not exact or solvers is not None:
-                bar = state.bar(outcome.bars)
-                results = [tolerance_result(stop, bar, x) for x in results]
-            needed = outcome.stats.get("products_needed", float(space.size))
-            needed = jnp.asarray(needed, space.real_dtype)
-            # We keep infinity, which means unknown, or that products don't help.
-            most = jnp.minimum(needed, space.size)
-            needed = jnp.where(jnp.isfinite(needed), most, needed)
-            if solvers is not None and (exact or self._bars_include_solver_errors):
-                needed = jnp.where(any_unmet(results), jnp.inf, needed)
-            stats = {**outcome.stats, "products_needed": needed}
-            outcome = outcome._replace(results=results, stats=stats)
-        if solvers is not None and outcome.evidence is not None:
-            # A slope contains two solves, whose residuals we don't measure.
-            is_unknown = exact and bool(solver_tolerances(state.operator))
-            relative = jnp.full_like(solvers, jnp.inf) if is_unknown else 2 * solvers
-            evidence = dataclasses.replace(outcome.evidence, solvers=relative)
-            outcome = outcome._replace(evidence=evidence)
-        return outcome, stand_in
-
     def estimate(
         self,
         state: PyTree,
@@ -168,12 +128,119 @@ class Estimator(eqx.Module, Generic[S]):
         **Raises:** as [`traceax.trace`][]; `TypeError` for another estimator's state.
         """
         where = f"{type(self).__name__}.estimate"
-        checked = checked_state(state, self, where, self.state_classes)
+        checked: Any = checked_state(state, self, where, self.state_classes)
         dtype = checked.space.compute_dtype
         stop = make_stop(rtol, atol, level, progress_meter, dtype, where)
-        k, stop = limits(self, checked, k, stop, progress_meter, where)
-        estimate = estimate_state(self, checked, k, stop)
+        checked = self.trim(checked)
+        plan = make_plan(self, checked, k, stop, progress_meter, where)
+        outcome, checked = outcome_of(plan, checked)
+        estimate = make_estimate(outcome, checked.treedef, checked.given, plan.by)
         return raise_failure(estimate) if throw else estimate
+
+
+#
+# The driver
+#
+
+
+def outcome_of(plan: Plan, state: State) -> tuple[Outcome, State]:
+    """The outcome of a plan, and the state to resume."""
+    if plan.exact is not None:
+        outcome = plan.exact.answer(state)
+        if plan.stop is not None:
+            needed = jnp.asarray(outcome.stats["num_matvecs"], state.space.real_dtype)
+            outcome = outcome.with_stats(products_needed=needed)
+        return outcome, state
+    operator = as_data(state.operator)
+    primal = state
+    if operator is not state.operator:
+        primal = eqx.tree_at(lambda x: x.operator, state, operator)
+    if plan.falls_back:
+        outcome = _estimate_or_exact(plan, primal)
+    else:
+        # For few columns, we let JAX differentiate the products. Our rule repeats them,
+        # which made a ten-dimensional PINN step 1.2 times slower.
+        few = min(columns_at_once(plan.size), unit_columns(operator))
+        plain = plan.takes_all and plan.estimator._plain_exact and plan.size <= few
+        outcome = _outcome(plan, primal, plain)
+    kept = outcome.kept
+    if kept is not None:
+        kept = kept if isinstance(kept, Grown) else Grown(kept, budget=plan.products)
+        state = state.resumed(dataclasses.replace(kept, estimator=plan.estimator))
+    return outcome, state
+
+
+@jitted
+@automatic
+def _outcome(plan: Plan, state: State, plain: bool) -> Outcome:
+    """The outcome, differentiable with respect to the state alone.
+
+    With `plain`, JAX differentiates `_run` without our rule. On a mesh with explicit
+    axes the compiler finds layouts, and every device has the result.
+    """
+    arrays, static = eqx.partition(plan, eqx.is_array)
+    plan = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    if plain:
+        return _run(plan, state)[0]
+    x64 = jax.config.jax_enable_x64  # pyright: ignore
+    return eqxi.filter_primitive_bind(estimate_p, plan, state, False, x64)
+
+
+# JAX evaluates this abstractly, compiles it and differentiates it. With `jit` all share one
+# trace, which saved a third of a first call.
+@eqx.filter_jit
+def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
+    """The outcome, with errors from iterations inside the operator, and its stand-in."""
+    estimator, space = plan.estimator, state.space
+    stop, exact, errors = plan.stop, plan.takes_all, None
+    if is_inexact(state.operator) and not estimator._bars_include_solver_errors:
+        # Exact answers measure solver errors, so we don't add them again.
+        errors = diagonal_errors(state.operator, solves_are_measured=exact)
+    solvers = state.solvers if errors is None else errors.products
+    if exact:
+        outcome, stand_in = estimator._exact(state)
+    elif stop is None:
+        outcome, stand_in = estimator._finish(
+            state, estimator.compute(state.given, plan.products)
+        )
+    else:
+        remaining = stop
+        if isinstance(stop, Stop) and errors is not None:
+            remaining = dataclasses.replace(stop, solvers=errors.share)
+        computed = estimator.compute_until(state.given, plan.products, remaining)
+        outcome, stand_in = estimator._finish(state, computed)
+    if space.is_complex and parts_of(state.operator, FUNCTIONS):
+        is_wrong = is_nonlinear(state.operator)
+        results = map_results(
+            lambda x: RESULTS.where(is_wrong, RESULTS.not_linear, x),
+            outcome.results,
+        )
+        outcome = outcome._replace(results=results)
+    if errors is not None and isinstance(state, TraceState | CustomState):
+        counts = state.functional.num_rows(space.size)
+        bars = [_with_errors(x, errors, counts) for x in outcome.bars]
+        outcome = outcome._replace(bars=bars)
+    if isinstance(stop, Stop):
+        results = outcome.results
+        if not exact or solvers is not None:
+            bar = state.bar(outcome.bars)
+            results = [tolerance_result(stop, bar, x) for x in results]
+        needed = outcome.stats.get("products_needed", float(space.size))
+        needed = jnp.asarray(needed, space.real_dtype)
+        # We keep infinity, which means unknown, or that products don't help.
+        most = jnp.minimum(needed, space.size)
+        needed = jnp.where(jnp.isfinite(needed), most, needed)
+        if solvers is not None and (exact or estimator._bars_include_solver_errors):
+            needed = jnp.where(any_unmet(results), jnp.inf, needed)
+        stats = {**outcome.stats, "products_needed": needed}
+        outcome = outcome._replace(results=results, stats=stats)
+    if solvers is not None and outcome.evidence is not None:
+        # A slope contains two solves, whose residuals we don't measure.
+        is_unknown = exact and bool(solver_tolerances(state.operator))
+        relative = jnp.full_like(solvers, jnp.inf) if is_unknown else 2 * solvers
+        evidence = dataclasses.replace(outcome.evidence, solvers=relative)
+        outcome = outcome._replace(evidence=evidence)
+    return outcome, stand_in
 
 
 def _with_errors(bar: ErrorBar, errors: DiagonalErrors, counts: ArrayLike) -> ErrorBar:
@@ -183,114 +250,110 @@ def _with_errors(bar: ErrorBar, errors: DiagonalErrors, counts: ArrayLike) -> Er
 
 
 #
-# The driver
+# The primitive
 #
 
 
-def limits(
-    estimator: Estimator,
-    state: State,
-    k: int | None,
-    stop: Stop | None,
-    meter: ProgressMeter,
-    where: str,
-) -> tuple[int, Stop | Depth | None]:
-    """The budget, and when a loop may stop. Without k and tolerance, the budget is
-    `most_products`, less than n, or n if n is small."""
-    size = state.space.size
-    depth = estimator.depth(state, meter) if k is None and stop is None else None
-    if depth is None:
-        monotone = not isinstance(state, TraceState | CustomState)
-        return resolve_budget(k, stop, size, where, monotone=monotone), stop
-    if size <= EXACT_SIZE:
-        return size, None
-    return min(size - 1, most_products(size)), depth
+def _implementation(plan, state, with_stand_in, x64):
+    if x64 != jax.config.jax_enable_x64:  # pyright: ignore
+        raise RuntimeError(
+            "traceax: jax.enable_x64 was changed inside a jitted function, which JAX "
+            "compiles in the caller's mode; change it around the call, as in "
+            "`with jax.enable_x64(True): jitted(x)`."
+        )
+    # Without a mesh, JAX lowers in an empty mesh but traces in none. Its trace cache treats
+    # these as different, so we always set a mesh.
+    with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+        outcome, stand_in = _run(plan, state)
+    return (outcome, stand_in) if with_stand_in else outcome
 
 
-def outcome_of(
-    estimator: Estimator, state: State, k: int, stop: Stop | Depth | None
-) -> tuple[Outcome, State]:
-    """The outcome of k more products, or the exact one; and the state to resume."""
-    state = estimator.trim(state)
-    size = state.space.size
-    spent, loop = 0 if state.grown is None else state.grown.budget, k
-    if isinstance(stop, Stop):
-        # We reserve n products for the exact answer, in case the loop fails.
-        loop = loop_products(k, size, estimator.least_loop_products(state))
-    exact = not 0 < loop < size
-    total = size if exact else min(spent + loop, size - 1)
-    if not exact:
-        estimator.check_budget(k if stop is None else total, at_most=stop is not None)
-    operator = as_data(state.operator)
-    primal = state
-    if operator is not state.operator:
-        primal = eqx.tree_at(lambda x: x.operator, state, operator)
-    if isinstance(stop, Stop) and not exact and size <= k:
-        outcome = _estimate_or_exact(estimator, primal, total, stop)
-    else:
-        # For few columns, we let JAX differentiate the products. Our rule repeats them,
-        # which made a ten-dimensional PINN step 1.2 times slower.
-        few = min(columns_at_once(size), unit_columns(operator))
-        plain = exact and estimator._plain_exact and size <= few
-        outcome = _outcome(estimator, primal, total, stop, plain)
-    kept = outcome.kept
-    if kept is not None:
-        kept = kept if isinstance(kept, Grown) else Grown(kept, budget=total)
-        state = state.resumed(dataclasses.replace(kept, estimator=estimator))
-    return outcome, state
+def _abstract(*arguments):
+    leaves, treedef = jtu.tree_flatten(arguments)
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.core.ShapedArray):
+            leaves[i] = jax.ShapeDtypeStruct(
+                x.shape,
+                x.dtype,
+                weak_type=x.weak_type,
+                sharding=x.sharding,
+                manual_axis_type=x.manual_axis_type,
+            )
+
+    def to_aval(x):
+        return jax.typeof(x) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+    out = eqx.filter_eval_shape(_implementation, *treedef.unflatten(leaves))
+    return jtu.tree_map(to_aval, out)
 
 
-def estimate_state(
-    estimator: Estimator, state: State, k: int, stop: Stop | Depth | None
-) -> Estimate:
-    """The estimate from `outcome_of`, in the structure of the requested quantity."""
-    outcome, state = outcome_of(estimator, state, k, stop)
-    by = type(estimator).__name__, state.space.size
-    return make_estimate(outcome, state, by)
+def _jvp(primals, tangents):
+    # JAX calls this in the caller's mesh, so we switch to the mesh of the state's arrays.
+    meshes = [
+        jax.typeof(x).sharding.mesh
+        for x in jtu.tree_leaves(eqx.filter(primals[1], eqx.is_array))
+    ]
+    mesh = jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(next((x for x in meshes if not x.empty), mesh)):
+        return _derivative(primals, tangents)
 
 
-def make_estimate(
-    outcome: Outcome, state: State, by: tuple[str, int | float]
-) -> Estimate:
-    """The estimate from an outcome, in the structure of the requested quantity."""
-    tree = state.treedef.unflatten
-    bars = ErrorBar(*map(tree, zip(*outcome.bars, strict=True)))
-    stats = {**outcome.stats, "degrees_of_freedom": bars.degrees_of_freedom}
-    return Estimate(
-        value=bars.mean,
-        standard_error=bars.standard_error,
-        result=tree(outcome.results),
-        stats=stats,
-        state=state.given,
-        by=by,
-        evidence=outcome.evidence,
-    )
+def _derivative(primals, tangents):
+    plan, state, with_stand_in, x64 = primals
+    outcome, stand_in = eqxi.filter_primitive_bind(estimate_p, plan, state, True, x64)
+
+    def cast(t, x):
+        if t is None:
+            return None
+        return (t if jnp.iscomplexobj(x) else t.real).astype(x.dtype)
+
+    def cast_tree(t, x):
+        return jtu.tree_map(cast, t, x, is_leaf=lambda x: x is None)
+
+    t_outcome = jtu.tree_map(lambda _: None, outcome)
+    derivative = stand_in.derivative(state, tangents[1])
+    if derivative is not None:
+        pairs = zip(outcome.bars, t_outcome.bars, derivative.values, strict=True)
+        bars = [t_x._replace(mean=cast_tree(value, x.mean)) for x, t_x, value in pairs]
+        t_outcome = t_outcome._replace(bars=bars)
+        if outcome.evidence is not None and derivative.products is not None:
+            products = cast_tree(derivative.products, outcome.evidence.products)
+            evidence = eqx.tree_at(
+                lambda x: x.products,
+                t_outcome.evidence,
+                products,
+                is_leaf=lambda x: x is None,
+            )
+            t_outcome = t_outcome._replace(evidence=evidence)
+    if not with_stand_in:
+        return outcome, t_outcome
+    return (outcome, stand_in), (t_outcome, jtu.tree_map(lambda _: None, stand_in))
 
 
-@jitted
-@automatic
-def _outcome(
-    estimator: Estimator, state: State, k: int, stop: Stop | Depth | None, plain: bool
-) -> Outcome:
-    """The outcome, differentiable with respect to the state alone.
+def _transpose(*args, **kwargs):
+    # JAX never calls this: tangents pass through products, not through the primitive.
+    raise NotImplementedError("estimate_trace is not linear in any argument.")
 
-    With `plain`, JAX differentiates `run` without our rule. On a mesh with explicit
-    axes the compiler finds layouts, and every device has the result.
-    """
-    (arrays, stop), static = eqx.partition((estimator, stop), eqx.is_array)
-    estimator, stop = eqx.combine(jax.lax.stop_gradient((arrays, stop)), static)
-    if plain:
-        return run(estimator, state, k, stop)[0]
-    return bind(estimator, state, k, stop)
+
+estimate_p = eqxi.create_vprim(
+    "estimate_trace",
+    eqxi.filter_primitive_def(_implementation),
+    eqxi.filter_primitive_def(_abstract),
+    eqxi.filter_primitive_jvp(_jvp),
+    eqxi.filter_primitive_transpose(_transpose),
+)
+eqxi.register_impl_finalisation(estimate_p)
+
+
+#
+# A tolerance with the exact answer in reserve
+#
 
 
 @eqx.filter_jit
-def _estimate_or_exact(
-    estimator: Estimator, state: State, k: int, stop: Stop
-) -> Outcome:
+def _estimate_or_exact(plan: Plan, state: State) -> Outcome:
     """A loop's outcome, or the exact one if the loop doesn't meet the tolerance."""
-    size = state.space.size
-    first = _outcome(estimator, state, k, stop, False)
+    first, size = _outcome(plan, state, False), plan.size
     unmet = any_unmet(first.results)
     used = first.stats["num_matvecs"]
     first = first._replace(stats=state.stats_of_exact(first.stats))
@@ -298,7 +361,8 @@ def _estimate_or_exact(
     statics: list[Any] = []
 
     def run_exact():
-        exact = _outcome(estimator, state, size, stop, False)
+        last = dataclasses.replace(plan, products=size, falls_back=False)
+        exact = _outcome(last, state, False)
         needed = {
             "products_needed": jnp.full_like(first.stats["products_needed"], size)
         }

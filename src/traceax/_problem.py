@@ -18,14 +18,16 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Int, Key, PyTree
 from ._arguments import check_key, require
 from ._elimination import Elimination, eliminate
 from ._error_bar import ErrorBar, add_known_error, exact_bar
-from ._estimate import Estimate, with_slopes
-from ._estimator import limits, outcome_of
+from ._estimate import Estimate
+from ._estimator import outcome_of
 from ._linalg.types import automatic
 from ._linalg.whitening import Preconditioner, Unscaled, scale_only
 from ._operators.check import checked_operator, is_data, jitted
 from ._operators.entries import diagonal_of, has_known_entries, readable_data
 from ._operators.kernel import is_dense
 from ._operators.space import ShiftedLinearOperator, Space, apply_block, space_of
+from ._outcome import Outcome, make_estimate
+from ._plan import ExactAnswer, Plan, make_plan
 from ._preconditioner import (
     PreconditionedLinearOperator,
     check_preconditioner,
@@ -35,9 +37,8 @@ from ._preconditioner import (
     noise_of,
     pivots_of,
 )
-from ._results import RESULTS, finite_or_failed
-from ._rule import Outcome
-from ._spectral.cholesky import factorised, is_small
+from ._results import RESULTS
+from ._spectral.cholesky import BY_CHOLESKY, is_small
 from ._spectral.estimate import Options
 from ._spectral.function import LOG, final
 from ._spectral.krylov_aware import KrylovAwareEstimator
@@ -79,9 +80,9 @@ def solve(
     y = None if y is None else _check_rhs(y, space, where)
     stop = options.stop(space.compute_dtype, where)
     automatic = k is None and estimator is None
-    exact = automatic and is_small(operator)
+    exact = BY_CHOLESKY if automatic and is_small(operator) else None
     can_choose = is_dense(operator) and has_known_entries(operator)
-    if automatic and not exact and preconditioner is None and can_choose:
+    if automatic and exact is None and preconditioner is None and can_choose:
         preconditioner = default_columns(space.size)
     estimator = KrylovAwareEstimator() if estimator is None else estimator
     require(
@@ -102,15 +103,9 @@ def solve(
 
 @automatic
 def _answer(answer, inputs, k, estimator, stop, meter, exact):
-    problem = _pose(*inputs, exact=exact)
-    if exact:
-        outcome = factorised(problem.state)
-        if stop is not None:
-            needed = jnp.zeros((), problem.state.space.real_dtype)
-            outcome.stats["products_needed"] = needed
-        return answer(problem, outcome, ("Cholesky", 0))
-    by = type(estimator).__name__, problem.state.space.size
-    return answer(problem, problem.outcome(k, estimator, stop, meter), by)
+    problem = _pose(*inputs, exact=exact is not None)
+    plan = problem.plan(k, estimator, stop, meter, exact)
+    return answer(problem, problem.outcome(plan), plan.by)
 
 
 _jitted = jitted(_answer)
@@ -202,26 +197,30 @@ class Problem(NamedTuple):
         """The number of right-hand sides."""
         return math.prod(self.shape[1:])
 
-    def outcome(
+    def plan(
         self,
         k: int | None,
         estimator: KrylovAwareEstimator,
         stop: Stop | None,
         meter: ProgressMeter,
-    ) -> Outcome:
-        """Estimates `tr log B` and the quadratic forms."""
-        state, where = self.state, self.where
-        space = state.space
-        most, end = limits(estimator, state, k, stop, meter, where)
-        least = 1 + self.number
+        exact: ExactAnswer | None,
+    ) -> Plan:
+        state, where, least = self.state, self.where, 1 + self.number
+        if stop is not None and exact is None:
+            stop = self._stop(stop)
+        plan = make_plan(estimator, state, k, stop, meter, where, exact)
         rule = f"k must be at least {least}, a product for a probe and each column of y"
+        most = plan.products if k is None else k
         received = "none, and its default is too small" if k is None else str(most)
-        hint = f"pass more for accuracy, or n = {space.size} for the exact answer"
-        require(most >= min(least, space.size), where, rule, received, hint)
-        if isinstance(end, Stop):
-            end = self._stop(end)
-        outcome = outcome_of(estimator, state, most, end)[0]
-        P, B = self.preconditioner, state.operator
+        hint = f"pass more for accuracy, or n = {plan.size} for the exact answer"
+        is_enough = exact is not None or most >= min(least, plan.size)
+        require(is_enough, where, rule, received, hint)
+        return plan
+
+    def outcome(self, plan: Plan) -> Outcome:
+        """Estimates `tr log B` and the quadratic forms."""
+        outcome, _ = outcome_of(plan, self.state)
+        P, B = self.preconditioner, self.state.operator
         if not isinstance(P, Elimination):
             return outcome
         assert isinstance(B, PreconditionedLinearOperator)
@@ -290,9 +289,8 @@ class Problem(NamedTuple):
         stats = self._stats(outcome, tuple(known + x for x in reversed(totals)))
         bar = _plus(bar, constant)
         combine = jtu.Partial(likelihood_bar, half)
-        likelihood = self._estimate(outcome, bar, stats, combine, by)
-        stats = {**likelihood.stats, "solution": self.solution(outcome)}
-        return eqx.tree_at(lambda e: e.stats, likelihood, stats)
+        stats["solution"] = self.solution(outcome)
+        return self._estimate(outcome, bar, stats, combine, by)
 
     def _stats(self, outcome: Outcome, bracket: tuple[Array, ...]) -> dict[str, Any]:
         # Ritz values and weights belong to B, not to A, so we drop them.
@@ -309,7 +307,6 @@ class Problem(NamedTuple):
     ) -> Estimate:
         P, evidence = self.preconditioner, outcome.evidence
         own_stats, failures = P._verdict(self.shape[0])
-        stats = {**stats, **own_stats, "degrees_of_freedom": bar.degrees_of_freedom}
         failures += [
             (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
             (~self.finite, RESULTS.y_not_finite),
@@ -317,13 +314,12 @@ class Problem(NamedTuple):
         result = outcome.results[0]
         for failed, reason in failures:
             result = RESULTS.where(failed, reason, result)
-        result = finite_or_failed(bar.mean, result)
-        stats["bracket"] = tuple(with_slopes(x, bar.mean) for x in stats["bracket"])
         if evidence is not None:
             judge = jtu.Partial(_judge, combine, evidence.judge)
             evidence = dataclasses.replace(evidence, judge=judge)
-        state = DerivedState(self.where)
-        return Estimate(*bar[:2], result, stats, state, by=by, evidence=evidence)
+        whole = Outcome([bar], [result], {**stats, **own_stats}, evidence)
+        treedef, state = jtu.tree_structure(0), DerivedState(self.where)
+        return make_estimate(whole, treedef, state, by)
 
 
 @eqx.filter_custom_jvp

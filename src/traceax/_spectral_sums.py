@@ -8,21 +8,22 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._arguments import check_real_scalar, inexact, known_minimum, known_number, require
-from ._estimate import Estimate, raise_failure
+from ._estimate import Estimate
 from ._likelihood import Given, preconditioned_logdet
-from ._operators.check import checked_operator, jitted, shift_of
+from ._operators.check import checked_operator, shift_of
 from ._operators.space import (
     ShiftedLinearOperator,
     is_known,
     is_positive_semidefinite,
     space_of,
 )
-from ._results import finite_or_failed
+from ._outcome import Outcome
 from ._spectral.base import SpectralEstimator
 from ._spectral.estimate import Options, estimate_function
 from ._spectral.function import IDENTITY, LOG, RECIPROCAL, Power, SpectralFunction
@@ -237,29 +238,28 @@ def schatten_norm(
     # If the norm has relative error r, the sum has p r.
     if rtol is not None:
         rtol = power * check_tolerance(rtol, "rtol", dtype, where)
-    options = Options(rtol, None, level, progress_meter, False, trace)
+    options = Options(rtol, None, level, progress_meter, throw, trace)
     function = SpectralFunction(Power(power), monotone=known is not None and known <= 1)
-    total = estimate_function(where, key, function, operator, k, estimator, options)
-    estimate = _norm(total, power)
-    return raise_failure(estimate) if throw else estimate
+    change = jtu.Partial(_norm, power)
+    return estimate_function(
+        where, key, function, operator, k, estimator, options, change=change
+    )
 
 
-@jitted
-def _norm(total: Estimate, power: Float[Array, ""]) -> Estimate:
-    """Estimates the norm from an estimated sum of powers."""
-    stats = dict(total.stats)
+def _norm(power: Float[Array, ""], total: Outcome) -> tuple[Outcome, DerivedState]:
+    """The norm from an estimated sum of powers."""
+    (bar,), stats = total.bars, dict(total.stats)
     unit = stats.pop("unit", jnp.ones_like(power))
     root = ft.partial(_root, power=power, unit=unit)
     if "bracket" in stats:
         stats["bracket"] = tuple(root(x) for x in stats["bracket"])
-    value, positive = root(total.value), total.value > 0
+    value, positive = root(bar.mean), bar.mean > 0
     # We multiply the error bar by the slope of the root.
-    slope = power.astype(value.dtype) * jnp.where(positive, total.value, 1)
-    slope = jnp.where(positive, value / slope, 1)
-    result = finite_or_failed(value, total.result)
-    scaled = total.times(slope)
-    state = DerivedState("traceax.schatten_norm")
-    return scaled.replaced(value=value, result=result, stats=stats, state=state)
+    slope = power.astype(value.dtype) * jnp.where(positive, bar.mean, 1)
+    scaled = total.times(jnp.where(positive, value / slope, 1))
+    bars = [scaled.bars[0]._replace(mean=value)]
+    outcome = scaled._replace(bars=bars, stats=stats)
+    return outcome, DerivedState("traceax.schatten_norm")
 
 
 def _root(

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key
 from ._arguments import resolve_budget
 from ._error_bar import ErrorBar, exact_bar
 from ._estimate import Estimate, raise_failure
-from ._estimator import estimate_state
+from ._estimator import outcome_of
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
@@ -26,8 +26,9 @@ from ._operators.check import as_complex, jitted, with_data
 from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
 from ._operators.inverse import InverseLinearOperator, expand_inverse
 from ._operators.space import is_semidefinite, parts_of, space_of
-from ._results import RESULTS, finite_or_failed
-from ._rule import Evidence
+from ._outcome import Change, Evidence, Outcome, make_estimate
+from ._plan import make_plan
+from ._results import RESULTS
 from ._samplers import NormalSampler, RademacherSampler
 from ._state import TraceState, checked_state, init_state
 from ._tolerance import (
@@ -144,19 +145,24 @@ def estimate_whole(
     stop: Stop | None = None,
     *,
     throw: bool,
+    change: Change | None = None,
 ) -> Estimate:
     """Estimates a new state's functional: known terms exactly, the rest by products."""
     k = resolve_budget(k, stop, state.space.size, where)
     if estimator is not None:
         _check_estimator(estimator, state.functional, where)
-    estimate = _estimate(with_data(state), k, estimator, stop)
+    estimate = _estimate(with_data(state), k, estimator, stop, change)
     return raise_failure(estimate) if throw else estimate
 
 
 @jitted
 @automatic
 def _estimate(
-    state: TraceState, k: int, estimator: TraceEstimator | None, stop: Stop | None
+    state: TraceState,
+    k: int,
+    estimator: TraceEstimator | None,
+    stop: Stop | None,
+    change: Change | None,
 ) -> Estimate:
     operator, space, functional = state.operator, state.space, state.functional
     if estimator is None:
@@ -164,19 +170,18 @@ def _estimate(
         split = _split(operator, k, expand=k < space.size or stop is not None)
     else:
         split = _Split(None, 0, None, operator)
-    exact = None if split.exact is None else _exact_bar(functional, split.exact)
+    known = None if split.exact is None else _exact_bar(functional, split.exact)
+    given, by = state, ("", 0)
     if split.remainder is None:
         choice = CHOICES.structure
-        zero = functional.sum(jnp.zeros(space.size, space.compute_dtype))
-        stats = {"num_matvecs": jnp.asarray(0)}
-        stats["degrees_of_freedom"] = jnp.full_like(zero, jnp.inf, space.real_dtype)
-        if stop is not None:
-            stats["products_needed"] = jnp.zeros((), space.real_dtype)
+        assert known is not None
         assert split.exact is not None
         judge = jtu.Partial(_judge_exact, functional)
+        stats = {"num_matvecs": jnp.asarray(split.num_matvecs)}
+        if stop is not None:
+            stats["products_needed"] = jnp.zeros((), space.real_dtype)
         evidence = Evidence(split.exact.terms, judge)
-        result, by = RESULTS.successful, ("", 0)
-        estimate = Estimate(zero, zero.real, result, stats, state, by, evidence)
+        outcome = Outcome([known], [RESULTS.successful], stats, evidence)
     else:
         budget, choice, start = k - split.num_matvecs, CHOICES.given, state
         if estimator is None:
@@ -189,16 +194,26 @@ def _estimate(
                 start = TraceState(start.key, start.operator, functional=functional)
             start = checked_state(start, estimator, "traceax.trace")
         if stop is not None:
-            stop = stop.for_part(split.factor, None if exact is None else exact.mean)
-        estimate = estimate_state(estimator, start, budget, stop)
+            stop = stop.for_part(split.factor, None if known is None else known.mean)
+        plan = make_plan(estimator, start, budget, stop, NO_PROGRESS_METER, "")
+        outcome, start = outcome_of(plan, start)
+        by, used = plan.by, outcome.stats["num_matvecs"]
         if stop is not None and choice is not CHOICES.given:
-            all_taken = estimate.stats["num_matvecs"] >= space.size
-            choice = CHOICES.where(all_taken, CHOICES.budget, choice)
-    if exact is not None or split.factor is not None:
-        is_real = space.has_real_trace
-        # The kept products are with the remainder alone, so we return the new state.
-        estimate = _combine(estimate, state, split, exact, is_real=is_real)
-    return set_choice(estimate, choice)
+            choice = CHOICES.where(used >= space.size, CHOICES.budget, choice)
+        if split.factor is not None:
+            outcome = outcome.times(split.factor)
+        if known is not None:
+            outcome = outcome.plus(known)
+            outcome = outcome.with_stats(num_matvecs=used + split.num_matvecs)
+        # The kept products are with the remainder alone: a later estimate starts over.
+        is_whole = known is None and split.factor is None
+        given = start.given if is_whole else state
+    (bar,) = outcome.bars
+    if space.has_real_trace:
+        outcome = outcome._replace(bars=[bar._replace(mean=jnp.real(bar.mean))])
+    if change is not None:
+        outcome, given = change(outcome)
+    return make_estimate(outcome.with_stats(choice=choice), state.treedef, given, by)
 
 
 def _check_estimator(estimator: object, functional: Functional, where: str) -> None:
@@ -213,42 +228,6 @@ def _check_estimator(estimator: object, functional: Functional, where: str) -> N
             f"{estimator!r}; use traceax.HutchinsonEstimator() or "
             "traceax.XTraceEstimator()."
         )
-
-
-def _combine(
-    estimate: Estimate,
-    state: TraceState,
-    split: "_Split",
-    exact: ErrorBar | None,
-    *,
-    is_real: bool,
-) -> Estimate:
-    """Returns `factor * estimate + exact part`."""
-    space = state.space
-    estimate = estimate.replaced(
-        value=estimate.value.astype(space.compute_dtype),
-        standard_error=estimate._standard_error.astype(space.real_dtype),
-    )
-    if split.factor is not None:
-        estimate = estimate.times(split.factor.astype(space.compute_dtype))
-    value, error = estimate.value, estimate._standard_error
-    if exact is not None:
-        # We include the sum's rounding error. An error of 0 means exact, so we keep it.
-        size = jnp.abs(value) + jnp.abs(exact.mean)
-        rounding = exact_bar(value, jnp.where(error > 0, size, 0)).standard_error
-        known = exact.standard_error.astype(error.dtype)
-        error = jnp.maximum(error, jnp.maximum(rounding, known))
-        value = value + exact.mean
-    if is_real:
-        value = jnp.real(value)
-    num_matvecs = estimate.stats["num_matvecs"] + split.num_matvecs
-    return estimate.replaced(
-        value=value,
-        standard_error=error,
-        result=finite_or_failed(value, estimate.result),
-        stats={**estimate.stats, "num_matvecs": num_matvecs},
-        state=state,
-    )
 
 
 class _Exact(NamedTuple):

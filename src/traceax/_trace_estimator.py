@@ -29,17 +29,9 @@ from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
 from ._operators.entries import entry_of, known_sizes, map_columns
 from ._operators.inverse import errors_of_solves, solve_of_column
 from ._operators.space import apply_block
+from ._outcome import Evidence, Outcome, as_arrays, cast_bar
 from ._results import RESULTS, finite_or_failed
-from ._rule import (
-    Blocks,
-    Columns,
-    Evidence,
-    Identity,
-    Outcome,
-    StandIn,
-    as_arrays,
-    cast_bar,
-)
+from ._rule import Blocks, Columns, Identity, StandIn
 from ._samplers import Sampler, with_drawn
 from ._state import Grown, TraceState, init_state
 from ._tolerance import LEAST_PRODUCTS, Check, run_until, step_width

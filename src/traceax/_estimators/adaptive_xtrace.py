@@ -9,7 +9,8 @@ from .._error_bar import ErrorBar, weighted_bar
 from .._linalg import adaptive, dense
 from .._linalg.dense import squares
 from .._operators.space import apply_block
-from .._rule import Blocks, Evidence
+from .._outcome import Evidence
+from .._rule import Blocks
 from .._samplers import RademacherSampler, Sampler, check_sampler
 from .._trace_estimator import TraceEstimator, average
 

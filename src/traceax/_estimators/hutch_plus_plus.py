@@ -25,7 +25,8 @@ from .._linalg.dense import (
     side_by_side,
 )
 from .._operators.space import apply_block
-from .._rule import Blocks, Evidence
+from .._outcome import Evidence
+from .._rule import Blocks
 from .._samplers import RademacherSampler, Sampler, check_sampler
 from .._trace_estimator import TraceEstimator, average
 

@@ -27,7 +27,8 @@ from .._functional import TRACE, Functional, Trace
 from .._linalg.dense import column_dots, column_norms
 from .._linalg.types import fold
 from .._operators.space import Space, columns_at_once
-from .._rule import Columns, Evidence
+from .._outcome import Evidence
+from .._rule import Columns
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
 from .._trace_estimator import GrowingEstimator
 

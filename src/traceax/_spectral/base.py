@@ -25,8 +25,8 @@ from .._linalg.dense import (
 from .._operators.inverse import errors_of_solves, solve_of_column
 from .._operators.solvers import truncation_error
 from .._operators.space import apply_block, complex_dtype
+from .._outcome import Evidence, Outcome, as_arrays, cast_bar
 from .._results import RESULTS, finite_or_failed, per_entry
-from .._rule import Evidence, Outcome, as_arrays, cast_bar
 from .._state import State
 from .function import ritz_values, rounding_errors
 from .stand_in import Exact, RitzStandIn, judge_exact

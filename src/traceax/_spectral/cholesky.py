@@ -31,8 +31,9 @@ from .._linalg.dense import (
 )
 from .._operators.entries import has_known_entries, matrix_of, sizes_of
 from .._operators.space import Space, space_of
+from .._outcome import Evidence, Outcome
+from .._plan import ExactAnswer
 from .._results import RESULTS
-from .._rule import Evidence, Outcome
 from .base import exact_stats, spectral_outcome
 from .function import HIDDEN, RECIPROCAL, largest_asymmetry
 from .state import SpectralState
@@ -203,6 +204,9 @@ def factorised(state: SpectralState) -> Outcome:
     return spectral_outcome(
         state, bars, [rounding.result], stats, unknown, unknown, bar, evidence
     )
+
+
+BY_CHOLESKY = ExactAnswer("Cholesky", factorised)
 
 
 class Rounding(NamedTuple):

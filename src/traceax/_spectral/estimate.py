@@ -9,18 +9,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from .._arguments import known_number
-from .._estimate import Estimate, raise_failure, with_slopes
-from .._estimator import estimate_state, limits, make_estimate
+from .._estimate import Estimate, raise_failure
+from .._estimator import outcome_of
 from .._linalg.types import automatic
 from .._operators.check import jitted
 from .._operators.entries import readable_data
-from .._tolerance import NO_PROGRESS_METER, Depth, ProgressMeter, Stop, make_stop
+from .._outcome import Change, make_estimate
+from .._plan import Plan, make_plan
+from .._tolerance import NO_PROGRESS_METER, ProgressMeter, Stop, make_stop
 from .base import SpectralEstimator
-from .cholesky import factorised, is_small
+from .cholesky import BY_CHOLESKY, is_small
 from .function import LOG, RECIPROCAL
 from .krylov_aware import KrylovAwareEstimator
 from .state import SpectralState, init_spectral_state
-from .structure import Method, by_structure
+from .structure import by_structure
 
 
 class Options(NamedTuple):
@@ -48,21 +50,21 @@ def estimate_function(
     options: Options,
     lower: ArrayLike | None = None,
     monotone: bool = False,
+    change: Change | None = None,
 ) -> Estimate:
     """Like `trace_function`. Errors name the entry point `where`."""
     state = init_spectral_state(
         where, key, operator, fn, lower, monotone, options.trace
     )
-    stop = options.stop(state.space.compute_dtype, where)
-    method = None
+    stop, exact = options.stop(state.space.compute_dtype, where), None
     if estimator is None:
-        method = by_structure(state, k, where)
-        if method is None and k is None and is_small(state.operator):
+        exact = by_structure(state, k, where)
+        if exact is None and k is None and is_small(state.operator):
             lower = None if state.lower is None else known_number(state.lower)
             indefinite = not state.has_bracket or (lower is not None and lower < 0)
             inverse = state.function.evaluates(RECIPROCAL)
             if state.function.evaluates(LOG) or (inverse and not indefinite):
-                method = factorised
+                exact = BY_CHOLESKY
             elif inverse and stop is None:
                 k = state.space.size  # we use eigenvalues, as some may be negative
         estimator = KrylovAwareEstimator()
@@ -72,40 +74,22 @@ def estimate_function(
             f"{estimator!r}; pass an instance, such as "
             "traceax.KrylovAwareEstimator()."
         )
-    most, end = state.space.size, stop
-    if method is None:
-        most, end = limits(estimator, state, k, stop, options.progress_meter, where)
+    plan = make_plan(estimator, state, k, stop, options.progress_meter, where, exact)
     data, run = readable_data(state.operator), _jitted
     if data is None:
         data, run = state.operator, _estimate
     state = eqx.tree_at(lambda x: x.operator, state, data)
-    estimate = run(method, estimator, state, most, end)
+    estimate = run(plan, state, change)
     return raise_failure(estimate) if options.throw else estimate
 
 
 @automatic
-def _estimate(
-    method: Method | None,
-    estimator: SpectralEstimator,
-    state: SpectralState,
-    k: int,
-    stop: Stop | Depth | None,
-) -> Estimate:
-    if method is None:
-        estimate = estimate_state(estimator, state, k, stop)
-    else:
-        estimate = make_estimate(
-            method(state), state, ("Cholesky" if method is factorised else "", 0)
-        )
-    stats = dict(estimate.stats)
-    if method is not None and stop is not None:
-        needed = stats["num_matvecs"].astype(state.space.real_dtype)
-        stats["products_needed"] = needed
-    if "bracket" in stats:
-        stats["bracket"] = tuple(
-            with_slopes(x, estimate.value) for x in stats["bracket"]
-        )
-    return eqx.tree_at(lambda e: e.stats, estimate, stats)
+def _estimate(plan: Plan, state: SpectralState, change: Change | None) -> Estimate:
+    outcome, resumed = outcome_of(plan, state)
+    given = resumed.given
+    if change is not None:
+        outcome, given = change(outcome)
+    return make_estimate(outcome, state.treedef, given, plan.by)
 
 
 _jitted = jitted(_estimate)

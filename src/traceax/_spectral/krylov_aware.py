@@ -23,7 +23,7 @@ from .._linalg.krylov import (
 from .._linalg.whitening import PROBES_TO_DEPTH
 from .._operators.kernel import stored
 from .._operators.space import apply_block
-from .._rule import Evidence, Outcome
+from .._outcome import Evidence, Outcome
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .._tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened_for_loop
 from .base import SpectralEstimator, probes_and_steps, spectral_outcome

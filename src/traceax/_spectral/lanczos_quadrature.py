@@ -91,9 +91,8 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         Omega = self.sampler.sample(state.key, n, m, space.compute_dtype)
         krylov = lanczos(ft.partial(apply_block, operator), Omega, steps)
         pairs = krylov.ritz_pairs()
-        flat, resolution, result = ritz_values(
-            pairs.values, krylov.asymmetry, space, state.lower, error=state.solvers
-        )
+        facts = krylov.asymmetry, space, state.lower, state.magnitude, state.solvers
+        flat, resolution, result = ritz_values(pairs.values, *facts)
         pairs = eqx.tree_at(lambda pairs: pairs.values, pairs, flat)
         function = state.function.in_range(flat)
         coupling = matmul(pairs.probes, pairs.probes.conj().T)

@@ -217,7 +217,8 @@ class MatrixFunctionLinearOperator(spaces.Dense, Truncated):
 
         The last step changes a product by d, and each step shrinks changes by a factor
         q, which we take from the last two thirds. Further changes add up to
-        `d q / (1 - q)`. We allow for twice this error, at most `d / (1 - q)`.
+        `d q / (1 - q)`. We allow for twice this error, at most `d / (1 - q)`. One step
+        shows no change, so its error is unknown.
         """
         arrays, static = eqx.partition(self, eqx.is_array)
         op = eqx.combine(jax.lax.stop_gradient(arrays), static)
@@ -249,6 +250,8 @@ class MatrixFunctionLinearOperator(spaces.Dense, Truncated):
         def error(size):
             d, b, a = (jnp.mean(size(x)) for x in changes)
             q = jnp.clip((b / divisor(a)) ** (1 / third), 0, _SLOWEST)
+            if most == 1:
+                return jnp.full_like(d, jnp.inf)
             return jnp.where(b > rounding, d * jnp.minimum(2 * q, 1) / (1 - q), 0)
 
         in_products = error(lambda x: column_norms(x.T))

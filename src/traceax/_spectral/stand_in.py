@@ -49,8 +49,9 @@ from .._linalg.left_out_krylov import (
 )
 from .._linalg.types import if_any
 from .._operators.space import has_one_pass, product_tangent
+from .._outcome import Evidence
 from .._results import per_entry
-from .._rule import Derivative, Evidence, StandIn
+from .._rule import Derivative, StandIn
 from .bounds import ColumnControl
 from .function import (
     SpectralFunction,

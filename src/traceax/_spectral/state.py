@@ -1,6 +1,6 @@
 """The state of a spectral estimate: operator, function, and facts about eigenvalues."""
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import equinox as eqx
 import jax
@@ -10,10 +10,12 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key
 
 from .._arguments import check_key, check_real_scalar
 from .._error_bar import ErrorBar, add_known_error, joint_bar
+from .._linalg.dense import hashed_signs, squares
 from .._linalg.whitening import Preconditioner
 from .._operators.check import checked_operator
 from .._operators.entries import known_sizes
 from .._operators.space import Space, space_of, state_space
+from .._preconditioner import PreconditionedLinearOperator
 from .._state import State, StoredKey
 from .function import SpectralFunction, checked_lower, spectral_function
 
@@ -77,10 +79,19 @@ class SpectralState(State):
     @property
     def magnitude(self) -> Float[Array, ""] | None:
         """Magnitude of the terms that cancel in a product, for rounding errors."""
-        if self.preconditioner is not None:
-            return self.preconditioner._magnitude
-        sizes = known_sizes(self.operator)
-        return None if sizes is None else jnp.max(sizes, initial=0)
+        A, P, known = self.operator, self.preconditioner, None
+        if P is not None:
+            known, A = P._magnitude, cast(PreconditionedLinearOperator, A).operator
+        sizes = known_sizes(A)
+        if sizes is None or not sizes.size:
+            return known
+        if P is not None:
+            # If M is diagonal, the squares are its effect on the sizes.
+            signs = hashed_signs(1, len(sizes), self.space.compute_dtype, 0).T
+            roots = jnp.sqrt(sizes)[:, None].astype(signs.dtype)
+            sizes = squares(jax.lax.stop_gradient(P.apply(roots * signs)))
+        largest = jnp.max(sizes)
+        return largest if known is None else jnp.maximum(known, largest)
 
     @property
     def half(self) -> float:

@@ -24,13 +24,12 @@ from .._linalg.dense import divisor, exact_split, largest_entry, power_of_two_sc
 from .._linalg.types import scan
 from .._operators.entries import known_diagonal, known_sizes, terms
 from .._operators.space import Space, apply_block, is_known
+from .._outcome import Evidence, Outcome
+from .._plan import ExactAnswer
 from .._results import RESULTS, per_entry
-from .._rule import Evidence, Outcome
 from .base import domain_results, exact_stats, spectral_outcome
 from .function import HIDDEN, LOG, RECIPROCAL, derivative, largest_asymmetry
 from .state import SpectralState
-
-Method = Callable[[SpectralState], Outcome]
 
 _TRIANGULAR = lx.is_lower_triangular, lx.is_upper_triangular
 STRUCTURES = lx.is_diagonal, lx.is_tridiagonal, *_TRIANGULAR
@@ -41,18 +40,19 @@ _PLAIN_SUM = 4.0
 _ROUNDOFF = 0.5
 
 
-def by_structure(state: SpectralState, k: int | None, where: str) -> Method | None:
-    """The exact method that the structure allows with at most k products, if any."""
+def by_structure(state: SpectralState, k: int | None, where: str) -> ExactAnswer | None:
+    """The exact answer that the structure allows with at most k products, if any."""
     operator, is_basic, diagonal = state.operator, _is_basic(state), None
     if is_known(operator, lx.is_diagonal, *(_TRIANGULAR if is_basic else ())):
         diagonal = known_diagonal(operator)
     if diagonal is not None:
-        num_matvecs, method = diagonal.num_matvecs, _by_diagonal
+        num_matvecs, answer = diagonal.num_matvecs, _by_diagonal
     elif is_basic and is_known(operator, lx.is_tridiagonal):
-        num_matvecs, method = 3, _by_bands
+        num_matvecs, answer = 3, _by_bands
     else:
         return None
-    return method if k is None or num_matvecs <= check_budget(k, where) else None
+    is_allowed = k is None or num_matvecs <= check_budget(k, where)
+    return ExactAnswer("structure", answer) if is_allowed else None
 
 
 def _is_basic(state: SpectralState) -> bool:
@@ -130,13 +130,11 @@ def _computed_sizes(
 
 
 def _sum_bars(unit: float, summands: list[_Terms]) -> list[ErrorBar]:
-    """Sums. Terms have errors of `unit` eps, unless all are multiples of one number."""
+    """Sums of terms with errors of `unit` eps. Equal terms may have equal errors."""
 
     def bar(values, changes):
-        (high,), (low,) = exact_split(values)
-        sizes = jnp.where(jnp.any(low != 0), jnp.sum(jnp.abs(values)), 0)
-        error = jnp.finfo(sizes.dtype).eps * (unit * sizes + jnp.sum(jnp.abs(changes)))
-        return _rounded(jnp.sum(high) + jnp.sum(low), error)
+        sizes = unit * jnp.sum(jnp.abs(values)) + jnp.sum(jnp.abs(changes))
+        return _rounded(_sum(values), jnp.finfo(sizes.dtype).eps * sizes)
 
     return [per_entry(bar, x.values.ndim - 1)(*x) for x in summands]
 
