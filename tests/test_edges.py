@@ -169,3 +169,15 @@ def test_error_bars_include_the_rounding_of_exact_parts(key):
         float(estimate.value) - float(np.asarray(diagonal.diagonal, float).sum())
     )
     assert deviation - 1e-3 <= 3 * estimate.standard_error
+
+    # Only the exact part changes, so that rounding is the slope's only error.
+    def fn(scale):
+        whole = 2.0 * as_operator(small, psd=True) + scale * diagonal
+        return tx.trace(key, whole, 5)
+
+    one = jnp.ones((), float_dtype())
+    _, slope = tx.jvp(fn, (one,), (one,))
+    truth = float(np.asarray(diagonal.diagonal, float).sum())
+    size = float(jnp.finfo(float_dtype()).eps) * truth
+    assert abs(float(slope.value) - truth) <= 3 * slope.standard_error
+    assert size < slope.standard_error < 20 * size

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._error_bar import ErrorBar, add_known_error, exact_bar
 from ._estimate import Estimate
+from ._linalg.dense import divisor
 from ._results import RESULTS, finite_or_failed
 
 
@@ -46,6 +47,12 @@ class Evidence(eqx.Module):
         if self.factor is not None:
             factor, errors = factor * self.factor.astype(factor.dtype), self.errors
         return dataclasses.replace(self, factor=factor, errors=errors)
+
+    def plus(self, known: "Evidence") -> "Evidence":
+        """The evidence for a sum with a number that is known up to rounding."""
+        judge = jtu.Partial(_judge_sum, self.factor, self.judge, known.judge)
+        products = self.products, known.products
+        return dataclasses.replace(self, products=products, judge=judge)
 
     def slopes(self, values: list[Array], tangent: "Evidence") -> list[ErrorBar]:
         """Error bars for the derivatives `values`, from the evidence's `tangent`."""
@@ -109,12 +116,12 @@ class Outcome(NamedTuple):
             )
         return self._replace(bars=bars, evidence=evidence)
 
-    def plus(self, known: ErrorBar) -> "Outcome":
+    def plus(self, known: ErrorBar, evidence: Evidence) -> "Outcome":
         """The outcome for the values plus a number that is known up to rounding.
 
         The sum is rounded, too, unless both parts are exact.
         """
-        bars = []
+        bars, own = [], self.evidence
         for bar in self.bars:
             dtype = jnp.result_type(bar.mean.dtype, known.mean.dtype)
             size = jnp.abs(bar.mean) + jnp.abs(known.mean)
@@ -123,7 +130,8 @@ class Outcome(NamedTuple):
             error = jnp.maximum(rounding, known.standard_error)
             mean = bar.mean.astype(dtype) + known.mean.astype(dtype)
             bars.append(add_known_error(bar._replace(mean=mean), error))
-        return self._replace(bars=bars)
+        both = None if own is None else own.plus(evidence)
+        return self._replace(bars=bars, evidence=both)
 
     def with_stats(self, **stats: Any) -> "Outcome":
         return self._replace(stats={**self.stats, **stats})
@@ -145,6 +153,20 @@ def cast_bar(bar: ErrorBar, dtype: DTypeLike) -> ErrorBar:
     error = jnp.real(error).astype(jnp.finfo(dtype).dtype)
     known = jnp.isfinite(mean) & ~jnp.isnan(error)
     return ErrorBar(mean, jnp.where(known, error, jnp.inf), freedom)
+
+
+def _judge_sum(
+    factor: Inexact[Array, ""] | None,
+    judge: jtu.Partial,
+    known: jtu.Partial,
+    products: tuple[PyTree, PyTree],
+) -> list[ErrorBar]:
+    """Adds the error in a known part. Later the sum is multiplied by `factor`."""
+    (part,) = known(products[1])
+    error = part.standard_error
+    if factor is not None:
+        error = error / divisor(jnp.abs(factor)).astype(error.dtype)
+    return [add_known_error(bar, error) for bar in judge(products[0])]
 
 
 # Makes the outcome of an entry point from an estimator's, and gives the state for it.

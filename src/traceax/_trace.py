@@ -170,18 +170,18 @@ def _estimate(
         split = _split(operator, k, expand=k < space.size or stop is not None)
     else:
         split = _Split(None, 0, None, operator)
-    known = None if split.exact is None else _exact_bar(functional, split.exact)
-    given, by = state, ("", 0)
+    given, by, known = state, ("", 0), None
+    if split.exact is not None:
+        judge = jtu.Partial(_judge_exact, functional)
+        evidence = Evidence(split.exact.terms, judge)
+        known = _exact_bar(functional, split.exact), evidence
     if split.remainder is None:
         choice = CHOICES.structure
-        assert known is not None
-        assert split.exact is not None
-        judge = jtu.Partial(_judge_exact, functional)
         stats = {"num_matvecs": jnp.asarray(split.num_matvecs)}
         if stop is not None:
             stats["products_needed"] = jnp.zeros((), space.real_dtype)
-        evidence = Evidence(split.exact.terms, judge)
-        outcome = Outcome([known], [RESULTS.successful], stats, evidence)
+        assert known is not None
+        outcome = Outcome([known[0]], [RESULTS.successful], stats, known[1])
     else:
         budget, choice, start = k - split.num_matvecs, CHOICES.given, state
         if estimator is None:
@@ -194,7 +194,7 @@ def _estimate(
                 start = TraceState(start.key, start.operator, functional=functional)
             start = checked_state(start, estimator, "traceax.trace")
         if stop is not None:
-            stop = stop.for_part(split.factor, None if known is None else known.mean)
+            stop = stop.for_part(split.factor, None if known is None else known[0].mean)
         plan = make_plan(estimator, start, budget, stop, NO_PROGRESS_METER, "")
         outcome, start = outcome_of(plan, start)
         by, used = plan.by, outcome.stats["num_matvecs"]
@@ -203,7 +203,7 @@ def _estimate(
         if split.factor is not None:
             outcome = outcome.times(split.factor)
         if known is not None:
-            outcome = outcome.plus(known)
+            outcome = outcome.plus(*known)
             outcome = outcome.with_stats(num_matvecs=used + split.num_matvecs)
         # The kept products are with the remainder alone: a later estimate starts over.
         is_whole = known is None and split.factor is None

@@ -75,7 +75,8 @@ class MatrixFunctionLinearOperator(spaces.Dense, Truncated):
     exact for polynomials of degree below s, and if the Krylov space stops growing.
     Otherwise it has an error, which error bars include. If `s < n`, each estimate
     measures the error for four fixed vectors, with 4 s products with A that k doesn't
-    count. It is unknown in means over minibatches, and goes undetected in functions.
+    count. It is unknown for `s = 1` and in means over minibatches, and goes undetected
+    in functions.
 
     You can differentiate products to any order with respect to the vector, and once
     with respect to A and to arrays that `fn` closes over. These derivatives use the
