@@ -327,7 +327,7 @@ class ColouredSampler(Sampler):
         return self.num_colours
 
     @property
-    def _is_exact(self) -> bool:
+    def is_exact(self) -> bool:
         return self.exact
 
     def check(self, operator, where):
@@ -348,15 +348,15 @@ class ColouredSampler(Sampler):
         parts = jnp.repeat(rounds.T, p, axis=0)[:k]
         return jnp.where(self._mask(0, k), math.sqrt(p) * parts, 0).T
 
-    def _draw_range(self, key, start, width, most, space):
+    def draw_range(self, key, start, width, most, space):
         self._check_length(space.size)
-        return self.sampler._draw_range(key, start, width, most, space)
+        return self.sampler.draw_range(key, start, width, most, space)
 
-    def _drawn(self, key, most, space):
-        drawn = self.sampler._drawn(key, most, space)
+    def drawn(self, key, most, space):
+        drawn = self.sampler.drawn(key, most, space)
         return eqx.tree_at(lambda x: x.sampler, self, drawn)
 
-    def _apply(self, operator, block):
+    def multiply(self, operator, block):
         rows, p = block.T, self.num_colours
         m, n = rows.shape
         width = min(max(columns_at_once(n) // m, 1), p)
@@ -376,7 +376,7 @@ class ColouredSampler(Sampler):
         total = fold(step, total, starts)
         return (add(total, p - rest, rest) if rest else total).T
 
-    def _rounds(self, probes, products):
+    def per_sample(self, probes, products):
         p, mask = self.num_colours, self._mask(0, probes.shape[1])
 
         def sum_rounds(block):

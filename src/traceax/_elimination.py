@@ -54,25 +54,25 @@ class Elimination(Preconditioner):
     changes: Float[Array, " q"]  # in `y_S^* A_SS^-1 y_S`, from the last refinement
     semidefinite: Bool[Array, ""]
     finite: Bool[Array, ""]  # whether entries are finite
-    magnitude: Float[Array, ""]
+    norm: Float[Array, ""]  # the root mean square eigenvalue of columns, over noise
 
     @property
     def lower(self):
         return jnp.ones_like(self.logdet)
 
     @property
-    def _magnitude(self):
-        return self.magnitude
+    def magnitude(self):
+        return self.norm
 
     @property
-    def _num_probes(self):
+    def default_probes(self):
         # Products with 25 vectors take hardly longer than with 6.
         return 24
 
-    def _size(self, n):
+    def num_rows(self, n):
         return n - len(self.interpolation)
 
-    def _verdict(self, n):
+    def verdict(self, n):
         r, m = self.interpolation.shape
         exact = self.rounding.result
         failures = [
@@ -209,7 +209,7 @@ def eliminate(
         factor=solved.lower,
         interpolation=J,
         inverse_sqrt_noise=jax.lax.rsqrt(fixed_noise),
-        magnitude=size / jnp.min(fixed_noise),
+        norm=size / jnp.min(fixed_noise),
         rounding=rounding._replace(D=D),
         trace_of_sizes=jnp.sum(squared_sizes / fixed_noise),
         changes=solved.changes,

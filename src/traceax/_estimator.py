@@ -59,9 +59,9 @@ class Estimator(eqx.Module, Generic[S]):
     # The states that `estimate` takes.
     state_classes: ClassVar[tuple[type[State], ...]] = (TraceState, CustomState)
     # We set this if JAX may differentiate exact answers directly.
-    _plain_exact: ClassVar[bool] = False
+    plain_exact: ClassVar[bool] = False
     # We set this if error bars from `compute` include solver errors in the operator.
-    _bars_include_solver_errors: ClassVar[bool] = False
+    bars_include_solver_errors: ClassVar[bool] = False
 
     @abc.abstractmethod
     def compute(self, state: S, k: int) -> Any:
@@ -91,11 +91,11 @@ class Estimator(eqx.Module, Generic[S]):
         return state
 
     @abc.abstractmethod
-    def _exact(self, state: S) -> tuple[Outcome, StandIn]:
+    def exact(self, state: S) -> tuple[Outcome, StandIn]:
         """Computes the exact answer from n products."""
 
     @abc.abstractmethod
-    def _finish(self, state: S, computed: Any) -> tuple[Outcome, StandIn]:
+    def finish(self, state: S, computed: Any) -> tuple[Outcome, StandIn]:
         """The outcome of `compute`, and its stand-in, which carries the derivative."""
 
     def estimate(
@@ -161,7 +161,7 @@ def outcome_of(plan: Plan, state: State) -> tuple[Outcome, State]:
         # For few columns, we let JAX differentiate the products. Our rule repeats them,
         # which made a ten-dimensional PINN step 1.2 times slower.
         few = min(columns_at_once(plan.size), unit_columns(operator))
-        plain = plan.takes_all and plan.estimator._plain_exact and plan.size <= few
+        plain = plan.takes_all and plan.estimator.plain_exact and plan.size <= few
         outcome = _outcome(plan, primal, plain)
     kept = outcome.kept
     if kept is not None:
@@ -193,14 +193,14 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
     """The outcome, with errors from iterations inside the operator, and its stand-in."""
     estimator, space = plan.estimator, state.space
     stop, exact, errors = plan.stop, plan.takes_all, None
-    if is_inexact(state.operator) and not estimator._bars_include_solver_errors:
+    if is_inexact(state.operator) and not estimator.bars_include_solver_errors:
         # Exact answers measure solver errors, so we don't add them again.
         errors = diagonal_errors(state.operator, solves_are_measured=exact)
     solvers = state.solvers if errors is None else errors.products
     if exact:
-        outcome, stand_in = estimator._exact(state)
+        outcome, stand_in = estimator.exact(state)
     elif stop is None:
-        outcome, stand_in = estimator._finish(
+        outcome, stand_in = estimator.finish(
             state, estimator.compute(state.given, plan.products)
         )
     else:
@@ -208,7 +208,7 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
         if isinstance(stop, Stop) and errors is not None:
             remaining = dataclasses.replace(stop, solvers=errors.share)
         computed = estimator.compute_until(state.given, plan.products, remaining)
-        outcome, stand_in = estimator._finish(state, computed)
+        outcome, stand_in = estimator.finish(state, computed)
     if space.is_complex and parts_of(state.operator, FUNCTIONS):
         is_wrong = is_nonlinear(state.operator)
         results = map_results(
@@ -230,7 +230,7 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
         # We keep infinity, which means unknown, or that products don't help.
         most = jnp.minimum(needed, space.size)
         needed = jnp.where(jnp.isfinite(needed), most, needed)
-        if solvers is not None and (exact or estimator._bars_include_solver_errors):
+        if solvers is not None and (exact or estimator.bars_include_solver_errors):
             needed = jnp.where(any_unmet(results), jnp.inf, needed)
         stats = {**outcome.stats, "products_needed": needed}
         outcome = outcome._replace(results=results, stats=stats)

@@ -177,10 +177,10 @@ class PreconditionedLinearOperator(ByProducts):
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
         space = space_of(self.operator)
-        size = self.preconditioner._size(space.size)
+        size = self.preconditioner.num_rows(space.size)
         return jax.ShapeDtypeStruct((size,), space.compute_dtype)
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         symmetric = check is lx.is_symmetric and not space_of(self).is_complex
         return symmetric or check is lx.is_positive_semidefinite
 

@@ -306,7 +306,7 @@ class Problem(NamedTuple):
         by: By,
     ) -> Estimate:
         P, evidence = self.preconditioner, outcome.evidence
-        own_stats, failures = P._verdict(self.shape[0])
+        own_stats, failures = P.verdict(self.shape[0])
         failures += [
             (~jnp.all(self.noise > 0), RESULTS.noise_not_positive),
             (~self.finite, RESULTS.y_not_finite),

@@ -86,13 +86,13 @@ class Columns(StandIn):
         return _join_chunks(observed)[..., : self.most]
 
     @property
-    def _num_first(self) -> int:
+    def num_first(self) -> int:
         first = None if self.evidence is None else self.evidence.products[1]
         return 0 if first is None else len(first)
 
     def derivative(self, state, tangent):
         """`<Z, dA V>`, chunk by chunk, so that only one chunk is in memory."""
-        num_first, contract = self._num_first, state.functional.pair
+        num_first, contract = self.num_first, state.functional.pair
 
         def products(V):
             return product_tangent(state.operator, tangent.operator, V, self.product)
@@ -162,7 +162,7 @@ class Blocks(Columns):
         if not isinstance(self.count, int):
             # We use small chunks, so that we can skip unused ones after an early stop.
             width = min(width, max(8, self.most // 8))
-        self.size = min(max(width, 1, self._num_first), self.most)
+        self.size = min(max(width, 1, self.num_first), self.most)
 
     def whole(self):
         V, Z = zip(*self.pairs, strict=True)

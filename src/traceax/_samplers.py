@@ -50,26 +50,27 @@ class Sampler(eqx.Module):
         """Refuses operators that these probes would be wrong for. Optional."""
 
     @property
-    def _is_exact(self) -> bool:
-        return False  # whether one sample is known to equal the trace
+    def is_exact(self) -> bool:
+        """Whether one sample is known to equal the trace. Optional."""
+        return False
 
-    def _draw_range(
+    def draw_range(
         self, key: Key[Array, ""], start: Start, width: int, most: int, space: Space
     ) -> Inexact[Array, "n {width}"]:
         """The vectors w for `width` samples from `start` on, of `most`. Optional."""
-        return self._drawn(key, most, space)._draw_range(key, start, width, most, space)
+        return self.drawn(key, most, space).draw_range(key, start, width, most, space)
 
-    def _drawn(self, key: Key[Array, ""], most: int, space: Space) -> "Sampler":
+    def drawn(self, key: Key[Array, ""], most: int, space: Space) -> "Sampler":
         """The sampler, which stores its probes if it draws all at once. Optional."""
         return _Drawn(self, self.sample(key, space.size, most, space.compute_dtype))
 
-    def _apply(
+    def multiply(
         self, operator: lx.AbstractLinearOperator, block: Inexact[Array, "n m"]
     ) -> Inexact[Array, "n m"]:
         """`B w` for samples `w^* B w`; `A w` for single probes. Optional."""
         return apply_block(operator, block)
 
-    def _rounds(
+    def per_sample(
         self, probes: Block, products: Block
     ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]:
         """w and `B w` for each sample, from probes and their products. Optional."""
@@ -96,10 +97,10 @@ class IndexedSampler(Sampler):
     def sample(self, key, n, k, dtype):
         return self.probes(key, 0, n, k, dtype)
 
-    def _draw_range(self, key, start, width, most, space):
+    def draw_range(self, key, start, width, most, space):
         return self.probes(key, start, space.size, width, space.compute_dtype)
 
-    def _drawn(self, key, most, space):
+    def drawn(self, key, most, space):
         return self
 
 
@@ -118,12 +119,12 @@ class _Drawn(Sampler):
     def sample(self, key, n, k, dtype):
         return self.sampler.sample(key, n, k, dtype)
 
-    def _draw_range(self, key, start, width, most, space):
+    def draw_range(self, key, start, width, most, space):
         # We pad, because a range may end beyond the last probe.
         rows = jnp.pad(self.block.T, ((0, width), (0, 0)))
         return jax.lax.dynamic_slice_in_dim(rows, start, width).T
 
-    def _drawn(self, key, most, space):
+    def drawn(self, key, most, space):
         return self
 
 
@@ -222,7 +223,7 @@ def with_drawn(tree: PyTree[Any], key: Key[Array, ""], most: int, space: Space) 
         return isinstance(x, Sampler)
 
     return jtu.tree_map(
-        lambda x: x._drawn(key, most, space) if is_sampler(x) else x,
+        lambda x: x.drawn(key, most, space) if is_sampler(x) else x,
         tree,
         is_leaf=is_sampler,
     )

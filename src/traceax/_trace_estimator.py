@@ -54,7 +54,7 @@ class TraceEstimator(Estimator[TraceState]):
     """
 
     gives_diagonals: ClassVar[bool] = False
-    _plain_exact: ClassVar[bool] = True
+    plain_exact: ClassVar[bool] = True
 
     def init(self, key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> Any:
         """Checks the arguments, and does set-up that doesn't depend on k. Optional.
@@ -105,7 +105,7 @@ class TraceEstimator(Estimator[TraceState]):
             with `E[V Z^*] = I`.
         """
 
-    def _exact(self, state):
+    def exact(self, state):
         operator, space, functional = state.operator, state.space, state.functional
 
         def entry(column, j):
@@ -122,9 +122,9 @@ class TraceEstimator(Estimator[TraceState]):
             judge = jtu.Partial(_judge_entries, functional, space.rounding)
             evidence = Evidence((entries, None), judge)
         stats = {"num_matvecs": space.size}
-        return self._finish(state, (*bar[:2], stats, Identity(operator, evidence)))
+        return self.finish(state, (*bar[:2], stats, Identity(operator, evidence)))
 
-    def _finish(self, state, computed):
+    def finish(self, state, computed):
         value, error, stats, blocks = computed
         space, where = state.space, f"{type(self).__name__}.compute"
         rule, hint = 'stats must contain "num_matvecs"', "see TraceEstimator.compute"

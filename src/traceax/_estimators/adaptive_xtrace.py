@@ -61,7 +61,7 @@ class AdaptiveXTraceEstimator(TraceEstimator):
             return average(state, k, self.sampler, resphere=False)
         operator, space = state.operator, state.space
         n, h = space.size, k // 2
-        probes = self.sampler._draw_range(state.key, 0, k, k, space)
+        probes = self.sampler.draw_range(state.key, 0, k, k, space)
         W, fresh = probes[:, :h], probes[:, h:]
         AW = apply_block(operator, W)
         unit = dense.power_of_two_scale(AW).astype(AW.dtype)

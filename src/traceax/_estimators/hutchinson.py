@@ -102,7 +102,7 @@ class HutchinsonEstimator(GrowingEstimator):
 
     @property
     def _detects_off_diagonal(self) -> bool:
-        return self.sampler.round_size > 1 or self.sampler._is_exact
+        return self.sampler.round_size > 1 or self.sampler.is_exact
 
     def check(self, operator, where):
         self.sampler.check(operator, where)
@@ -129,10 +129,8 @@ class HutchinsonEstimator(GrowingEstimator):
         chunk = min(self._chunk(state.space.size), width)
 
         def take(buffers, start, number):
-            Omega = self.sampler._draw_range(
-                state.key, start, number, room, state.space
-            )
-            Y = self.sampler._apply(state.operator, Omega)
+            Omega = self.sampler.draw_range(state.key, start, number, room, state.space)
+            Y = self.sampler.multiply(state.operator, Omega)
             if isinstance(buffers, SampleMoments):
                 moments = add_samples(
                     buffers.moments, state.functional, Omega, Y, start
@@ -190,7 +188,7 @@ class HutchinsonEstimator(GrowingEstimator):
             remaining = 1 - jnp.asarray(count).astype(bar.standard_error.dtype) / n
             error = bar.standard_error * jnp.sqrt(remaining)
             bar = bar._replace(standard_error=error)
-        if self.sampler._is_exact and variation is not None:
+        if self.sampler.is_exact and variation is not None:
             exact = exact_bar(bar.mean, rounding * _magnitude(buffers, count))
             # Rounds that differ by more disprove exactness. A single round cannot.
             is_known = jnp.isfinite(variation)
@@ -296,10 +294,10 @@ class Probes(Columns):
             # Short chunks avoid zero columns if our loop stopped early.
             self.size = min(self.size, max(8, most // 8))
         self.space, self.evidence = space, evidence
-        self.size = max(self.size, self._num_first)
+        self.size = max(self.size, self.num_first)
 
     def product(self, operator, V):
-        return self.sampler._apply(operator, V)
+        return self.sampler.multiply(operator, V)
 
     def whole(self):
         return self._columns(0, self.most)
@@ -308,7 +306,7 @@ class Probes(Columns):
         return self._columns(start, self.size)
 
     def _columns(self, start: int | Int[Array, ""], number: int) -> tuple[Array, Array]:
-        V = self.sampler._draw_range(self.key, start, number, self.most, self.space)
+        V = self.sampler.draw_range(self.key, start, number, self.most, self.space)
         active = jnp.arange(number, dtype=jnp.int32) + start < self.count
         V = jnp.where(active[None, :], V, 0)
         return V, V / jnp.asarray(self.count).astype(V.dtype)

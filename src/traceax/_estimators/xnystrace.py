@@ -82,7 +82,7 @@ class XNysTraceEstimator(GrowingEstimator):
 
     def grow(self, state, buffers, count, width):
         room = buffers.U.shape[1]
-        Omega = self.sampler._draw_range(state.key, count, width, room, state.space)
+        Omega = self.sampler.draw_range(state.key, count, width, room, state.space)
         U, T = extend(buffers.U, Omega, count)
         new = XNysTraceBuffers(U, T, apply_block(state.operator, U))
         return put_units(buffers, new, count)

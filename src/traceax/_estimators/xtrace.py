@@ -101,7 +101,7 @@ class XTraceEstimator(GrowingEstimator):
 
     def grow(self, state, buffers, count, width):
         room = buffers.Q.shape[1]
-        Omega = self.sampler._draw_range(state.key, count, width, room, state.space)
+        Omega = self.sampler.draw_range(state.key, count, width, room, state.space)
         Y = apply_block(state.operator, Omega)
         Q, R = extend(buffers.Q, Y, count)
         AQ = apply_block(state.operator, Q)

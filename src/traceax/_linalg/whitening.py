@@ -86,20 +86,20 @@ class Preconditioner(eqx.Module):
         return None
 
     @property
-    def _num_probes(self) -> int:
+    def default_probes(self) -> int:
         """The number of probes without a budget. Optional."""
         return PROBES_TO_DEPTH
 
     @property
-    def _magnitude(self) -> Float[Array, ""] | None:
+    def magnitude(self) -> Float[Array, ""] | None:
         """Magnitude of terms that cancel in products with `M A M^*`. Optional."""
         return None
 
-    def _size(self, n: int) -> int:
+    def num_rows(self, n: int) -> int:
         """The number of rows in `M V`, for blocks of n rows. Optional."""
         return n
 
-    def _verdict(self, n: int) -> tuple[dict[str, Array], list[tuple[Array, RESULTS]]]:
+    def verdict(self, n: int) -> tuple[dict[str, Array], list[tuple[Array, RESULTS]]]:
         """Optional: entries for `stats`, and pairs of a flag and its `RESULTS` item."""
         return {}, []
 
@@ -171,15 +171,15 @@ class Whitening(Preconditioner):
         return jnp.ones_like(self.logdet)
 
     @property
-    def _magnitude(self):
+    def magnitude(self):
         return self.relative_norm
 
     @property
-    def _num_probes(self):
+    def default_probes(self):
         # With columns we expect few steps.
         return 2 * PROBES_TO_DEPTH if self.basis.shape[1] else PROBES_TO_DEPTH
 
-    def _verdict(self, n):
+    def verdict(self, n):
         residual = jax.lax.stop_gradient(self.residual_trace)
         failures = [
             (~self.semidefinite, RESULTS.not_semidefinite),

@@ -149,7 +149,7 @@ class SparseLinearOperator(ByProducts):
         m, n = self.shape
         return SparseLinearOperator(self.data, self.columns, self.rows, (n, m))
 
-    def _conj(self):
+    def conj(self):
         return eqx.tree_at(lambda x: x.data, self, self.data.conj())
 
     def in_structure(self) -> jax.ShapeDtypeStruct:
@@ -191,7 +191,7 @@ class SciPyLinearOperator(ByProducts):
     def transpose(self):
         return SciPyLinearOperator(self.operator.T)
 
-    def _conj(self):
+    def conj(self):
         return SciPyLinearOperator(self.operator.H.T)
 
     def in_structure(self) -> jax.ShapeDtypeStruct:

@@ -27,7 +27,7 @@ class Curvature(ByProducts):
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return structure_of(self.x)
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         convex = isinstance(self, GaussNewtonLinearOperator)
         semidefinite = convex and check is lx.is_positive_semidefinite
         return semidefinite or check is lx.is_symmetric

@@ -109,12 +109,12 @@ class InverseLinearOperator(Dense):
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.operator.in_structure()
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         # We exclude the two properties that an inverse need not share.
         inherited = check not in (lx.is_tridiagonal, lx.has_unit_diagonal)
         return inherited and is_known(self.operator, check)
 
-    def _conj(self):
+    def conj(self):
         return eqx.tree_at(lambda x: x.operator, self, lx.conj(self.operator))
 
 
@@ -172,7 +172,7 @@ class InverseRemainder(Dense):
     def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return self.inverse.in_structure()
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         return check in _INHERITED and is_known(self.inverse, check)
 
 

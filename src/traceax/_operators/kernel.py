@@ -159,7 +159,7 @@ class KernelLinearOperator(OnePass):
         shape = (length_of(self.x),)
         return structure_of(jax.ShapeDtypeStruct(shape, self._dtype))
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         return check in (lx.is_symmetric, lx.is_positive_semidefinite)
 
 

@@ -136,7 +136,7 @@ class MeanLinearOperator(ByProducts):
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return jtu.tree_unflatten(*self._structures)[1]
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         return not self.tags.isdisjoint(TAGS[check])
 
 

@@ -170,11 +170,11 @@ def columns_at_once(n: int) -> int:
 class ByProducts(lx.AbstractLinearOperator):
     """Abstract base class for operators that define products; square by default."""
 
-    def _satisfies(self, check: Callable) -> bool:
+    def satisfies(self, check: Callable) -> bool:
         """Whether one of lineax's checks holds. Optional."""
         return False
 
-    def _conj(self) -> lx.AbstractLinearOperator:
+    def conj(self) -> lx.AbstractLinearOperator:
         """The conjugate of a complex operator. Optional."""
         return lx.conj(as_function(self))
 
@@ -218,7 +218,7 @@ class OnMesh(ByProducts):
     def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
         return structure_of(jax.eval_shape(self.fn, self.in_structure()))
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         return not self.tags.isdisjoint(TAGS[check])
 
 
@@ -341,7 +341,7 @@ class ComplexLinearOperator(ByProducts):
         with jax.numpy_dtype_promotion("standard"):
             return jtu.tree_map(lambda x, y: x + 1j * y, real, imaginary)
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         # We drop definiteness: lineax reads only the real part of a complex multiple.
         return check not in SEMIDEFINITE and is_known(self.operator, check)
 
@@ -383,7 +383,7 @@ class ShiftedLinearOperator(ByProducts):
             shift = unflatten(self.shift, self.in_structure())
         return jtu.tree_map(shifted, self.operator.mv(vector), vector, shift)
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         lost = *SEMIDEFINITE, lx.has_unit_diagonal
         return check not in lost and is_known(self.operator, check)
 
@@ -409,9 +409,9 @@ def tags_of(operator: lx.AbstractLinearOperator) -> frozenset[object]:
 
 
 lx.linearise.register(ByProducts, lambda x: x)
-lx.conj.register(ByProducts, lambda x: x._conj() if space_of(x).is_complex else x)
+lx.conj.register(ByProducts, lambda x: x.conj() if space_of(x).is_complex else x)
 _OPERATIONS: list[Any] = [lx.materialise, lx.diagonal, lx.tridiagonal]
 for _operation in _OPERATIONS:
     _operation.register(ByProducts, lambda x, fn=_operation: fn(as_function(x)))
 for _check in TAGS:
-    _check.register(ByProducts, lambda x, check=_check: x._satisfies(check))
+    _check.register(ByProducts, lambda x, check=_check: x.satisfies(check))

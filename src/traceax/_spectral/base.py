@@ -58,9 +58,9 @@ class SpectralEstimator(Estimator[SpectralState]):
 
     state_classes: ClassVar[tuple[type[State], ...]] = (SpectralState,)
     # Solver errors enter through errors in Ritz values.
-    _bars_include_solver_errors: ClassVar[bool] = True
+    bars_include_solver_errors: ClassVar[bool] = True
     # Whether estimates use a bracket if function and operator have one.
-    _gives_brackets: ClassVar[bool] = False
+    gives_brackets: ClassVar[bool] = False
 
     def init(
         self,
@@ -99,10 +99,10 @@ class SpectralEstimator(Estimator[SpectralState]):
         **Returns:** an outcome from `spectral_outcome`, and Ritz pairs.
         """
 
-    def _exact(self, state):
-        return _exact(state, bracketed=self._gives_brackets)
+    def exact(self, state):
+        return _exact(state, bracketed=self.gives_brackets)
 
-    def _finish(self, state, computed):
+    def finish(self, state, computed):
         return computed
 
 

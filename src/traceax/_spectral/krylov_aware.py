@@ -103,7 +103,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         default=None, static=True, converter=without_numpy
     )
     sampler: Sampler = NormalSampler()
-    _gives_brackets: ClassVar[bool] = True
+    gives_brackets: ClassVar[bool] = True
 
     def __check_init__(self):
         name = type(self).__name__
@@ -141,7 +141,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         q, num_probes = state.num_rhs, self.num_probes
         if num_probes is None and to_depth:
             P = state.preconditioner
-            wanted = PROBES_TO_DEPTH if P is None else P._num_probes
+            wanted = PROBES_TO_DEPTH if P is None else P.default_probes
             num_probes = min(wanted, max((k - q) // 3, 1))
         elif num_probes is None:
             # We expect to take half the steps. For a reliable error bar we want 5

@@ -114,7 +114,9 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             varying = f - jnp.mean(samples) / n
             unit = divisor(largest_entry(varying))
             images = _images(krylov, pairs, varying / unit.astype(f.dtype))
-            vectors, images = self.sampler._rounds(Omega.astype(images.dtype), images)
+            vectors, images = self.sampler.per_sample(
+                Omega.astype(images.dtype), images
+            )
             off = unit * off_diagonal_size(vectors, images) if p > 1 else None
             sizes, gram = unit * column_norms(images), gram_of(vectors, images)
             bar = independent_samples(samples, sizes, gram, off_diagonal=off)

@@ -162,7 +162,7 @@ class MatrixFunctionLinearOperator(spaces.Dense, Truncated):
     def in_structure(self):
         return self.operator.in_structure()
 
-    def _satisfies(self, check):
+    def satisfies(self, check):
         # f(A) is symmetric or diagonal if A is. To be semidefinite it needs a tag.
         tag, *_ = spaces.TAGS[check]
         is_kept = check in (lx.is_symmetric, lx.is_diagonal)

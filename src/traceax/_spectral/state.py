@@ -81,7 +81,7 @@ class SpectralState(State):
         """Magnitude of the terms that cancel in a product, for rounding errors."""
         A, P, known = self.operator, self.preconditioner, None
         if P is not None:
-            known, A = P._magnitude, cast(PreconditionedLinearOperator, A).operator
+            known, A = P.magnitude, cast(PreconditionedLinearOperator, A).operator
         sizes = known_sizes(A)
         if sizes is None or not sizes.size:
             return known
