@@ -329,13 +329,13 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> Estimate:
         more = 2 * truncated * jax.lax.stop_gradient(value)
         bar = bar._replace(standard_error=bar.standard_error + more)
     bars, stats = [cast_bar(bar, space.real_dtype)], {"num_matvecs": space.size}
-    evidence = Evidence(bar.mean, jtu.Partial(_judge_norm))
+    evidence = Evidence(bar.mean, jtu.Partial(_bars_from_norm))
     outcome = Outcome(bars, [RESULTS.successful], as_arrays(stats), evidence)
     treedef, state = jtu.tree_structure(0), DerivedState(_NORM)
     return make_estimate(outcome, treedef, state, ("", math.inf))
 
 
-def _judge_norm(value: Array) -> list[ErrorBar]:
+def _bars_from_norm(value: Array) -> list[ErrorBar]:
     return [exact_bar(value, value)]
 
 

@@ -125,11 +125,13 @@ class Elimination(Preconditioner):
         evidence = outcome.evidence
         if evidence is not None:
             solution = None if answers is None else answers[1]
-            judge = jtu.Partial(
-                _slope_bars, self, scale, solution, moving, evidence.judge
+            bars_from = jtu.Partial(
+                _slope_bars, self, scale, solution, moving, evidence.bars_from
             )
             products = evidence.products, moving
-            evidence = dataclasses.replace(evidence, products=products, judge=judge)
+            evidence = dataclasses.replace(
+                evidence, products=products, bars_from=bars_from
+            )
         return outcome._replace(bars=bars, evidence=evidence)
 
 
@@ -138,7 +140,7 @@ def _slope_bars(
     scale: Float[Array, ""],
     solution: Inexact[Array, "n q"] | None,
     primal: tuple[lx.AbstractLinearOperator, Array, Array | None],
-    judge: jtu.Partial,
+    bars_from: jtu.Partial,
     products: tuple[Any, tuple[Any, Array, Array | None]],
 ) -> list[ErrorBar]:
     """Error bars for slopes, with rounding errors in entries of A and dA."""
@@ -157,7 +159,7 @@ def _slope_bars(
     if solution is not None and dy is not None:
         change = dy - product(solution)
         errors.append(rounding.slope_errors_of_forms(solve, change, dy, solution))
-    return list(map(add_known_error, judge(inner_products), errors))
+    return list(map(add_known_error, bars_from(inner_products), errors))
 
 
 class Eliminated(NamedTuple):

@@ -332,11 +332,13 @@ def _derivative(primals, tangents):
 
 def _transpose(*args, **kwargs):
     # JAX never calls this: tangents pass through products, not through the primitive.
-    raise NotImplementedError("estimate_trace is not linear in any argument.")
+    raise NotImplementedError("estimate is not linear in any argument.")
 
 
+# In a jaxpr its equation is named "estimate", and "vprim" under `jax.vmap`. Exact answers
+# for few columns have no such equation.
 estimate_p = eqxi.create_vprim(
-    "estimate_trace",
+    "estimate",
     eqxi.filter_primitive_def(_implementation),
     eqxi.filter_primitive_def(_abstract),
     eqxi.filter_primitive_jvp(_jvp),
@@ -389,10 +391,10 @@ def _estimate_or_exact(plan: Plan, state: State) -> Outcome:
     )
     evidence = eqx.combine(arrays, statics[0])
     if first.evidence is not None:
-        judges = first.evidence.judge, evidence.judge
+        makers = first.evidence.bars_from, evidence.bars_from
         evidence = Evidence(
             (first.evidence.products, evidence.products),
-            jtu.Partial(_chosen_bars, unmet, *judges),
+            jtu.Partial(_chosen_bars, unmet, *makers),
             evidence.solvers,
         )
     bars, results, stats = answer
@@ -401,12 +403,12 @@ def _estimate_or_exact(plan: Plan, state: State) -> Outcome:
 
 def _chosen_bars(
     second: Bool[Array, ""],
-    first_judge: jtu.Partial,
-    second_judge: jtu.Partial,
+    first_maker: jtu.Partial,
+    second_maker: jtu.Partial,
     products: tuple[PyTree, PyTree],
 ) -> list[ErrorBar]:
-    """The error bars from the second judge if `second`, else from the first."""
-    bars = first_judge(products[0]), second_judge(products[1])
+    """The error bars from the second maker if `second`, else from the first."""
+    bars = first_maker(products[0]), second_maker(products[1])
     return [
         jtu.tree_map(lambda x, y: jnp.where(second, y, x), *pair)
         for pair in zip(*bars, strict=True)

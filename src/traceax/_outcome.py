@@ -29,15 +29,15 @@ class Evidence(eqx.Module):
 
     - `products`: arrays linear in the operator, from its products with fixed blocks. We use
         only their tangents, which are products with dA.
-    - `judge`: a fixed function; `judge(products)` returns an error bar for each value.
+    - `bars_from`: a fixed function; `bars_from(products)` returns an error bar for each value.
     - `solvers`: the relative error that iterative solvers inside the operator add to a
         derivative; `None` without such solvers.
-    - `factor`: a number that multiplies the values after `judge`; `None` for 1.
+    - `factor`: a number that multiplies the values after `bars_from`; `None` for 1.
     - `errors`: the values' standard errors before this factor; `None` without a factor.
     """
 
     products: PyTree[Any]
-    judge: jtu.Partial
+    bars_from: jtu.Partial
     solvers: Float[Array, ""] | None = None
     factor: Inexact[Array, ""] | None = None
     errors: PyTree[Float[Array, "..."]] = None
@@ -50,9 +50,11 @@ class Evidence(eqx.Module):
 
     def plus(self, known: "Evidence") -> "Evidence":
         """The evidence for a sum with a number that is known up to rounding."""
-        judge = jtu.Partial(_judge_sum, self.factor, self.judge, known.judge)
+        bars_from = jtu.Partial(
+            _bars_from_parts, self.factor, self.bars_from, known.bars_from
+        )
         products = self.products, known.products
-        return dataclasses.replace(self, products=products, judge=judge)
+        return dataclasses.replace(self, products=products, bars_from=bars_from)
 
     def slopes(self, values: list[Array], tangent: "Evidence") -> list[ErrorBar]:
         """Error bars for the derivatives `values`, from the evidence's `tangent`."""
@@ -64,7 +66,9 @@ class Evidence(eqx.Module):
         tangents = tangent.products
         products = jtu.tree_map(fill, tangents, arrays, is_leaf=lambda x: x is None)
         errors, freedoms = [], []
-        for x, (_, error, freedom) in zip(values, self.judge(products), strict=True):
+        for x, (_, error, freedom) in zip(
+            values, self.bars_from(products), strict=True
+        ):
             errors.append(error.reshape(x.shape))
             freedoms.append(jnp.broadcast_to(freedom, error.shape).reshape(x.shape))
         if self.factor is not None:
@@ -155,9 +159,9 @@ def cast_bar(bar: ErrorBar, dtype: DTypeLike) -> ErrorBar:
     return ErrorBar(mean, jnp.where(known, error, jnp.inf), freedom)
 
 
-def _judge_sum(
+def _bars_from_parts(
     factor: Inexact[Array, ""] | None,
-    judge: jtu.Partial,
+    bars_from: jtu.Partial,
     known: jtu.Partial,
     products: tuple[PyTree, PyTree],
 ) -> list[ErrorBar]:
@@ -166,7 +170,7 @@ def _judge_sum(
     error = part.standard_error
     if factor is not None:
         error = error / divisor(jnp.abs(factor)).astype(error.dtype)
-    return [add_known_error(bar, error) for bar in judge(products[0])]
+    return [add_known_error(bar, error) for bar in bars_from(products[0])]
 
 
 # Makes the outcome of an entry point from an estimator's, and gives the state for it.

@@ -315,8 +315,8 @@ class Problem(NamedTuple):
         for failed, reason in failures:
             result = RESULTS.where(failed, reason, result)
         if evidence is not None:
-            judge = jtu.Partial(_judge, combine, evidence.judge)
-            evidence = dataclasses.replace(evidence, judge=judge)
+            bars_from = jtu.Partial(_combined_bars, combine, evidence.bars_from)
+            evidence = dataclasses.replace(evidence, bars_from=bars_from)
         whole = Outcome([bar], [result], {**stats, **own_stats}, evidence)
         treedef, state = jtu.tree_structure(0), DerivedState(self.where)
         return make_estimate(whole, treedef, state, by)
@@ -371,11 +371,11 @@ def _bracket(outcome: Outcome) -> tuple[Array, Array]:
     return jax.lax.stop_gradient(outcome.stats["bracket"])
 
 
-def _judge(
-    combine: jtu.Partial, judge: jtu.Partial, products: PyTree
+def _combined_bars(
+    combine: jtu.Partial, bars_from: jtu.Partial, products: PyTree
 ) -> list[ErrorBar]:
     """Combines the log-determinant's and the forms' error bars for an entry point."""
-    return [combine(judge(products))]
+    return [combine(bars_from(products))]
 
 
 def _plus(bar: ErrorBar, known: Float[Array, "*q"]) -> ErrorBar:

@@ -172,8 +172,8 @@ def _estimate(
         split = _Split(None, 0, None, operator)
     given, by, known = state, ("", 0), None
     if split.exact is not None:
-        judge = jtu.Partial(_judge_exact, functional)
-        evidence = Evidence(split.exact.terms, judge)
+        bars_from = jtu.Partial(_bars_from_diagonals, functional)
+        evidence = Evidence(split.exact.terms, bars_from)
         known = _exact_bar(functional, split.exact), evidence
     if split.remainder is None:
         choice = CHOICES.structure
@@ -247,7 +247,7 @@ def _exact_bar(functional: Functional, exact: _Exact) -> ErrorBar:
     return exact_bar(value, jnp.where(sizes > 0, rounded, 0))
 
 
-def _judge_exact(
+def _bars_from_diagonals(
     functional: Functional, terms: list[Inexact[Array, " n"]]
 ) -> list[ErrorBar]:
     *_, sizes = _split_sums(functional, terms)

@@ -119,8 +119,8 @@ class TraceEstimator(Estimator[TraceState]):
             bar = bar._replace(standard_error=bar.standard_error + solver_error)
         evidence = None
         if isinstance(functional, Trace):
-            judge = jtu.Partial(_judge_entries, functional, space.rounding)
-            evidence = Evidence((entries, None), judge)
+            bars_from = jtu.Partial(_bars_from_entries, functional, space.rounding)
+            evidence = Evidence((entries, None), bars_from)
         stats = {"num_matvecs": space.size}
         return self.finish(state, (*bar[:2], stats, Identity(operator, evidence)))
 
@@ -158,7 +158,7 @@ def _exact_bar(
     return exact_bar(functional.sum(entries), rounding * functional.sum(moduli))
 
 
-def _judge_entries(
+def _bars_from_entries(
     functional: Functional, rounding: float, products: tuple[Array, None]
 ) -> list[ErrorBar]:
     return [_exact_bar(functional, rounding, products[0])]
@@ -327,10 +327,12 @@ def left_out_blocks(
     evidence, the products `V^* W`."""
     m, dtype = pairs[0][0].shape[1], pairs[0][0].dtype
     form = jnp.zeros((2 * m, 2 * m), dtype)
-    return Blocks(pairs, Evidence((form, None), jtu.Partial(_judge_form, loo)), count)
+    return Blocks(
+        pairs, Evidence((form, None), jtu.Partial(_bars_from_form, loo)), count
+    )
 
 
-def _judge_form(
+def _bars_from_form(
     loo: LeaveOneOut, products: tuple[Inexact[Array, "k k"], None]
 ) -> list[ErrorBar]:
     """The error bar for leave-one-out samples, from their form on `[Q, G]`."""
@@ -353,15 +355,15 @@ def average(
         W = W * (math.sqrt(n) / column_norms(W)).astype(W.dtype)[None, :]
     AW = apply_block(state.operator, W)
     samples, first = column_dots(W, AW), AW.T[:GRAM_PROBES]
-    (bar,) = _judge(W, (samples, first))
+    (bar,) = _bars_from_samples(W, (samples, first))
     stats = {"num_matvecs": k, "degrees_of_freedom": bar.degrees_of_freedom}
     stats["kept"] = kept
     zeros = jnp.zeros_like(samples), jnp.zeros_like(first)
-    evidence = Evidence(zeros, jtu.Partial(_judge, W))
+    evidence = Evidence(zeros, jtu.Partial(_bars_from_samples, W))
     return bar.mean, bar.standard_error, stats, Blocks([(W, W / k)], evidence)
 
 
-def _judge(
+def _bars_from_samples(
     W: Inexact[Array, "n k"],
     products: tuple[Inexact[Array, " k"], Inexact[Array, "few n"]],
 ) -> list[ErrorBar]:

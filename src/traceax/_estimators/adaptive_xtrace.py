@@ -92,13 +92,13 @@ class AdaptiveXTraceEstimator(TraceEstimator):
         }
         V = dense.side_by_side(W, X)
         error = bar.standard_error * jnp.real(unit)
-        judge = jtu.Partial(_judge_form, gram, plan, n)
-        evidence = Evidence((jnp.zeros_like(K), None), judge)
+        bars_from = jtu.Partial(_bars_from_form, gram, plan, n)
+        evidence = Evidence((jnp.zeros_like(K), None), bars_from)
         blocks = Blocks([(V, dense.combine(V, K.conj()))], evidence)
         return bar.mean * unit, error, stats, blocks
 
 
-def _judge_form(
+def _bars_from_form(
     gram: Inexact[Array, "k k"],
     plan: adaptive.Plan,
     n: int,

@@ -85,9 +85,9 @@ class HutchPlusPlusEstimator(TraceEstimator):
         if isinstance(functional, Trace):
             samples = column_dots(G, AG), column_dots(Q, AQ)
             forms, first = jnp.concatenate(samples), AG.T[:GRAM_PROBES]
-            (bar,) = _judge(G, (forms, first))
+            (bar,) = _bars_from_products(G, (forms, first))
             zeros = jnp.zeros_like(forms), jnp.zeros_like(first)
-            evidence = Evidence(zeros, jtu.Partial(_judge, G))
+            evidence = Evidence(zeros, jtu.Partial(_bars_from_products, G))
         else:
             moments = empty_moments(functional, n, dtype)
             moments = add_samples(moments, functional, G, AG, 0)
@@ -102,7 +102,7 @@ class HutchPlusPlusEstimator(TraceEstimator):
         return value, bar.standard_error, stats, Blocks([pair], evidence)
 
 
-def _judge(
+def _bars_from_products(
     G: Inexact[Array, "n l"],
     products: tuple[Inexact[Array, " p"], Inexact[Array, "few n"]],
 ) -> list[ErrorBar]:

@@ -202,7 +202,7 @@ class HutchinsonEstimator(GrowingEstimator):
         if isinstance(buffers, TraceSamples):
             zeros = jtu.tree_map(jnp.zeros_like, (buffers.samples, buffers.first[1]))
             parts = self, count, space.rounding, buffers.first[0]
-            evidence = Evidence(zeros, jtu.Partial(_judge_products, *parts))
+            evidence = Evidence(zeros, jtu.Partial(_bars_from_products, *parts))
         chunk = self._chunk(space.size)
         return Probes(state.key, self.sampler, count, room, chunk, space, evidence)
 
@@ -235,7 +235,7 @@ def _magnitude(
     return jnp.sum(jnp.abs(Omega[0] * Y[0]))
 
 
-def _judge_products(
+def _bars_from_products(
     estimator: HutchinsonEstimator,
     count: int | Int[Array, ""],
     rounding: float,

@@ -29,7 +29,7 @@ from .._outcome import Evidence, Outcome, as_arrays, cast_bar
 from .._results import RESULTS, finite_or_failed, per_entry
 from .._state import State
 from .function import ritz_values, rounding_errors
-from .stand_in import Exact, RitzStandIn, judge_exact
+from .stand_in import Exact, RitzStandIn, bars_from_eigenvectors
 from .state import SpectralState, init_spectral_state
 
 
@@ -205,8 +205,10 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
         forms, solutions = exact.bar, exact.coordinates
         stats.update(inv_quad_bracket=exact.bracket, solution=combine(S, solutions))
         t_rhs = jnp.zeros_like(solutions)
-    judge = jtu.Partial(judge_exact, Exact(theta, S, solutions), state.function)
-    evidence = Evidence((jnp.zeros_like(A), state.function, t_rhs), judge)
+    bars_from = jtu.Partial(
+        bars_from_eigenvectors, Exact(theta, S, solutions), state.function
+    )
+    evidence = Evidence((jnp.zeros_like(A), state.function, t_rhs), bars_from)
     outcome = spectral_outcome(
         state, bars, results, stats, theta, ones, forms, evidence
     )

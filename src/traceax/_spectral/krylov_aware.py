@@ -28,7 +28,7 @@ from .._samplers import NormalSampler, Sampler, check_sampler
 from .._tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened_for_loop
 from .base import SpectralEstimator, probes_and_steps, spectral_outcome
 from .krylov_sums import KrylovSums, krylov_sums
-from .stand_in import RitzStandIn, Truncated, judge_truncated
+from .stand_in import RitzStandIn, Truncated, bars_from_krylov
 from .state import SpectralState
 
 # Limits without a budget: steps, vectors in the space and in spaces without a probe.
@@ -246,7 +246,7 @@ def _outcome(
     )
     zero_products = jnp.zeros_like(S), state.function, t_rhs
     evidence = Evidence(
-        zero_products, jtu.Partial(judge_truncated, space, state.function)
+        zero_products, jtu.Partial(bars_from_krylov, space, state.function)
     )
     count = None if isinstance(steps, int) else width * steps
     outcome = spectral_outcome(

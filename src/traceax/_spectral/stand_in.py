@@ -237,7 +237,7 @@ class Exact(NamedTuple):
     solutions: Inexact[Array, "n q"] | None
 
 
-def judge_exact(
+def bars_from_eigenvectors(
     exact: Exact, function: SpectralFunction, products: tuple[Any, Any, Any]
 ) -> list[ErrorBar]:
     """Rounding errors in exact derivatives, `tr(f'(A) dA)` and quadratic forms.
@@ -311,7 +311,7 @@ class Truncated(NamedTuple):
         )
 
 
-def judge_truncated(
+def bars_from_krylov(
     space: Truncated, function: SpectralFunction, products: tuple[Any, Any, Any]
 ) -> list[ErrorBar]:
     """Error bars for the derivatives of every leaf and of quadratic forms."""

@@ -200,8 +200,8 @@ def _by_bands(state: SpectralState) -> Outcome:
         result = RESULTS.where(asymmetric, RESULTS.not_hermitian, result)
     unknown = jnp.zeros(0, space.real_dtype)
     bars = [_rounded(value + added.astype(value.dtype), error)]
-    judge = jtu.Partial(_judge_bands, quantity, space.rounding, fixed)
-    evidence = Evidence(bands, judge)
+    bars_from = jtu.Partial(_bars_from_bands, quantity, space.rounding, fixed)
+    evidence = Evidence(bands, bars_from)
     return _made(state, bars, result, stats, unknown, unknown, evidence)
 
 
@@ -305,7 +305,7 @@ def _effects(slopes: _Bands, bands: _Bands) -> Float[Array, " m"]:
     return jnp.abs(jnp.concatenate([slope * x for slope, x in pairs]))
 
 
-def _judge_bands(
+def _bars_from_bands(
     quantity: Callable[[_Bands], Array],
     rounding: float,
     bands: _Bands,
