@@ -60,8 +60,6 @@ class Estimator(eqx.Module, Generic[S]):
     state_classes: ClassVar[tuple[type[State], ...]] = (TraceState, CustomState)
     # We set this if JAX may differentiate exact answers directly.
     plain_exact: ClassVar[bool] = False
-    # We set this if error bars from `compute` include solver errors in the operator.
-    bars_include_solver_errors: ClassVar[bool] = False
 
     @abc.abstractmethod
     def compute(self, state: S, k: int) -> Any:
@@ -192,11 +190,14 @@ def _outcome(plan: Plan, state: State, plain: bool) -> Outcome:
 def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
     """The outcome, with errors from iterations inside the operator, and its stand-in."""
     estimator, space = plan.estimator, state.space
-    stop, exact, errors = plan.stop, plan.takes_all, None
-    if is_inexact(state.operator) and not estimator.bars_include_solver_errors:
+    stop, exact, solvers, inner = plan.stop, plan.takes_all, None, None
+    if not isinstance(state, TraceState | CustomState):
+        solvers = state.solvers  # they enter through errors in Ritz values
+    elif is_inexact(state.operator):
         # Exact answers measure solver errors, so we don't add them again.
         errors = diagonal_errors(state.operator, solves_are_measured=exact)
-    solvers = state.solvers if errors is None else errors.products
+        solvers, counts = errors.products, state.functional.num_rows(space.size)
+        inner = jtu.Partial(DiagonalErrors.of_sums, errors, counts)
     if exact:
         outcome, stand_in = estimator.exact(state)
     elif stop is None:
@@ -205,8 +206,8 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
         )
     else:
         remaining = stop
-        if isinstance(stop, Stop) and errors is not None:
-            remaining = dataclasses.replace(stop, solvers=errors.share)
+        if isinstance(stop, Stop):
+            remaining = dataclasses.replace(stop, inner=inner)
         computed = estimator.compute_until(state.given, plan.products, remaining)
         outcome, stand_in = estimator.finish(state, computed)
     if space.is_complex and parts_of(state.operator, FUNCTIONS):
@@ -216,9 +217,11 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
             outcome.results,
         )
         outcome = outcome._replace(results=results)
-    if errors is not None and isinstance(state, TraceState | CustomState):
-        counts = state.functional.num_rows(space.size)
-        bars = [_with_errors(x, errors, counts) for x in outcome.bars]
+    if inner is not None:
+        bars = [
+            x._replace(standard_error=jnp.hypot(x.standard_error, inner(x.mean)))
+            for x in outcome.bars
+        ]
         outcome = outcome._replace(bars=bars)
     if isinstance(stop, Stop):
         results = outcome.results
@@ -230,7 +233,7 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
         # We keep infinity, which means unknown, or that products don't help.
         most = jnp.minimum(needed, space.size)
         needed = jnp.where(jnp.isfinite(needed), most, needed)
-        if solvers is not None and (exact or estimator.bars_include_solver_errors):
+        if solvers is not None and (exact or inner is None):
             needed = jnp.where(any_unmet(results), jnp.inf, needed)
         stats = {**outcome.stats, "products_needed": needed}
         outcome = outcome._replace(results=results, stats=stats)
@@ -241,12 +244,6 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
         evidence = dataclasses.replace(outcome.evidence, solvers=relative)
         outcome = outcome._replace(evidence=evidence)
     return outcome, stand_in
-
-
-def _with_errors(bar: ErrorBar, errors: DiagonalErrors, counts: ArrayLike) -> ErrorBar:
-    """Adds errors that iterations leave in sums of diagonal entries to an error bar."""
-    error = jnp.hypot(bar.standard_error, errors.of_sums(bar.mean, counts))
-    return bar._replace(standard_error=error)
 
 
 #

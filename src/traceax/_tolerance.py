@@ -164,7 +164,7 @@ class Stop(eqx.Module):
     factor: Inexact[Array, ""]  # value = factor * (loop's value) + offset
     offset: Inexact[Array, "*g"]  # see `factor`
     norm: str | None = eqx.field(static=True, default=None)
-    solvers: Scalar | None = None  # relative error from solvers within the operator
+    inner: jtu.Partial | None = None  # errors from iterations within the operator
 
     @property
     def dtype(self) -> np.dtype:
@@ -195,9 +195,10 @@ class Stop(eqx.Module):
         norm = norms.get(self.norm, jnp.asarray)
         half_width, modulus = norm(half_width), norm(modulus)
         allowed = atol + rtol * modulus
-        if self.solvers is not None:
-            # Squared errors from solvers and probes add up, so we reduce `allowed`.
-            width = norm(quantile * self.solvers * jnp.abs(value).astype(error.dtype))
+        if self.inner is not None:
+            # Squared errors from iterations and probes add up, so we reduce `allowed`.
+            size = jnp.abs(self.factor).astype(error.dtype)
+            width = norm(quantile * size * self.inner(bar.mean).astype(error.dtype))
             remaining = 1 - (width / divisor(allowed)) ** 2
             allowed = jnp.where(remaining > 0, allowed * jnp.sqrt(remaining), -1)
         ratio = jnp.where(allowed > 0, half_width / divisor(allowed), jnp.inf)

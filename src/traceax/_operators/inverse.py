@@ -17,7 +17,6 @@ from .._linalg.dense import (
     hashed_signs,
     largest_entry,
     power_of_two_scale,
-    ratio,
 )
 from .._linalg.types import automatic, fori_loop
 from .check import as_data, checked_operator, jitted, with_data
@@ -315,53 +314,41 @@ class DiagonalErrors(NamedTuple):
     """Errors that iterations inside an operator leave in sums of diagonal entries.
 
     - `relative`: errors relative to the sum.
-    - `entries`, `mean`: further errors in entries, and the modulus of the mean entry.
+    - `entries`: further errors in entries.
     - `products`: the largest relative error in products.
     """
 
     relative: Float[Array, ""]
     entries: Float[Array, ""]
-    mean: Float[Array, ""]
     products: Float[Array, ""]
 
     def of_sums(
-        self, sums: Inexact[Array, "*g"], counts: ArrayLike
+        self, counts: ArrayLike, sums: Inexact[Array, "*g"]
     ) -> Float[Array, "*g"]:
         """Errors in sums of this number of entries."""
         counts = jnp.asarray(counts).astype(self.entries.dtype)
         return self.relative * jnp.abs(sums) + counts * self.entries
 
-    @property
-    def share(self) -> Float[Array, ""]:
-        """The error in the sum of all entries, relative to this sum."""
-        return self.relative + ratio(self.entries, self.mean)
-
 
 def diagonal_errors(
     operator: lx.AbstractLinearOperator, *, solves_are_measured: bool
-) -> DiagonalErrors | None:
+) -> DiagonalErrors:
     """Errors in a diagonal, from solver tolerances and truncated operators.
 
     Errors in a truncated term are known for its entries, which may cancel in a sum.
-    Inside another operator we know only the relative error in products. `None` if the
-    caller measures all errors.
+    Inside another operator we know only the relative error in products.
     """
     dtype = space_of(operator).real_dtype
-    tolerance, truncated = solver_tolerance(operator, dtype), truncated_parts(operator)
-    if not truncated and (tolerance is None or solves_are_measured):
-        return None
-    zero = jnp.zeros((), dtype)
+    zero, tolerance = jnp.zeros((), dtype), solver_tolerance(operator, dtype)
     tolerance = zero if tolerance is None else tolerance
     relative = zero if solves_are_measured else tolerance
-    entries, mean, products = zero, zero, tolerance
+    entries, products = zero, tolerance
     for term in terms(operator):
         for part in truncated_parts(term.operator):
             errors = part.truncation()
             products = jnp.maximum(products, errors.products)
             if part is term.operator:
                 entries += jnp.abs(term.times(errors.entries)).astype(dtype)
-                mean += jnp.abs(term.times(errors.mean)).astype(dtype)
             else:
                 relative = jnp.maximum(relative, errors.products)
-    errors = DiagonalErrors(relative, entries, mean, products)
-    return jax.lax.stop_gradient(errors)
+    return jax.lax.stop_gradient(DiagonalErrors(relative, entries, products))

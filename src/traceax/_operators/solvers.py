@@ -31,12 +31,10 @@ class Truncation(NamedTuple):
 
     - `products`: in products, relative to their lengths.
     - `entries`: in diagonal entries, on average.
-    - `mean`: the modulus of the mean diagonal entry.
     """
 
     products: Float[Array, ""]
     entries: Float[Array, ""]
-    mean: Float[Array, ""]
 
 
 class Truncated(eqx.Module):

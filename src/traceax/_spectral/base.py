@@ -57,8 +57,6 @@ class SpectralEstimator(Estimator[SpectralState]):
     """
 
     state_classes: ClassVar[tuple[type[State], ...]] = (SpectralState,)
-    # Solver errors enter through errors in Ritz values.
-    bars_include_solver_errors: ClassVar[bool] = True
     # Whether estimates use a bracket if function and operator have one.
     gives_brackets: ClassVar[bool] = False
 

@@ -257,8 +257,7 @@ class MatrixFunctionLinearOperator(spaces.Dense, Truncated):
 
         in_products = error(lambda x: column_norms(x.T))
         in_forms = error(lambda x: jnp.abs(x[:, 0]))
-        mean = jnp.abs(jnp.mean(last[:, 0]))
-        return Truncation(ratio(in_products, length), in_forms, mean)
+        return Truncation(ratio(in_products, length), in_forms)
 
 
 def _combine(pairs: RitzPairs, f: Inexact[Array, "s q"]) -> Inexact[Array, "n q"]:
