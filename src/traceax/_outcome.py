@@ -15,6 +15,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Inexact, PyTree
 
@@ -110,7 +111,7 @@ class Outcome(NamedTuple):
             errors = [bar.standard_error for bar in self.bars]
             evidence = evidence.times(factor, errors)
         for bar in self.bars:
-            dtype = jnp.result_type(bar.mean.dtype, factor.dtype)
+            dtype = np.result_type(bar.mean.dtype, factor.dtype)
             error = jnp.abs(factor).astype(bar.standard_error.dtype)
             bars.append(
                 bar._replace(
@@ -127,7 +128,7 @@ class Outcome(NamedTuple):
         """
         bars, own = [], self.evidence
         for bar in self.bars:
-            dtype = jnp.result_type(bar.mean.dtype, known.mean.dtype)
+            dtype = np.result_type(bar.mean.dtype, known.mean.dtype)
             size = jnp.abs(bar.mean) + jnp.abs(known.mean)
             size = jnp.where(bar.standard_error + known.standard_error > 0, size, 0)
             rounding = exact_bar(known.mean, size).standard_error
