@@ -38,7 +38,7 @@ class SpectralFunction(eqx.Module):
         """Whether both have the same `fn`. JIT rebuilds modules, but not functions."""
         return self.fn is other.fn
 
-    def __call__(self, points: Float[Array, "*p"]) -> list[Inexact[Array, "..."]]:
+    def __call__(self, points: Inexact[Array, "*p"]) -> list[Inexact[Array, "..."]]:
         """The leaves of `fn`, with shapes s, at every point."""
 
         def inexact(x):
@@ -155,7 +155,7 @@ def checked_lower(
 
 
 def derivative(
-    function: Callable[[Array], list[Array]], points: Float[Array, "..."]
+    function: Callable[[Array], list[Array]], points: Inexact[Array, "..."]
 ) -> list[Inexact[Array, "..."]]:
     return jax.jvp(function, (points,), (jnp.ones_like(points),))[1]
 
