@@ -210,8 +210,7 @@ def _by_block(
     for finished, (size, i) in enumerate(order):
         share = (k - used) // (len(order) - finished)
         block = TraceState(keys[i], block_of(operator, i))
-        estimator = HutchinsonEstimator()
-        plan = make_plan(estimator, block, share, None, NO_PROGRESS_METER, "")
+        plan = make_plan(HutchinsonEstimator(), block, share, None)
         outcome, _ = outcome_of(plan, block)
         bars[i] = cast_bar(outcome.bars[0], dtype)
         used += min(share, size)
@@ -220,7 +219,7 @@ def _by_block(
     bars = [*sums, sum_of_independent(*bars)]
     bar = ErrorBar(*map(jnp.stack, zip(*bars, strict=True)))
     outcome = Outcome([bar], [RESULTS.successful], {"num_matvecs": jnp.int32(used)})
-    return make_estimate(outcome, state.treedef, state, ("", math.inf))
+    return make_estimate(outcome, state.treedef, state)
 
 
 def block_of(
@@ -331,8 +330,7 @@ def _exact_norm(operator: lx.AbstractLinearOperator) -> Estimate:
     bars, stats = [cast_bar(bar, space.real_dtype)], {"num_matvecs": space.size}
     evidence = Evidence(bar.mean, jtu.Partial(_bars_from_norm))
     outcome = Outcome(bars, [RESULTS.successful], as_arrays(stats), evidence)
-    treedef, state = jtu.tree_structure(0), DerivedState(_NORM)
-    return make_estimate(outcome, treedef, state, ("", math.inf))
+    return make_estimate(outcome, jtu.tree_structure(0), DerivedState(_NORM))
 
 
 def _bars_from_norm(value: Array) -> list[ErrorBar]:

@@ -17,7 +17,7 @@ stand-in, and differentiates only "multiply the operator by V", which JAX can tr
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import equinox as eqx
 import equinox.internal as eqxi
@@ -126,13 +126,13 @@ class Estimator(eqx.Module, Generic[S]):
         **Raises:** as [`traceax.trace`][]; `TypeError` for another estimator's state.
         """
         where = f"{type(self).__name__}.estimate"
-        checked: Any = checked_state(state, self, where, self.state_classes)
+        given = checked_state(state, self, where, self.state_classes)
+        checked = self.trim(cast(S, given))
         dtype = checked.space.compute_dtype
         stop = make_stop(rtol, atol, level, progress_meter, dtype, where)
-        checked = self.trim(checked)
         plan = make_plan(self, checked, k, stop, progress_meter, where)
-        outcome, checked = outcome_of(plan, checked)
-        estimate = make_estimate(outcome, checked.treedef, checked.given, plan.by)
+        outcome, resumed = outcome_of(plan, checked)
+        estimate = make_estimate(outcome, resumed.treedef, resumed.given, plan.by)
         return raise_failure(estimate) if throw else estimate
 
 

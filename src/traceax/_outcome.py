@@ -7,6 +7,7 @@ derivative's error bar.
 """
 
 import dataclasses
+import math
 import operator as op
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -138,7 +139,7 @@ class Outcome(NamedTuple):
         both = None if own is None else own.plus(evidence)
         return self._replace(bars=bars, evidence=both)
 
-    def with_stats(self, **stats: Any) -> "Outcome":
+    def with_stats(self, **stats: PyTree) -> "Outcome":
         return self._replace(stats={**self.stats, **stats})
 
 
@@ -179,7 +180,10 @@ Change = Callable[[Outcome], tuple[Outcome, PyTree]]
 
 
 def make_estimate(
-    outcome: Outcome, treedef: Any, state: PyTree, by: tuple[str, int | float]
+    outcome: Outcome,
+    treedef: Any,
+    state: PyTree,
+    by: tuple[str, int | float] = ("", math.inf),
 ) -> Estimate:
     """The estimate from an outcome, with values in the structure of `treedef`."""
     tree = treedef.unflatten

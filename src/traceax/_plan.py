@@ -9,7 +9,14 @@ from jaxtyping import PyTree
 from ._arguments import most_products, resolve_budget
 from ._outcome import Outcome
 from ._state import CustomState, State, TraceState
-from ._tolerance import EXACT_SIZE, Depth, ProgressMeter, Stop, loop_products
+from ._tolerance import (
+    EXACT_SIZE,
+    NO_PROGRESS_METER,
+    Depth,
+    ProgressMeter,
+    Stop,
+    loop_products,
+)
 
 
 class ExactAnswer(NamedTuple):
@@ -69,8 +76,8 @@ def make_plan(
     state: State,
     k: int | None,
     stop: Stop | None,
-    meter: ProgressMeter,
-    where: str,
+    meter: ProgressMeter = NO_PROGRESS_METER,
+    where: str = "",
     exact: ExactAnswer | None = None,
 ) -> Plan:
     """Decides between `exact`, all products, a budget of k more products, and a loop.

@@ -195,7 +195,7 @@ def _estimate(
             start = checked_state(start, estimator, "traceax.trace")
         if stop is not None:
             stop = stop.for_part(split.factor, None if known is None else known[0].mean)
-        plan = make_plan(estimator, start, budget, stop, NO_PROGRESS_METER, "")
+        plan = make_plan(estimator, start, budget, stop)
         outcome, start = outcome_of(plan, start)
         by, used = plan.by, outcome.stats["num_matvecs"]
         if stop is not None and choice is not CHOICES.given:

@@ -183,8 +183,9 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
         error = solve_error / divisor(jnp.max(jnp.abs(theta), initial=0))
         truncated = truncation_error(operator, space.real_dtype)
         error = error if truncated is None else jnp.maximum(error, truncated)
+    magnitude = state.magnitude
     theta, resolution, result = ritz_values(
-        theta, asymmetry, space, state.lower, state.magnitude, error
+        theta, asymmetry, space, state.lower, magnitude, error
     )
     function, ones = state.function.in_range(theta), jnp.ones_like(theta)
     values = [jnp.sum(f, axis=-1) for f in function(theta)]
@@ -199,7 +200,7 @@ def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStand
         stats.update(exact_stats(state, values))
     forms, solutions, t_rhs = None, None, None
     if state.rhs is not None:
-        exact = forms_between(inner(S, state.rhs), theta, None, state.magnitude)
+        exact = forms_between(inner(S, state.rhs), theta, None, magnitude)
         forms, solutions = exact.bar, exact.coordinates
         stats.update(inv_quad_bracket=exact.bracket, solution=combine(S, solutions))
         t_rhs = jnp.zeros_like(solutions)

@@ -108,8 +108,9 @@ def krylov_sums(
     n, width, q = state.space.size, omega.shape[1], state.num_rhs
     m, sizes = width - q, tuple(width * size for size in step_sizes)
     unclipped, S = ritz_pairs(T, width * steps, sizes)
+    cancelling = state.magnitude
     theta, resolution, result = ritz_values(
-        unclipped, asymmetry, state.space, state.lower, state.magnitude, state.solvers
+        unclipped, asymmetry, state.space, state.lower, cancelling, state.solvers
     )
     shallow, rows = steps, len(T)  # spaces without a probe use these coordinates
     if most_left_out is not None:
@@ -182,7 +183,7 @@ def krylov_sums(
         )
         if state.rhs is not None:
             highs = form_at_lower, form_at_bottom
-            forms = forms_between(inner(S, rhs), theta, highs, state.magnitude)
+            forms = forms_between(inner(S, rhs), theta, highs, cancelling)
         positive = theta[0] >= 0
         _, brackets = bracket_midpoints(samples, at_lower, positive)
         samples, value_brackets = bracket_midpoints(samples, at_bottom, positive)
