@@ -28,7 +28,7 @@ import numpy as np
 from jax.scipy.linalg import cho_solve
 
 import traceax as tx
-import traceax._spectral.cholesky
+import traceax._exact.cholesky
 
 REPEATS, PROBLEMS = 9, 100
 KEY = jax.random.key(0)
@@ -118,7 +118,7 @@ def main(sizes):
     print("| compile time (s): exact, by hand, estimate |")
     print("|---|---|---|---|---|---|---|---|")
     # We also run above the limit, to see where it should lie.
-    traceax._spectral.cholesky.LARGEST = max(sizes)
+    traceax._exact.cholesky.LARGEST = max(sizes)
     for bits in (32, 64):
         jax.config.update("jax_enable_x64", bits == 64)
         for n in sizes:

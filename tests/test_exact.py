@@ -18,7 +18,7 @@ from problems import PSD, Process, as_array, as_operator, float_dtype, observati
 from spectral_helpers import normal
 
 import traceax as tx
-from traceax._spectral import cholesky
+from traceax._exact import cholesky
 
 N = 60
 

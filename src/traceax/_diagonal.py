@@ -16,8 +16,8 @@ from ._error_bar import ErrorBar, exact_bar, sum_of_independent
 from ._estimate import Estimate, raise_failure
 from ._estimator import outcome_of
 from ._estimators.hutchinson import HutchinsonEstimator
+from ._exact.products import norm_squared
 from ._functional import Diagonal, LeafSums
-from ._linalg.dense import divisor, power_of_two_scale, squares
 from ._linalg.types import automatic, axes_of, widened
 from ._operators.check import (
     as_complex,
@@ -27,9 +27,8 @@ from ._operators.check import (
     product_size,
     with_data,
 )
-from ._operators.entries import known_diagonal, map_columns
-from ._operators.inverse import errors_of_solves, solve_of_column
-from ._operators.solvers import solver_tags, truncation_error
+from ._operators.entries import known_diagonal
+from ._operators.solvers import solver_tags
 from ._operators.space import (
     is_hermitian,
     linear_function,
@@ -37,7 +36,7 @@ from ._operators.space import (
     structure_of,
     unflatten,
 )
-from ._outcome import Evidence, Outcome, as_arrays, cast_bar, make_estimate
+from ._outcome import Outcome, cast_bar, make_estimate
 from ._plan import make_plan
 from ._results import RESULTS
 from ._state import DerivedState, TraceState, init_state
@@ -274,7 +273,8 @@ def frobenius_norm_squared(
     k, space = check_budget(k, where), space_of(operator)
     if k >= space.size:
         check_key(key, where)
-        estimate = _exact_norm(as_data(operator))
+        outcome = norm_squared(as_data(operator))
+        estimate = make_estimate(outcome, jtu.tree_structure(0), DerivedState(where))
         return raise_failure(estimate) if throw else estimate
     hint = "an estimate takes a product with A and one with its adjoint"
     require(k > 1, where, "k must be at least 2", "1", hint)
@@ -301,40 +301,6 @@ def _unscaled(
     # We multiply twice, because the squared unit may over- or underflow.
     outcome = outcome.times(unit).times(unit).with_stats(num_matvecs=used)
     return outcome, DerivedState(_NORM)
-
-
-@jitted
-@automatic
-def _exact_norm(operator: lx.AbstractLinearOperator) -> Estimate:
-    space = space_of(operator)
-
-    def norm(column, j):
-        unit = jax.lax.stop_gradient(power_of_two_scale(column))
-        square = jnp.sum(squares(column / unit.astype(column.dtype)))
-        return square, unit, solve_of_column(operator, column, j)
-
-    norms, units, solves = map_columns(operator, norm)
-    # We give zero columns the unit 0.
-    units = jnp.where(norms == 0, 0, units)
-    unit = divisor(jnp.max(units, initial=0))
-    value = jnp.sum(norms * (units / unit) ** 2) * unit * unit
-    bar = exact_bar(value, value)
-    if solves is not None:
-        lengths = jax.lax.stop_gradient(units * jnp.sqrt(norms))
-        more = 2 * jnp.sum(lengths * errors_of_solves(solves).columns)
-        bar = bar._replace(standard_error=bar.standard_error + more)
-    truncated = truncation_error(operator, space.real_dtype)
-    if truncated is not None:
-        more = 2 * truncated * jax.lax.stop_gradient(value)
-        bar = bar._replace(standard_error=bar.standard_error + more)
-    bars, stats = [cast_bar(bar, space.real_dtype)], {"num_matvecs": space.size}
-    evidence = Evidence(bar.mean, jtu.Partial(_bars_from_norm))
-    outcome = Outcome(bars, [RESULTS.successful], as_arrays(stats), evidence)
-    return make_estimate(outcome, jtu.tree_structure(0), DerivedState(_NORM))
-
-
-def _bars_from_norm(value: Array) -> list[ErrorBar]:
-    return [exact_bar(value, value)]
 
 
 def _with_parts(

@@ -23,6 +23,13 @@ import lineax as lx
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
 from ._error_bar import ErrorBar, add_known_error
+from ._exact.cholesky import (
+    Rounding,
+    entry_rounding,
+    roots_of,
+    solve_exactly,
+    solve_from,
+)
 from ._linalg.dense import column_dots, frobenius, matmul, squares
 from ._linalg.pivoted_cholesky import rounding_of
 from ._linalg.whitening import Block, Preconditioner
@@ -31,13 +38,6 @@ from ._operators.space import apply_block, space_of
 from ._outcome import Outcome
 from ._preconditioner import PreconditionedLinearOperator
 from ._results import RESULTS
-from ._spectral.cholesky import (
-    Rounding,
-    entry_rounding,
-    roots_of,
-    solve_exactly,
-    solve_from,
-)
 
 
 class Elimination(Preconditioner):

@@ -36,7 +36,7 @@ from ._operators.inverse import DiagonalErrors, diagonal_errors
 from ._operators.solvers import is_inexact, solver_tolerances
 from ._operators.space import FUNCTIONS, columns_at_once, parts_of
 from ._outcome import Evidence, Outcome, make_estimate
-from ._plan import Plan, make_plan
+from ._plan import Plan, from_all_products, make_plan
 from ._results import RESULTS, any_unmet, map_results
 from ._rule import StandIn
 from ._state import CustomState, Grown, State, TraceState, checked_state
@@ -58,8 +58,6 @@ class Estimator(eqx.Module, Generic[S]):
 
     # The states that `estimate` takes.
     state_classes: ClassVar[tuple[type[State], ...]] = (TraceState, CustomState)
-    # We set this if JAX may differentiate exact answers directly.
-    plain_exact: ClassVar[bool] = False
 
     @abc.abstractmethod
     def compute(self, state: S, k: int) -> Any:
@@ -87,10 +85,6 @@ class Estimator(eqx.Module, Generic[S]):
     def trim(self, state: S) -> S:
         """Cuts buffers to the units taken, if their number is known. Optional."""
         return state
-
-    @abc.abstractmethod
-    def exact(self, state: S) -> tuple[Outcome, StandIn]:
-        """Computes the exact answer from n products."""
 
     @abc.abstractmethod
     def finish(self, state: S, computed: Any) -> tuple[Outcome, StandIn]:
@@ -159,7 +153,7 @@ def outcome_of(plan: Plan, state: State) -> tuple[Outcome, State]:
         # For few columns, we let JAX differentiate the products. Our rule repeats them,
         # which made a ten-dimensional PINN step 1.2 times slower.
         few = min(columns_at_once(plan.size), unit_columns(operator))
-        plain = plan.takes_all and plan.estimator.plain_exact and plan.size <= few
+        plain = plan.takes_all and state.is_linear and plan.size <= few
         outcome = _outcome(plan, primal, plain)
     kept = outcome.kept
     if kept is not None:
@@ -199,7 +193,7 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
         solvers, counts = errors.products, state.functional.num_rows(space.size)
         inner = jtu.Partial(DiagonalErrors.of_sums, errors, counts)
     if exact:
-        outcome, stand_in = estimator.exact(state)
+        outcome, stand_in = from_all_products(state)
     elif stop is None:
         outcome, stand_in = estimator.finish(
             state, estimator.compute(state.given, plan.products)

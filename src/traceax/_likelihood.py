@@ -7,8 +7,8 @@ from jaxtyping import Array, ArrayLike, Inexact, Key
 from ._arguments import check_real_scalar
 from ._estimate import Estimate, raise_failure
 from ._problem import Given, Problem, solve
-from ._spectral.estimate import Options
 from ._spectral.krylov_aware import KrylovAwareEstimator
+from ._spectral_estimate import Options
 from ._tolerance import NO_PROGRESS_METER, ProgressMeter
 
 

@@ -1,5 +1,6 @@
 """Plans: how a call is answered, decided once, without side effects."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,7 +9,8 @@ from jaxtyping import PyTree
 
 from ._arguments import most_products, resolve_budget
 from ._outcome import Outcome
-from ._state import CustomState, State, TraceState
+from ._rule import StandIn
+from ._state import State
 from ._tolerance import (
     EXACT_SIZE,
     NO_PROGRESS_METER,
@@ -24,6 +26,13 @@ class ExactAnswer(NamedTuple):
 
     name: str
     answer: Callable[[PyTree], Outcome]
+
+
+@ft.singledispatch
+def from_all_products(state: State) -> tuple[Outcome, StandIn]:
+    """The exact answer from n products, and its stand-in. `_exact/` registers one for
+    every kind of state."""
+    raise NotImplementedError(type(state))
 
 
 class Plan(eqx.Module):
@@ -94,8 +103,7 @@ def make_plan(
         k = size
         if size > EXACT_SIZE:
             k, end = min(size - 1, most_products(size)), depth
-    monotone = not isinstance(state, TraceState | CustomState)
-    loop = k = resolve_budget(k, stop, size, where, monotone=monotone)
+    loop = k = resolve_budget(k, stop, size, where, monotone=not state.is_linear)
     if stop is not None:
         # We reserve n products for the exact answer, in case the loop fails.
         loop = loop_products(k, size, estimator.least_loop_products(state))

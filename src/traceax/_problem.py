@@ -20,6 +20,7 @@ from ._elimination import Elimination, eliminate
 from ._error_bar import ErrorBar, add_known_error, exact_bar
 from ._estimate import Estimate
 from ._estimator import outcome_of
+from ._exact.cholesky import BY_CHOLESKY, is_small
 from ._linalg.types import automatic
 from ._linalg.whitening import Preconditioner, Unscaled, scale_only
 from ._operators.check import checked_operator, is_data, jitted
@@ -38,11 +39,10 @@ from ._preconditioner import (
     pivots_of,
 )
 from ._results import RESULTS
-from ._spectral.cholesky import BY_CHOLESKY, is_small
-from ._spectral.estimate import Options
 from ._spectral.function import LOG, final
 from ._spectral.krylov_aware import KrylovAwareEstimator
 from ._spectral.state import SpectralState, likelihood_bar
+from ._spectral_estimate import Options
 from ._state import DerivedState
 from ._tolerance import ProgressMeter, Stop
 

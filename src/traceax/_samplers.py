@@ -137,7 +137,7 @@ def _each(
     """Draws one probe per column, each from the key for its position."""
     positions = jnp.arange(k, dtype=jnp.int32) + start
     keys = jax.vmap(lambda j: jax.random.fold_in(key, j))(positions)
-    if "threefry" in str(jax.random.key_impl(key)):
+    if jax.random.key_impl(key) == "threefry2x32":
         return jax.vmap(draw)(keys).T
     # We loop: with other generators, `vmap` draws a block from the first key.
     return jax.lax.map(draw, keys).T

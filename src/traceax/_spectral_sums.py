@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
 
 from ._arguments import check_real_scalar, inexact, known_minimum, known_number, require
 from ._estimate import Estimate
+from ._exact.structure import STRUCTURES
 from ._likelihood import Given, preconditioned_logdet
 from ._operators.check import checked_operator, shift_of
 from ._operators.space import (
@@ -25,9 +26,8 @@ from ._operators.space import (
 )
 from ._outcome import Outcome
 from ._spectral.base import SpectralEstimator
-from ._spectral.estimate import Options, estimate_function
 from ._spectral.function import IDENTITY, LOG, RECIPROCAL, Power, SpectralFunction
-from ._spectral.structure import STRUCTURES
+from ._spectral_estimate import Options, estimate_function
 from ._state import DerivedState, init_state
 from ._tolerance import NO_PROGRESS_METER, ProgressMeter, check_tolerance
 

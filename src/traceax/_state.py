@@ -60,6 +60,8 @@ class State(eqx.Module):
     operator: eqx.AbstractVar[lx.AbstractLinearOperator]
     space: eqx.AbstractVar[Space]
     grown: eqx.AbstractVar[Grown | None]
+    # Whether the quantity is linear in the operator.
+    is_linear: ClassVar[bool] = True
 
     @property
     def key(self) -> Key[Array, ""]:

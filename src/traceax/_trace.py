@@ -1,34 +1,23 @@
 """The entry point for traces: checks, exact structure, and the default estimator."""
 
-import functools as ft
-import operator as op
-from typing import NamedTuple
-
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
-from jaxtyping import Array, ArrayLike, Float, Inexact, Key
+from jaxtyping import Array, ArrayLike, Key
 
 from ._arguments import resolve_budget
-from ._error_bar import ErrorBar, exact_bar
 from ._estimate import Estimate, raise_failure
 from ._estimator import outcome_of
 from ._estimators.adaptive_xtrace import AdaptiveXTraceEstimator
 from ._estimators.hutchinson import HutchinsonEstimator
 from ._estimators.xnystrace import XNysTraceEstimator
 from ._estimators.xtrace import XTraceEstimator
+from ._exact.diagonals import Split, split_known
 from ._functional import Functional, Trace
-from ._linalg.dense import exact_split
 from ._linalg.types import automatic
-from ._operators.check import as_complex, jitted, with_data
-from ._operators.entries import KnownDiagonal, Term, known_diagonal, parts
-from ._operators.inverse import InverseLinearOperator, expand_inverse
-from ._operators.space import is_semidefinite, parts_of, space_of
-from ._outcome import Change, Evidence, Outcome, make_estimate
-from ._plan import make_plan
-from ._results import RESULTS
+from ._operators.check import jitted, with_data
+from ._outcome import Change, make_estimate
+from ._plan import ExactAnswer, make_plan
 from ._samplers import NormalSampler, RademacherSampler
 from ._state import TraceState, checked_state, init_state
 from ._tolerance import (
@@ -165,39 +154,32 @@ def _estimate(
     change: Change | None,
 ) -> Estimate:
     operator, space, functional = state.operator, state.space, state.functional
+    split, choice = Split(None, 0, None, operator), CHOICES.given
     if estimator is None:
         # We expand inverses only for estimates: an exact answer takes n solves anyway.
-        split = _split(operator, k, expand=k < space.size or stop is not None)
-    else:
-        split = _Split(None, 0, None, operator)
-    given, by, known = state, ("", 0), None
-    if split.exact is not None:
-        bars_from = jtu.Partial(_bars_from_diagonals, functional)
-        evidence = Evidence(split.exact.terms, bars_from)
-        known = _exact_bar(functional, split.exact), evidence
+        expand = k < space.size or stop is not None
+        split = split_known(operator, k, expand=expand)
+    budget, start, exact, known = k - split.num_matvecs, state, None, None
+    if split.known is not None and split.remainder is not None:
+        known = split.known.sum(functional)
     if split.remainder is None:
-        choice = CHOICES.structure
-        stats = {"num_matvecs": jnp.asarray(split.num_matvecs)}
-        if stop is not None:
-            stats["products_needed"] = jnp.zeros((), space.real_dtype)
-        assert known is not None
-        outcome = Outcome([known[0]], [RESULTS.successful], stats, known[1])
+        exact, choice = ExactAnswer("structure", split.outcome), CHOICES.structure
+    elif estimator is None:
+        if split.remainder is not operator:
+            start = TraceState(state.key, split.remainder, functional=functional)
+        estimator, choice = _choose(start, budget, stop)
     else:
-        budget, choice, start = k - split.num_matvecs, CHOICES.given, state
-        if estimator is None:
-            if split.remainder is not operator:
-                start = TraceState(state.key, split.remainder, functional=functional)
-            estimator, choice = _choose(start, budget, stop)
-        else:
-            start = estimator.init(state.key, operator)
-            if not isinstance(functional, Trace):
-                start = TraceState(start.key, start.operator, functional=functional)
-            start = checked_state(start, estimator, "traceax.trace")
-        if stop is not None:
-            stop = stop.for_part(split.factor, None if known is None else known[0].mean)
-        plan = make_plan(estimator, start, budget, stop)
-        outcome, start = outcome_of(plan, start)
-        by, used = plan.by, outcome.stats["num_matvecs"]
+        start = estimator.init(state.key, operator)
+        if not isinstance(functional, Trace):
+            start = TraceState(start.key, start.operator, functional=functional)
+        start = checked_state(start, estimator, "traceax.trace")
+    if stop is not None:
+        stop = stop.for_part(split.factor, None if known is None else known[0].mean)
+    plan = make_plan(estimator, start, budget, stop, exact=exact)
+    outcome, start = outcome_of(plan, start)
+    given = start.given
+    if split.remainder is not None:
+        used = outcome.stats["num_matvecs"]
         if stop is not None and choice is not CHOICES.given:
             choice = CHOICES.where(used >= space.size, CHOICES.budget, choice)
         if split.factor is not None:
@@ -205,15 +187,16 @@ def _estimate(
         if known is not None:
             outcome = outcome.plus(*known)
             outcome = outcome.with_stats(num_matvecs=used + split.num_matvecs)
-        # The kept products are with the remainder alone: a later estimate starts over.
-        is_whole = known is None and split.factor is None
-        given = start.given if is_whole else state
+        if known is not None or split.factor is not None:
+            # The kept products are with the remainder: a later estimate starts over.
+            given = state
     (bar,) = outcome.bars
     if space.has_real_trace:
         outcome = outcome._replace(bars=[bar._replace(mean=jnp.real(bar.mean))])
     if change is not None:
         outcome, given = change(outcome)
-    return make_estimate(outcome.with_stats(choice=choice), state.treedef, given, by)
+    outcome = outcome.with_stats(choice=choice)
+    return make_estimate(outcome, state.treedef, given, plan.by)
 
 
 def _check_estimator(estimator: object, functional: Functional, where: str) -> None:
@@ -228,41 +211,6 @@ def _check_estimator(estimator: object, functional: Functional, where: str) -> N
             f"{estimator!r}; use traceax.HutchinsonEstimator() or "
             "traceax.XTraceEstimator()."
         )
-
-
-class _Exact(NamedTuple):
-    """The diagonals of terms, and the moduli whose rounding errors they carry."""
-
-    terms: list[Inexact[Array, " n"]]
-    computed: Float[Array, " n"]
-
-
-def _exact_bar(functional: Functional, exact: _Exact) -> ErrorBar:
-    """The sum of known diagonals, whose error is 0 if nothing is rounded."""
-    high, low, sizes = _split_sums(functional, exact.terms)
-    rows = jnp.asarray(functional.num_rows(len(exact.computed))) * len(exact.terms)
-    value = high + low
-    rounded = jnp.where(rows > 1, sizes + jnp.abs(value), 0)
-    rounded = rounded + functional.sum(exact.computed)
-    return exact_bar(value, jnp.where(sizes > 0, rounded, 0))
-
-
-def _bars_from_diagonals(
-    functional: Functional, terms: list[Inexact[Array, " n"]]
-) -> list[ErrorBar]:
-    *_, sizes = _split_sums(functional, terms)
-    moduli = functional.sum(ft.reduce(op.add, map(jnp.abs, terms)))
-    value = functional.sum(ft.reduce(op.add, terms))
-    return [exact_bar(value, jnp.where(sizes > 0, moduli, 0))]
-
-
-def _split_sums(
-    functional: Functional, terms: list[Inexact[Array, " n"]]
-) -> list[Inexact[Array, "*g"]]:
-    """Exact sums, the sums that are missing in them, and their terms' moduli."""
-    high, low = exact_split(*terms)
-    parts = high, low, list(map(jnp.abs, low))
-    return [functional.sum(ft.reduce(op.add, x)) for x in parts]
 
 
 def set_choice(estimate: Estimate, choice: CHOICES) -> Estimate:
@@ -292,93 +240,3 @@ def _choose(
     if not semidefinite and not can_adapt and k >= 4:
         return XTraceEstimator(*sampling), CHOICES.xtrace
     return HutchinsonEstimator(), CHOICES.hutchinson
-
-
-class _Split(NamedTuple):
-    """An operator as `factor * remainder` plus terms whose diagonals are known.
-
-    `None` stands for a factor of 1, and for an absent part.
-    """
-
-    exact: _Exact | None
-    num_matvecs: int
-    factor: Inexact[Array, ""] | None
-    remainder: lx.AbstractLinearOperator | None
-
-
-class _SplitTerm(NamedTuple):
-    """A term of a sum, with its diagonal if that is known, and whether it is stored."""
-
-    term: Term
-    diagonal: KnownDiagonal | None
-    is_stored: bool = False
-
-
-def _split(operator: lx.AbstractLinearOperator, k: int, *, expand: bool) -> _Split:
-    terms = _split_sum(Term(None, operator), most_products=2)
-    num_matvecs = sum(x.diagonal.num_matvecs for x in terms if x.diagonal is not None)
-    if num_matvecs > k or (num_matvecs == k and any(x.diagonal is None for x in terms)):
-        # The budget is too small to read every diagonal: we read those that are free.
-        terms, num_matvecs = _split_sum(Term(None, operator), most_products=0), 0
-    if expand and parts_of(operator, InverseLinearOperator):
-        terms = [y for x in terms for y in _expand(x)]
-    known = [(x.term.times(x.diagonal.read()), x) for x in terms if x.diagonal]
-    remaining = [x.term for x in terms if x.diagonal is None]
-    with jax.numpy_dtype_promotion("standard"):
-        exact = _known_part(known) if known else None
-        if not remaining:
-            return _Split(exact, num_matvecs, None, None)
-        # lineax drops the semidefinite tag of a multiple. So we estimate the tagged
-        # operator itself, and multiply its estimate by the factor.
-        factor, base = remaining[0]
-        is_scaled = len(remaining) == 1 and factor is not None and is_semidefinite(base)
-        if is_scaled and (known or not is_semidefinite(operator)):
-            return _Split(exact, num_matvecs, jnp.asarray(factor), base)
-        if not known:
-            return _Split(None, num_matvecs, None, operator)
-        remaining = ft.reduce(op.add, [x.times(x.operator) for x in remaining])
-        return _Split(exact, num_matvecs, None, as_complex(remaining))
-
-
-def _known_part(known: list[tuple[Inexact[Array, " n"], _SplitTerm]]) -> _Exact:
-    dtype = jnp.result_type(*[x for x, _ in known])
-    terms = [x.astype(dtype) for x, _ in known]
-    factors = [
-        0.0 if x.is_stored else space_of(x.term.operator).rounding for _, x in known
-    ]
-    sizes = [factor * jnp.abs(x) for factor, x in zip(factors, terms, strict=True)]
-    return _Exact(terms, ft.reduce(op.add, sizes))
-
-
-def _split_sum(term: Term, most_products: int) -> list[_SplitTerm]:
-    """Splits a sum into terms, but only where this separates a known diagonal."""
-    diagonal = known_diagonal(term.operator)
-    if diagonal is not None and diagonal.num_matvecs > most_products:
-        diagonal = None
-    inner, whole = parts(term.operator), [_SplitTerm(term, diagonal)]
-    if inner[0].operator is term.operator:
-        is_product = isinstance(term.operator, lx.ComposedLinearOperator)
-        is_stored = term.factor is None and not is_product
-        is_stored &= diagonal is not None and diagonal.num_matvecs == 0
-        return [whole[0]._replace(is_stored=is_stored)]
-    terms = [y for x in inner for y in _split_sum(term.after(x), most_products)]
-    known = [x.diagonal.num_matvecs for x in terms if x.diagonal is not None]
-    if diagonal is not None:
-        # We read terms where we can, because sums of their diagonals round.
-        is_cheap = len(known) == len(terms) and sum(known) <= diagonal.num_matvecs
-        return terms if is_cheap else whole
-    # A tag holds for a sum, not for its terms. So we split only for known diagonals.
-    tagged = isinstance(term.operator, lx.TaggedLinearOperator)
-    return whole if tagged and not known else terms
-
-
-def _expand(split: _SplitTerm) -> list[_SplitTerm]:
-    """Splits an inverse into two terms with a readable diagonal, and the remainder."""
-    expansion = None
-    if split.diagonal is None:
-        expansion = expand_inverse(split.term.operator)
-    if expansion is None:
-        return [split]
-    diagonal = KnownDiagonal(0, lambda: expansion.diagonal)
-    remainder = split.term.after(Term(None, expansion.remainder))
-    return [_SplitTerm(split.term, diagonal), _SplitTerm(remainder, None)]

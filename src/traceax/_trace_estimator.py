@@ -17,21 +17,18 @@ from ._arguments import require
 from ._error_bar import (
     GRAM_PROBES,
     ErrorBar,
-    exact_bar,
     gram_of,
     independent_samples,
     leave_one_out_bar,
 )
 from ._estimator import Estimator
-from ._functional import Functional, Trace
+from ._functional import Trace
 from ._linalg.dense import column_dots, column_norms, matmul, put
 from ._linalg.leave_one_out import LeaveOneOut, leave_one_out_forms
-from ._operators.entries import entry_of, known_sizes, map_columns
-from ._operators.inverse import errors_of_solves, solve_of_column
 from ._operators.space import apply_block
 from ._outcome import Evidence, Outcome, as_arrays, cast_bar
 from ._results import RESULTS, finite_or_failed
-from ._rule import Blocks, Columns, Identity, StandIn
+from ._rule import Blocks, Columns, StandIn
 from ._samplers import Sampler, with_drawn
 from ._state import Grown, TraceState, init_state
 from ._tolerance import LEAST_PRODUCTS, Check, run_until, step_width
@@ -54,7 +51,6 @@ class TraceEstimator(Estimator[TraceState]):
     """
 
     gives_diagonals: ClassVar[bool] = False
-    plain_exact: ClassVar[bool] = True
 
     def init(self, key: Key[Array, ""], operator: lx.AbstractLinearOperator) -> Any:
         """Checks the arguments, and does set-up that doesn't depend on k. Optional.
@@ -105,25 +101,6 @@ class TraceEstimator(Estimator[TraceState]):
             with `E[V Z^*] = I`.
         """
 
-    def exact(self, state):
-        operator, space, functional = state.operator, state.space, state.functional
-
-        def entry(column, j):
-            return entry_of(column, j), solve_of_column(operator, column, j)
-
-        entries, solves = map_columns(operator, entry)
-        bar = _exact_bar(functional, space.rounding, entries, known_sizes(operator))
-        if solves is not None:
-            # We add solver errors without cancellation: all may have the same sign.
-            solver_error = functional.sum(errors_of_solves(solves).diagonal)
-            bar = bar._replace(standard_error=bar.standard_error + solver_error)
-        evidence = None
-        if isinstance(functional, Trace):
-            bars_from = jtu.Partial(_bars_from_entries, functional, space.rounding)
-            evidence = Evidence((entries, None), bars_from)
-        stats = {"num_matvecs": space.size}
-        return self.finish(state, (*bar[:2], stats, Identity(operator, evidence)))
-
     def finish(self, state, computed):
         value, error, stats, blocks = computed
         space, where = state.space, f"{type(self).__name__}.compute"
@@ -146,22 +123,6 @@ class TraceEstimator(Estimator[TraceState]):
         if isinstance(blocks, Columns) and isinstance(state.functional, Trace):
             evidence = blocks.evidence
         return Outcome([bar], [result], as_arrays(stats), evidence, kept), blocks
-
-
-def _exact_bar(
-    functional: Functional, rounding: float, entries: Array, sizes: Array | None = None
-) -> ErrorBar:
-    """The sum of entries, whose rounding errors are relative to `sizes` if these are
-    larger: terms may cancel in an entry."""
-    moduli = jnp.abs(entries)
-    moduli = moduli if sizes is None else jnp.maximum(moduli, sizes)
-    return exact_bar(functional.sum(entries), rounding * functional.sum(moduli))
-
-
-def _bars_from_entries(
-    functional: Functional, rounding: float, products: tuple[Array, None]
-) -> list[ErrorBar]:
-    return [_exact_bar(functional, rounding, products[0])]
 
 
 class GrowingEstimator(TraceEstimator):

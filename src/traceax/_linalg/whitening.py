@@ -312,36 +312,46 @@ def whiten(
     logdet = 2 * jnp.sum(jnp.log(diagonal_of_R)) - 2 * jnp.sum(jnp.log(scale))
     root, factors = inverse2.conj().T, Factors(S, inverse, L1, inverse1)
     scaled = jnp.where(active[None, :], scaled, 0)
-    relative_noise = noise * scale**2
+    moving = scaled, noise * scale**2
     return Whitening(  # pyright: ignore
-        basis,
-        root,
-        core,
-        scale,
-        factors,
-        scaled,
-        relative_noise,
-        _with_slope(logdet, (basis, root, factors), (scaled, relative_noise)),
-        norm / len(F) ** 0.5,
-        r - jnp.sum(squares(Q2_adjoint)),
-        num_columns,
-        jnp.sum(diagonal),
-        jnp.sum(jnp.maximum(residual, 0)),
-        definite | ~finite,
+        basis=basis,
+        root=root,
+        core=core,
+        inverse_sqrt_noise=scale,
+        factors=factors,
+        columns=moving[0],
+        noise=moving[1],
+        logdet=_with_slope(logdet, (basis, root, factors), moving),
+        relative_norm=norm / len(F) ** 0.5,
+        trace_inside=r - jnp.sum(squares(Q2_adjoint)),
+        num_columns=num_columns,
+        trace=jnp.sum(diagonal),
+        residual_trace=jnp.sum(jnp.maximum(residual, 0)),
+        semidefinite=definite | ~finite,
     )
 
 
 def scale_only(noise: Float[Array, " n"], dtype: DTypeLike) -> Whitening:
     """The preconditioner without columns, `M = N^-1/2`."""
     zero, empty = jnp.zeros((), noise.dtype), jnp.zeros((0, 0), dtype)
-    basis, one = jnp.zeros((0, len(noise)), dtype).T, jnp.ones_like(zero)
-    scale, logdet = jax.lax.rsqrt(noise), jnp.sum(jnp.log(noise))
-    scale, count = jax.lax.stop_gradient(scale), jnp.int32(0)
-    factors = Factors(jnp.zeros(0, jnp.int32), empty, empty, empty)
-    moving = basis, noise * scale**2, logdet
-    summary = one, zero, count, zero, zero, jnp.array(True)
-    fixed = basis, empty, empty, scale, factors
-    return Whitening(*fixed, *moving, *summary)  # pyright: ignore
+    none = jnp.zeros((0, len(noise)), dtype).T
+    scale = jax.lax.stop_gradient(jax.lax.rsqrt(noise))
+    return Whitening(  # pyright: ignore
+        basis=none,
+        root=empty,
+        core=empty,
+        inverse_sqrt_noise=scale,
+        factors=Factors(jnp.zeros(0, jnp.int32), empty, empty, empty),
+        columns=none,
+        noise=noise * scale**2,
+        logdet=jnp.sum(jnp.log(noise)),
+        relative_norm=jnp.ones_like(zero),
+        trace_inside=zero,
+        num_columns=jnp.int32(0),
+        trace=zero,
+        residual_trace=zero,
+        semidefinite=jnp.array(True),
+    )
 
 
 @jax.custom_jvp

@@ -129,22 +129,25 @@ def complex_dtype(dtype: DTypeLike) -> np.dtype:
         return jnp.promote_types(dtype, jnp.complex64)
 
 
+_FORWARD_MODE = (
+    "traceax: to compute products, we differentiate the function in forward mode, which a "
+    "jax.custom_vjp refuses. Give an ODE solver a forward-mode adjoint, "
+    "diffrax.DirectAdjoint() or diffrax.ForwardMode(), or take products with the "
+    "transpose, which has the same trace: _, pullback = jax.vjp(fn, x), "
+    "traceax.trace(key, traceax.as_operator(lambda v: pullback(v)[0], x), k), with "
+    "jax.grad(fn) as fn for a Hessian."
+)
+
+
 @contextlib.contextmanager
 def forward_mode():
-    """Explains errors from functions without derivatives in forward mode."""
+    """Adds advice to type errors, which JAX raises without a rule for forward mode."""
     try:
         yield
     except TypeError as error:
-        if "custom_vjp" not in str(error):
-            raise
-        raise TypeError(
-            "traceax: the function must be differentiable in forward mode, to compute "
-            "products, got one with a jax.custom_vjp; give an ODE solver a forward-mode "
-            "adjoint, diffrax.DirectAdjoint() or diffrax.ForwardMode(), or take products "
-            "with the transpose, which has the same trace: _, pullback = jax.vjp(fn, x), "
-            "traceax.trace(key, traceax.as_operator(lambda v: pullback(v)[0], x), k), "
-            "with jax.grad(fn) as fn for a Hessian."
-        ) from error
+        if _FORWARD_MODE not in vars(error).get("__notes__", ()):
+            error.add_note(_FORWARD_MODE)
+        raise
 
 
 def as_function(operator: lx.AbstractLinearOperator) -> lx.FunctionLinearOperator:

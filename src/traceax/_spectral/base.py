@@ -5,31 +5,20 @@ import functools as ft
 import math
 from typing import ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import lineax as lx
 from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, Key, PyTree
 
 from .._error_bar import ErrorBar
 from .._estimator import Estimator
 from .._linalg.dense import (
-    combine,
-    divisor,
-    eigh,
-    frobenius,
-    inner,
-    power_of_two_scale,
     squares,
 )
-from .._operators.inverse import errors_of_solves, solve_of_column
-from .._operators.solvers import truncation_error
-from .._operators.space import apply_block, complex_dtype
+from .._operators.space import complex_dtype
 from .._outcome import Evidence, Outcome, as_arrays, cast_bar
 from .._results import RESULTS, finite_or_failed, per_entry
 from .._state import State
-from .function import ritz_values, rounding_errors
-from .stand_in import Exact, RitzStandIn, bars_from_eigenvectors
+from .stand_in import RitzStandIn
 from .state import SpectralState, init_spectral_state
 
 
@@ -57,8 +46,6 @@ class SpectralEstimator(Estimator[SpectralState]):
     """
 
     state_classes: ClassVar[tuple[type[State], ...]] = (SpectralState,)
-    # Whether estimates use a bracket if function and operator have one.
-    gives_brackets: ClassVar[bool] = False
 
     def init(
         self,
@@ -96,9 +83,6 @@ class SpectralEstimator(Estimator[SpectralState]):
 
         **Returns:** an outcome from `spectral_outcome`, and Ritz pairs.
         """
-
-    def exact(self, state):
-        return _exact(state, bracketed=self.gives_brackets)
 
     def finish(self, state, computed):
         return computed
@@ -164,55 +148,6 @@ def exact_stats(state: SpectralState, values: list[Array]) -> dict[str, PyTree]:
         lower = 0.0 if state.lower is None else state.lower
         stats["bottom"] = jnp.asarray(lower, state.space.real_dtype)
     return stats
-
-
-def _exact(state: SpectralState, *, bracketed: bool) -> tuple[Outcome, RitzStandIn]:
-    operator, space = state.operator, state.space
-    identity = jnp.eye(space.size, dtype=space.compute_dtype)
-    A = apply_block(operator, identity)
-    hermitian = A / 2 + A.conj().T / 2
-    unit = power_of_two_scale(A).astype(A.dtype)
-    size = divisor(frobenius(hermitian / unit))
-    asymmetry = frobenius((A - hermitian) / unit) / size
-    theta, S = eigh(hermitian)
-    indices = jnp.arange(space.size, dtype=jnp.int32)
-    solves = jax.vmap(ft.partial(solve_of_column, operator), (1, 0))(A, indices)
-    error = state.solvers
-    if solves is not None:
-        solve_error = jnp.linalg.norm(errors_of_solves(solves).columns)
-        error = solve_error / divisor(jnp.max(jnp.abs(theta), initial=0))
-        truncated = truncation_error(operator, space.real_dtype)
-        error = error if truncated is None else jnp.maximum(error, truncated)
-    magnitude = state.magnitude
-    theta, resolution, result = ritz_values(
-        theta, asymmetry, space, state.lower, magnitude, error
-    )
-    function, ones = state.function.in_range(theta), jnp.ones_like(theta)
-    values = [jnp.sum(f, axis=-1) for f in function(theta)]
-    errors, decided = rounding_errors(function, theta, ones, resolution, state.lower)
-    bars = [
-        ErrorBar(value, error, jnp.full_like(error, jnp.inf))
-        for value, error in zip(values, errors, strict=True)
-    ]
-    results = domain_results(decided, result)
-    stats = {"num_matvecs": space.size, **function.unit}
-    if bracketed:
-        stats.update(exact_stats(state, values))
-    forms, solutions, t_rhs = None, None, None
-    if state.rhs is not None:
-        exact = forms_between(inner(S, state.rhs), theta, None, magnitude)
-        forms, solutions = exact.bar, exact.coordinates
-        stats.update(inv_quad_bracket=exact.bracket, solution=combine(S, solutions))
-        t_rhs = jnp.zeros_like(solutions)
-    bars_from = jtu.Partial(
-        bars_from_eigenvectors, Exact(theta, S, solutions), state.function
-    )
-    evidence = Evidence((jnp.zeros_like(A), state.function, t_rhs), bars_from)
-    outcome = spectral_outcome(
-        state, bars, results, stats, theta, ones, forms, evidence
-    )
-    pairs = identity, theta, S, identity
-    return outcome, RitzStandIn(*pairs, solutions=solutions, evidence=evidence)
 
 
 def forms_between(

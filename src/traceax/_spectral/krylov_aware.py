@@ -2,7 +2,6 @@
 
 import functools as ft
 import math
-from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -103,7 +102,6 @@ class KrylovAwareEstimator(SpectralEstimator):
         default=None, static=True, converter=without_numpy
     )
     sampler: Sampler = NormalSampler()
-    gives_brackets: ClassVar[bool] = True
 
     def __check_init__(self):
         name = type(self).__name__

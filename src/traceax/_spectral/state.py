@@ -45,6 +45,7 @@ class SpectralState(State):
     trace: Float[Array, ""] | None
     space: Space = eqx.field(static=True)
     grown: ClassVar[None] = None  # pyright: ignore
+    is_linear: ClassVar[bool] = False
 
     def __init__(
         self,

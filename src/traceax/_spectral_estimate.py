@@ -8,21 +8,21 @@ import lineax as lx
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from .._arguments import known_number
-from .._estimate import Estimate, raise_failure
-from .._estimator import outcome_of
-from .._linalg.types import automatic
-from .._operators.check import jitted
-from .._operators.entries import readable_data
-from .._outcome import Change, make_estimate
-from .._plan import Plan, make_plan
-from .._tolerance import NO_PROGRESS_METER, ProgressMeter, Stop, make_stop
-from .base import SpectralEstimator
-from .cholesky import BY_CHOLESKY, is_small
-from .function import LOG, RECIPROCAL
-from .krylov_aware import KrylovAwareEstimator
-from .state import SpectralState, init_spectral_state
-from .structure import by_structure
+from ._arguments import known_number
+from ._estimate import Estimate, raise_failure
+from ._estimator import outcome_of
+from ._exact.cholesky import BY_CHOLESKY, is_small
+from ._exact.structure import by_structure
+from ._linalg.types import automatic
+from ._operators.check import jitted
+from ._operators.entries import readable_data
+from ._outcome import Change, make_estimate
+from ._plan import Plan, make_plan
+from ._spectral.base import SpectralEstimator
+from ._spectral.function import LOG, RECIPROCAL
+from ._spectral.krylov_aware import KrylovAwareEstimator
+from ._spectral.state import SpectralState, init_spectral_state
+from ._tolerance import NO_PROGRESS_METER, ProgressMeter, Stop, make_stop
 
 
 class Options(NamedTuple):

@@ -27,9 +27,9 @@ from .._operators.space import Space, apply_block, is_known
 from .._outcome import Evidence, Outcome
 from .._plan import ExactAnswer
 from .._results import RESULTS, per_entry
-from .base import domain_results, exact_stats, spectral_outcome
-from .function import HIDDEN, LOG, RECIPROCAL, derivative, largest_asymmetry
-from .state import SpectralState
+from .._spectral.base import domain_results, exact_stats, spectral_outcome
+from .._spectral.function import HIDDEN, LOG, RECIPROCAL, derivative, largest_asymmetry
+from .._spectral.state import SpectralState
 
 _TRIANGULAR = lx.is_lower_triangular, lx.is_upper_triangular
 STRUCTURES = lx.is_diagonal, lx.is_tridiagonal, *_TRIANGULAR
