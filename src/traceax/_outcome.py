@@ -6,9 +6,7 @@ function turns the products into the value's error bar, and their tangents into 
 derivative's error bar.
 """
 
-import dataclasses
 import math
-import operator as op
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +20,6 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from ._error_bar import ErrorBar, add_known_error, exact_bar
 from ._estimate import Estimate
-from ._linalg.dense import divisor
 from ._results import RESULTS, finite_or_failed
 
 
@@ -34,29 +31,21 @@ class Evidence(eqx.Module):
     - `bars_from`: a fixed function; `bars_from(products)` returns an error bar for each value.
     - `solvers`: the relative error that iterative solvers inside the operator add to a
         derivative; `None` without such solvers.
-    - `factor`: a number that multiplies the values after `bars_from`; `None` for 1.
-    - `errors`: the values' standard errors before this factor; `None` without a factor.
     """
 
     products: PyTree[Any]
     bars_from: jtu.Partial
     solvers: Float[Array, ""] | None = None
-    factor: Inexact[Array, ""] | None = None
-    errors: PyTree[Float[Array, "..."]] = None
 
-    def times(self, factor: Inexact[Array, ""], errors: PyTree[Array]) -> "Evidence":
+    def times(self, factor: Inexact[Array, ""], errors: list[Array]) -> "Evidence":
         """The evidence for `factor` times an estimate with these standard errors."""
-        if self.factor is not None:
-            factor, errors = factor * self.factor.astype(factor.dtype), self.errors
-        return dataclasses.replace(self, factor=factor, errors=errors)
+        bars_from = jtu.Partial(_scaled_bars, factor, errors, self.bars_from)
+        return Evidence((self.products, factor), bars_from, self.solvers)
 
     def plus(self, known: "Evidence") -> "Evidence":
         """The evidence for a sum with a number that is known up to rounding."""
-        bars_from = jtu.Partial(
-            _bars_from_parts, self.factor, self.bars_from, known.bars_from
-        )
-        products = self.products, known.products
-        return dataclasses.replace(self, products=products, bars_from=bars_from)
+        bars_from = jtu.Partial(_bars_from_parts, self.bars_from, known.bars_from)
+        return Evidence((self.products, known.products), bars_from, self.solvers)
 
     def slopes(self, values: list[Array], tangent: "Evidence") -> list[ErrorBar]:
         """Error bars for the derivatives `values`, from the evidence's `tangent`."""
@@ -73,13 +62,6 @@ class Evidence(eqx.Module):
         ):
             errors.append(error.reshape(x.shape))
             freedoms.append(jnp.broadcast_to(freedom, error.shape).reshape(x.shape))
-        if self.factor is not None:
-            errors = [jnp.abs(self.factor) * x for x in errors]
-        if tangent.factor is not None:
-            # The factor's derivative adds a term, whose error may correlate: we add both.
-            added = [jnp.abs(tangent.factor) * x for x in jtu.tree_leaves(self.errors)]
-            added = [jnp.where(tangent.factor == 0, 0, x) for x in added]
-            errors = list(map(op.add, errors, added))
         if self.solvers is not None:
             solver = [jnp.where(x == 0, 0, self.solvers * jnp.abs(x)) for x in values]
             errors = list(map(jnp.hypot, errors, solver))
@@ -161,18 +143,29 @@ def cast_bar(bar: ErrorBar, dtype: DTypeLike) -> ErrorBar:
     return ErrorBar(mean, jnp.where(known, error, jnp.inf), freedom)
 
 
-def _bars_from_parts(
-    factor: Inexact[Array, ""] | None,
+def _scaled_bars(
+    factor: Inexact[Array, ""],
+    errors: list[Float[Array, "..."]],
     bars_from: jtu.Partial,
-    known: jtu.Partial,
-    products: tuple[PyTree, PyTree],
+    products: tuple[PyTree, Inexact[Array, ""]],
 ) -> list[ErrorBar]:
-    """Adds the error in a known part. Later the sum is multiplied by `factor`."""
+    """Error bars for slopes of `factor` times values with these standard errors."""
+    bars, change = [], jnp.abs(products[1])
+    for bar, error in zip(bars_from(products[0]), errors, strict=True):
+        # The factor's derivative adds a term, whose error may correlate: we add both.
+        more = jnp.where(change == 0, 0, change.astype(error.dtype) * error)
+        own = jnp.abs(factor).astype(error.dtype) * bar.standard_error
+        bars.append(bar._replace(standard_error=own + more.reshape(own.shape)))
+    return bars
+
+
+def _bars_from_parts(
+    bars_from: jtu.Partial, known: jtu.Partial, products: tuple[PyTree, PyTree]
+) -> list[ErrorBar]:
+    """Adds the error in a known part."""
     (part,) = known(products[1])
-    error = part.standard_error
-    if factor is not None:
-        error = error / divisor(jnp.abs(factor)).astype(error.dtype)
-    return [add_known_error(bar, error) for bar in bars_from(products[0])]
+    bars = bars_from(products[0])
+    return [add_known_error(bar, part.standard_error) for bar in bars]
 
 
 # Makes the outcome of an entry point from an estimator's, and gives the state for it.
