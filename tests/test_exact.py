@@ -397,6 +397,40 @@ def test_tridiagonal_operators(n, complex):
 
 
 @pytest.mark.x64
+def test_products_of_factors_with_structure():
+    chain, dense = _tridiagonal(N, complex=True)
+    d, lower = normal((N,), complex=True, seed=4), np.tril(normal((N, N), seed=5))
+    triangular = lx.MatrixLinearOperator(as_array(lower), lx.lower_triangular_tag)
+    diagonal = lx.DiagonalLinearOperator(as_array(d))
+    sign, modulus = np.linalg.slogdet(np.diag(d) @ dense @ np.diag(d))
+    estimate = tx.logdet(jr.key(0), diagonal @ chain @ diagonal)
+    assert_close(estimate.value, modulus, 1e-9)
+    assert_close(estimate.stats["sign"], sign, 1e-9)
+    assert estimate.stats["num_matvecs"] == 3
+
+    def value(lower):
+        L = lx.MatrixLinearOperator(lower, lx.lower_triangular_tag)
+        return tx.logdet(jr.key(0), lx.TaggedLinearOperator(L @ L.T, PSD))
+
+    lower = as_array(lower)
+    estimate, slope = tx.jvp(value, (lower,), (jnp.eye(N),))
+    expected = 2 * np.sum(np.log(np.abs(np.diag(lower))))
+    assert_close(estimate.value, expected, 1e-9)
+    assert_close(slope.value, np.sum(2 / np.diag(lower)), 1e-9)
+    assert estimate.stats["num_matvecs"] == 0
+    assert estimate.standard_error < 1e-11
+    assert slope.standard_error < 1e-9 * np.sum(2 / np.abs(np.diag(lower)))
+    negative = lx.TaggedLinearOperator(
+        triangular
+        @ lx.DiagonalLinearOperator(jnp.ones(N).at[0].set(-1))
+        @ triangular.T,
+        PSD,
+    )
+    estimate = tx.logdet(jr.key(0), negative, throw=False)
+    assert estimate.result == tx.RESULTS.outside_domain
+
+
+@pytest.mark.x64
 def test_definite_and_singular_tridiagonal_operators():
     n = 300
     ones = jnp.ones(n - 1)

@@ -135,9 +135,10 @@ def logdet(
     The answer is exact, from one Cholesky factorisation, if you omit `k` and
     `estimator`, n is at most 4,000, and the entries can be read (see
     [`traceax.columns`][]). It is also exact for tridiagonal operators, by class or tag,
-    and for triangular ones with a readable diagonal. If such an operator isn't tagged
-    as symmetric or positive semidefinite, the value is `log |det(A + shift I)|`, and
-    `stats["sign"]` is the sign or phase.
+    for triangular ones with a readable diagonal, and for products of such operators
+    without a shift. If such an operator isn't tagged as symmetric or positive
+    semidefinite, the value is `log |det(A + shift I)|`, and `stats["sign"]` is the sign
+    or phase.
 
     **Arguments:** as for [`traceax.trace_function`][], without `fn`, `lower` and
     `monotone`, and with
@@ -187,7 +188,7 @@ def trace_inverse(
     Its k counts solves.
 
     Arguments, exact answers and the returned estimate are as for [`traceax.logdet`][],
-    without `preconditioner` and `stats["sign"]`.
+    without products, `preconditioner` and `stats["sign"]`.
     """
     where = "traceax.trace_inverse"
     options = Options(rtol, atol, level, progress_meter, throw, trace)

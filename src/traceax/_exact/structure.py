@@ -10,7 +10,7 @@ all d, so that `d log det A / d p_i = -1 / (d_(i-1) e_i - p_i)`.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from .._arguments import check_budget
 from .._error_bar import ErrorBar
 from .._linalg.dense import divisor, exact_split, largest_entry, power_of_two_scale
 from .._linalg.types import scan
+from .._operators.check import as_complex
 from .._operators.entries import known_diagonal, known_sizes, terms
 from .._operators.space import Space, apply_block, is_known
 from .._outcome import Evidence, Outcome
@@ -42,17 +43,45 @@ _ROUNDOFF = 0.5
 
 def by_structure(state: SpectralState, k: int | None, where: str) -> ExactAnswer | None:
     """The exact answer that the structure allows with at most k products, if any."""
+    known = _known(state)
+    if known is None or (k is not None and known.num_matvecs > check_budget(k, where)):
+        return None
+    hermitian = _is_hermitian(state)
+    return ExactAnswer("structure", lambda state: known.answer(state, hermitian))
+
+
+class _Known(NamedTuple):
+    """An exact answer, for a state and whether the operator must be Hermitian."""
+
+    num_matvecs: int
+    answer: Callable[[SpectralState, bool], Outcome]
+
+
+def _known(state: SpectralState) -> _Known | None:
     operator, is_basic, diagonal = state.operator, _is_basic(state), None
     if is_known(operator, lx.is_diagonal, *(_TRIANGULAR if is_basic else ())):
         diagonal = known_diagonal(operator)
     if diagonal is not None:
-        num_matvecs, answer = diagonal.num_matvecs, _by_diagonal
-    elif is_basic and is_known(operator, lx.is_tridiagonal):
-        num_matvecs, answer = 3, _by_bands
-    else:
-        return None
-    is_allowed = k is None or num_matvecs <= check_budget(k, where)
-    return ExactAnswer("structure", answer) if is_allowed else None
+        return _Known(diagonal.num_matvecs, _by_diagonal)
+    if is_basic and is_known(operator, lx.is_tridiagonal):
+        return _Known(3, _by_bands)
+    known = [_known(x) for x in _factors(state)]
+    numbers = [x.num_matvecs for x in known if x is not None]
+    return _Known(sum(numbers), _by_factors) if 0 < len(numbers) == len(known) else None
+
+
+def _factors(state: SpectralState) -> list[SpectralState]:
+    """The states of both factors of a product, for a log-determinant."""
+    operator = state.operator
+    while isinstance(operator, lx.TaggedLinearOperator):
+        operator = operator.operator
+    if not isinstance(operator, lx.ComposedLinearOperator):
+        return []
+    factors = operator.operator1, operator.operator2
+    is_square = factors[0].in_structure() == factors[0].out_structure()
+    if not (is_square and state.function.evaluates(LOG)):
+        return []
+    return [SpectralState(state.key, as_complex(x), state.function) for x in factors]
 
 
 def _is_basic(state: SpectralState) -> bool:
@@ -74,7 +103,29 @@ class _Terms(NamedTuple):
     changes: Float[Array, "*s n"]
 
 
-def _by_diagonal(state: SpectralState) -> Outcome:
+def _by_factors(state: SpectralState, hermitian: bool) -> Outcome:
+    """`log |det A B| = log |det A| + log |det B|`."""
+    first, second = [cast(_Known, _known(x)).answer(x, False) for x in _factors(state)]
+    assert second.evidence is not None
+    outcome = first.plus(second.bars[0], second.evidence)
+    (first_result,), (result,) = first.results, second.results
+    failed = first_result != RESULTS.successful
+    result = RESULTS.where(failed, first_result, result)
+    used = [x.stats["num_matvecs"] for x in (first, second)]
+    stats: dict[str, Any] = {"num_matvecs": sum(used)}
+    sign = first.stats["sign"] * second.stats["sign"]
+    if hermitian:
+        wrong = (jnp.real(sign) <= 0) & (result == RESULTS.successful)
+        result = RESULTS.where(wrong, RESULTS.outside_domain, result)
+    else:
+        stats["sign"] = sign
+    unknown = jnp.zeros(0, state.space.real_dtype)
+    assert outcome.evidence is not None
+    made = outcome.bars, result, stats, unknown, unknown, outcome.evidence
+    return _made(state, *made)
+
+
+def _by_diagonal(state: SpectralState, hermitian: bool) -> Outcome:
     """The sum over the diagonal, whose entries are the eigenvalues."""
     operator, space, function = state.operator, state.space, state.function
     diagonal = known_diagonal(operator)
@@ -82,7 +133,7 @@ def _by_diagonal(state: SpectralState) -> Outcome:
     entries = diagonal.read().astype(space.compute_dtype)
     at = points = jnp.real(entries)
     result, stats = RESULTS.successful, {}
-    if _is_hermitian(state):
+    if hermitian:
         imaginary = largest_entry(entries - points.astype(entries.dtype))
         rounding = 100 * jnp.sqrt(jnp.finfo(points.dtype).eps) * largest_entry(entries)
         result = RESULTS.where(imaginary > rounding, RESULTS.not_hermitian, result)
@@ -162,13 +213,13 @@ class _Scaled(NamedTuple):
     asymmetry: Float[Array, ""]
 
 
-def _by_bands(state: SpectralState) -> Outcome:
+def _by_bands(state: SpectralState, hermitian: bool) -> Outcome:
     """Log-determinant or trace of the inverse for a tridiagonal operator.
 
     Elimination rounds as if the entries had relative errors of a few eps. In long chains
     with equal entries all these errors are equal, and they add up. So we add up moduli.
     """
-    space, hermitian = state.space, _is_hermitian(state)
+    space = state.space
     bands, units, asymmetry = _read_bands(state.operator, space, hermitian)
     fixed, eps = jax.lax.stop_gradient(bands), jnp.finfo(units.dtype).eps
     factors, positive, slopes = _factorised(fixed)
