@@ -343,8 +343,16 @@ def test_a_first_call_compiles_few_programs():
                 print(len(names), end=" ")
                 tx.gaussian_log_likelihood(key, K[i], x[i][:, 0], k, shift=0.1 * (1 + i))
                 print(len(names), end=" ")
+        ones = jnp.ones(8)
+        chains = [lx.TridiagonalLinearOperator(jnp.full(9, s), ones, ones) for s in (3.0, 4.0)]
+        for chain in chains:
+            for operator in (chain, chain @ chain):
+                tx.logdet(key, operator)
+                print(len(names), end=" ")
     """
     counts = np.array(printed_by(textwrap.dedent(code)).split(), int)
+    assert counts[9] > counts[8]
+    assert counts[9] == counts[11]
     first, second, third, fourth = np.diff(counts[[0, 1, 1, 3, 4, 5, 5, 7]])[
         [0, 2, 4, 6]
     ]

@@ -1,5 +1,7 @@
 """Exact sums over eigenvalues for diagonal, triangular and tridiagonal operators.
 
+The log-determinant of a product is the sum of those of its factors.
+
 Let a tridiagonal matrix have the diagonal a, and b and c above and below it. Elimination
 from above gives the pivots `d_i = a_i - p_i / d_(i-1)` for `p_i = b_(i-1) c_(i-1)`, and
 elimination from below the pivots e. Then `(A^-1)_ii = 1 / (d_i + e_i - a_i)` (Meurant,
@@ -10,7 +12,7 @@ all d, so that `d log det A / d p_i = -1 / (d_(i-1) e_i - p_i)`.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +48,16 @@ def by_structure(state: SpectralState, k: int | None, where: str) -> ExactAnswer
     known = _known(state)
     if known is None or (k is not None and known.num_matvecs > check_budget(k, where)):
         return None
-    hermitian = _is_hermitian(state)
-    return ExactAnswer("structure", lambda state: known.answer(state, hermitian))
+    return _BY_STRUCTURE
+
+
+def _answer(state: SpectralState) -> Outcome:
+    known = _known(state)
+    assert known is not None
+    return known.answer(state, _is_hermitian(state))
+
+
+_BY_STRUCTURE = ExactAnswer("structure", _answer)
 
 
 class _Known(NamedTuple):
@@ -105,7 +115,8 @@ class _Terms(NamedTuple):
 
 def _by_factors(state: SpectralState, hermitian: bool) -> Outcome:
     """`log |det A B| = log |det A| + log |det B|`."""
-    first, second = [cast(_Known, _known(x)).answer(x, False) for x in _factors(state)]
+    known = [(_known(x), x) for x in _factors(state)]
+    first, second = [x.answer(y, False) for x, y in known if x is not None]
     assert second.evidence is not None
     outcome = first.plus(second.bars[0], second.evidence)
     (first_result,), (result,) = first.results, second.results
