@@ -193,7 +193,7 @@ def _run(plan: Plan, state: State) -> tuple[Outcome, StandIn]:
         solvers, counts = errors.products, state.functional.num_rows(space.size)
         inner = jtu.Partial(DiagonalErrors.of_sums, errors, counts)
     if exact:
-        outcome, stand_in = from_all_products(state)
+        outcome, stand_in = from_all_products(state, estimator)
     elif stop is None:
         outcome, stand_in = estimator.finish(
             state, estimator.compute(state.given, plan.products)

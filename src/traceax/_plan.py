@@ -29,9 +29,9 @@ class ExactAnswer(NamedTuple):
 
 
 @ft.singledispatch
-def from_all_products(state: State) -> tuple[Outcome, StandIn]:
+def from_all_products(state: State, estimator: PyTree) -> tuple[Outcome, StandIn]:
     """The exact answer from n products, and its stand-in. `_exact/` registers one for
-    every kind of state."""
+    every kind of state. Its `stats` have the keys of the estimator's."""
     raise NotImplementedError(type(state))
 
 

@@ -46,6 +46,8 @@ class SpectralEstimator(Estimator[SpectralState]):
     """
 
     state_classes: ClassVar[tuple[type[State], ...]] = (SpectralState,)
+    # Whether estimates use a bracket if function and operator have one.
+    gives_brackets: ClassVar[bool] = False
 
     def init(
         self,

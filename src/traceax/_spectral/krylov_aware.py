@@ -2,6 +2,7 @@
 
 import functools as ft
 import math
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -102,6 +103,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         default=None, static=True, converter=without_numpy
     )
     sampler: Sampler = NormalSampler()
+    gives_brackets: ClassVar[bool] = True
 
     def __check_init__(self):
         name = type(self).__name__
