@@ -1,6 +1,6 @@
 """Exact sums over eigenvalues for diagonal, triangular and tridiagonal operators.
 
-The log-determinant of a product is the sum of those of its factors.
+The log-determinant of a product is the sum of its factors' log-determinants.
 
 Let a tridiagonal matrix have the diagonal a, and b and c above and below it. Elimination
 from above gives the pivots `d_i = a_i - p_i / d_(i-1)` for `p_i = b_(i-1) c_(i-1)`, and
