@@ -273,8 +273,7 @@ def frobenius_norm_squared(
     k, space = check_budget(k, where), space_of(operator)
     if k >= space.size:
         check_key(key, where)
-        outcome = norm_squared(as_data(operator))
-        estimate = make_estimate(outcome, jtu.tree_structure(0), DerivedState(where))
+        estimate = _exact_norm(as_data(operator))
         return raise_failure(estimate) if throw else estimate
     hint = "an estimate takes a product with A and one with its adjoint"
     require(k > 1, where, "k must be at least 2", "1", hint)
@@ -301,6 +300,13 @@ def _unscaled(
     # We multiply twice, because the squared unit may over- or underflow.
     outcome = outcome.times(unit).times(unit).with_stats(num_matvecs=used)
     return outcome, DerivedState(_NORM)
+
+
+@jitted
+@automatic
+def _exact_norm(operator: lx.AbstractLinearOperator) -> Estimate:
+    outcome = norm_squared(operator)
+    return make_estimate(outcome, jtu.tree_structure(0), DerivedState(_NORM))
 
 
 def _with_parts(

@@ -19,8 +19,6 @@ from .._linalg.dense import (
     power_of_two_scale,
     squares,
 )
-from .._linalg.types import automatic
-from .._operators.check import jitted
 from .._operators.entries import entry_of, known_sizes, map_columns
 from .._operators.inverse import errors_of_solves, solve_of_column
 from .._operators.solvers import truncation_error
@@ -132,8 +130,6 @@ def sum_over_eigenvalues(state, estimator):
     return outcome, RitzStandIn(*pairs, solutions=solutions, evidence=evidence)
 
 
-@jitted
-@automatic
 def norm_squared(operator: lx.AbstractLinearOperator) -> Outcome:
     """`|A|_F^2`, from products with A alone. JAX differentiates it."""
     space = space_of(operator)

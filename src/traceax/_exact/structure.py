@@ -10,6 +10,7 @@ Matrix Anal. Appl. 13 (1992), doi:10.1137/0613045), and the determinant is the p
 all d, so that `d log det A / d p_i = -1 / (d_(i-1) e_i - p_i)`.
 """
 
+import functools as ft
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from .._error_bar import ErrorBar
 from .._linalg.dense import divisor, exact_split, largest_entry, power_of_two_scale
 from .._linalg.types import scan
 from .._operators.check import as_complex
-from .._operators.entries import known_diagonal, known_sizes, terms
+from .._operators.entries import KnownDiagonal, known_diagonal, known_sizes, terms
 from .._operators.space import Space, apply_block, is_known
 from .._outcome import Evidence, Outcome
 from .._plan import ExactAnswer
@@ -54,17 +55,17 @@ def by_structure(state: SpectralState, k: int | None, where: str) -> ExactAnswer
 def _answer(state: SpectralState) -> Outcome:
     known = _known(state)
     assert known is not None
-    return known.answer(state, _is_hermitian(state))
+    return known.answer(_is_hermitian(state))
 
 
 _BY_STRUCTURE = ExactAnswer("structure", _answer)
 
 
 class _Known(NamedTuple):
-    """An exact answer, for a state and whether the operator must be Hermitian."""
+    """An exact answer, given whether the operator must be Hermitian."""
 
     num_matvecs: int
-    answer: Callable[[SpectralState, bool], Outcome]
+    answer: Callable[[bool], Outcome]
 
 
 def _known(state: SpectralState) -> _Known | None:
@@ -72,12 +73,16 @@ def _known(state: SpectralState) -> _Known | None:
     if is_known(operator, lx.is_diagonal, *(_TRIANGULAR if is_basic else ())):
         diagonal = known_diagonal(operator)
     if diagonal is not None:
-        return _Known(diagonal.num_matvecs, _by_diagonal)
+        answer = ft.partial(_by_diagonal, state, diagonal)
+        return _Known(diagonal.num_matvecs, answer)
     if is_basic and is_known(operator, lx.is_tridiagonal):
-        return _Known(3, _by_bands)
-    known = [_known(x) for x in _factors(state)]
-    numbers = [x.num_matvecs for x in known if x is not None]
-    return _Known(sum(numbers), _by_factors) if 0 < len(numbers) == len(known) else None
+        return _Known(3, ft.partial(_by_bands, state))
+    factors = [_known(x) for x in _factors(state)]
+    known = [x for x in factors if x is not None]
+    if not known or len(known) < len(factors):
+        return None
+    num_matvecs = sum(x.num_matvecs for x in known)
+    return _Known(num_matvecs, ft.partial(_by_factors, state, known))
 
 
 def _factors(state: SpectralState) -> list[SpectralState]:
@@ -113,17 +118,17 @@ class _Terms(NamedTuple):
     changes: Float[Array, "*s n"]
 
 
-def _by_factors(state: SpectralState, hermitian: bool) -> Outcome:
+def _by_factors(
+    state: SpectralState, factors: list[_Known], hermitian: bool
+) -> Outcome:
     """`log |det A B| = log |det A| + log |det B|`."""
-    known = [(_known(x), x) for x in _factors(state)]
-    first, second = [x.answer(y, False) for x, y in known if x is not None]
+    first, second = [x.answer(False) for x in factors]
     assert second.evidence is not None
     outcome = first.plus(second.bars[0], second.evidence)
     (first_result,), (result,) = first.results, second.results
     failed = first_result != RESULTS.successful
     result = RESULTS.where(failed, first_result, result)
-    used = [x.stats["num_matvecs"] for x in (first, second)]
-    stats: dict[str, Any] = {"num_matvecs": sum(used)}
+    stats: dict[str, Any] = {"num_matvecs": sum(x.num_matvecs for x in factors)}
     sign = first.stats["sign"] * second.stats["sign"]
     if hermitian:
         wrong = (jnp.real(sign) <= 0) & (result == RESULTS.successful)
@@ -136,11 +141,11 @@ def _by_factors(state: SpectralState, hermitian: bool) -> Outcome:
     return _made(state, *made)
 
 
-def _by_diagonal(state: SpectralState, hermitian: bool) -> Outcome:
+def _by_diagonal(
+    state: SpectralState, diagonal: KnownDiagonal, hermitian: bool
+) -> Outcome:
     """The sum over the diagonal, whose entries are the eigenvalues."""
     operator, space, function = state.operator, state.space, state.function
-    diagonal = known_diagonal(operator)
-    assert diagonal is not None
     entries = diagonal.read().astype(space.compute_dtype)
     at = points = jnp.real(entries)
     result, stats = RESULTS.successful, {}
