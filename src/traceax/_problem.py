@@ -360,9 +360,12 @@ def _solution_jvp(primals, tangents):
     def transposed(_, block):
         return solve(_, block.conj()).conj()
 
-    product = ft.partial(apply_block, B)
+    # The system is the identity: we only need JAX's custom transpose for linear solves.
     inverse = ft.partial(
-        jax.lax.custom_linear_solve, product, solve=solve, transpose_solve=transposed
+        jax.lax.custom_linear_solve,
+        lambda block: block,
+        solve=solve,
+        transpose_solve=transposed,
     )
     return solution, B.preconditioner.solve(inverse, t_residual)
 
