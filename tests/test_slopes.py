@@ -10,6 +10,7 @@ from helpers import (
     assert_close,
 )
 from problems import PSD, float_dtype, is_x64
+from scipy import stats
 
 import traceax as tx
 
@@ -414,9 +415,6 @@ def test_wrong_arguments_and_missing_bars(key):
     with pytest.raises(NotImplementedError, match="slope of a slope"):
         tx.jvp(lambda t: tx.jvp(fn, (t,), (1.0,))[1], (1.0,), (1.0,))
 
-    def by_quadrature(t):
-        return tx.logdet(key, t * operator, 3, tx.LanczosQuadratureEstimator())
-
     def blocks(t):
         pair = [jnp.ones(10), jnp.ones(10)]
         return tx.as_operator(lambda x: jax.tree.map(lambda y: t * y, x), pair)
@@ -424,7 +422,6 @@ def test_wrong_arguments_and_missing_bars(key):
     identity = lx.IdentityLinearOperator(jax.eval_shape(lambda: jnp.ones(5)))
     signs = tx.HutchinsonEstimator()
     for refused in (
-        by_quadrature,
         lambda t: tx.diagonal(key, t * operator, 3, signs),
         lambda t: tx.diagonal(key, t * operator, 5),
         lambda t: tx.diagonal(key, t * identity, 5),
@@ -434,6 +431,42 @@ def test_wrong_arguments_and_missing_bars(key):
     ):
         with pytest.raises(NotImplementedError, match="no error bar"):
             tx.jvp(refused, (1.0,), (1.0,))
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("coloured", [False, True])
+def test_slopes_of_quadratures(coloured):
+    # The operator is a Laplacian on a 16 x 16 grid plus 0.3, and the slope is along a
+    # diagonal matrix.
+    path = 2 * np.eye(16) - np.eye(16, k=1) - np.eye(16, k=-1)
+    A = np.kron(path, np.eye(16)) + np.kron(np.eye(16), path) + 0.3 * np.eye(256)
+    d = np.random.default_rng(0).uniform(size=256)
+    pairs = np.argwhere(A)
+    sampler, m = tx.RademacherSampler(), 12
+    if coloured:
+        colours = tx.colour(pairs, 2)
+        sampler, m = tx.ColouredSampler(colours, exact=False), 3 * colours.number
+    estimator = tx.LanczosQuadratureEstimator(m, sampler)
+
+    def both(key):
+        def logdet(t):
+            operator = lx.MatrixLinearOperator(jnp.asarray(A) + t * jnp.diag(d), PSD)
+            return tx.logdet(key, operator, 12 * m, estimator)
+
+        return [
+            (x.value, x.standard_error, x.stats["degrees_of_freedom"])
+            for x in tx.jvp(logdet, (0.0,), (1.0,))
+        ]
+
+    truth = np.linalg.slogdet(A)[1], np.linalg.inv(A).diagonal() @ d
+    results = jax.jit(jax.vmap(both))(jr.split(jr.key(0), 200))
+    for (value, error, freedom), expected in zip(results, truth, strict=True):
+        radius = error * stats.t.ppf(0.975, freedom)
+        assert 0.92 <= np.mean(np.abs(value - expected) < radius) <= 0.99
+        spread = np.std(value)
+        assert 0.8 < np.sqrt(np.mean(error**2)) / spread < 1.3
+        assert abs(np.mean(value) - expected) < 4 * spread / np.sqrt(200)
+        assert np.mean(freedom) > 6
 
 
 @pytest.mark.skipif(is_x64(), reason="one mode is enough")

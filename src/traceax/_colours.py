@@ -260,7 +260,7 @@ class ColouredSampler(Sampler):
     | beyond the products | O(n p) time per round, and memory for a few vectors |
     | bias | none |
     | variance | for m rounds with signs and real symmetric A: `2 (|B|_F^2 - sum_i A_ii^2) / m` |
-    | error bar | from m rounds, with m - 1 degrees of freedom; unknown (NaN) for one round that isn't exact |
+    | error bar | from m rounds, with m - 1 degrees of freedom, or more by quadrature; unknown (NaN) for one inexact round |
 
     Other estimators need probes that are isotropic one by one, and refuse this sampler.
 
@@ -375,15 +375,6 @@ class ColouredSampler(Sampler):
         starts = jnp.arange(0, p - rest, width, dtype=jnp.int32)
         total = fold(step, total, starts)
         return (add(total, p - rest, rest) if rest else total).T
-
-    def per_sample(self, probes, products):
-        p, mask = self.num_colours, self._mask(0, probes.shape[1])
-
-        def sum_rounds(block):
-            parts = jnp.where(mask, block.T, 0) / math.sqrt(p)
-            return jnp.sum(parts.reshape(-1, p, parts.shape[1]), axis=1).T
-
-        return sum_rounds(probes), sum_rounds(products)
 
     def _mask(self, start: int | Array, width: int) -> Bool[Array, "{width} n"]:
         """Masks the unknowns on the colours for probes `start, start + 1, ...`."""

@@ -67,26 +67,6 @@ def add_samples(
     )
 
 
-def off_diagonal_size(
-    probes: Inexact[Array, "n g"],
-    products: Inexact[Array, "n g"],
-    active: Bool[Array, " g"] | None = None,
-) -> Float[Array, ""]:
-    """Estimates `|B - diag B|_F` from products with sign vectors; 0 for a single product.
-
-    Entry r of `conj(w_j) * (B w_j)` is `B_rr` plus off-diagonal terms, which vary with j.
-    """
-    entrywise = probes.T.conj() * products.T
-    unit = power_of_two_scale(entrywise)
-    entrywise = leading(entrywise / unit.astype(entrywise.dtype), active)
-    g = entrywise.shape[0]
-    if active is not None:
-        g = jnp.sum(active).astype(unit.dtype)
-    mean = jnp.sum(entrywise, axis=0) / jnp.asarray(g).astype(entrywise.dtype)
-    deviations = leading(entrywise - mean[None], active)
-    return unit * jnp.sqrt(jnp.sum(squares(deviations)) / jnp.maximum(g - 1, 1))
-
-
 def skewness_term(gamma_squared: ArrayLike, m: ArrayLike) -> Float[Array, "*g"]:
     """The part of `1 / nu` that skewness gamma adds, with nu the degrees of freedom.
 
@@ -245,6 +225,28 @@ def independent_samples(
     return _cap_freedom(bar, m) if may_miss else bar
 
 
+def stratified_samples(samples: Inexact[Array, "r p"]) -> ErrorBar:
+    """The error bar for `sum_c mean_r x_rc` of independent samples, for p strata of r.
+
+    `V = sum_c s_c^2 / r`, with the sample variances `s_c^2` in the strata. Degrees of
+    freedom follow Welch (1947), doi:10.1093/biomet/34.1-2.28, with unbiased moments.
+    """
+    r = len(samples)
+    mean = jnp.sum(jnp.mean(samples, axis=0))
+    if r == 1:
+        return _unknown(mean)
+    magnitude = jnp.sum(jnp.abs(samples)) / r
+    unit = divisor(magnitude)
+    deviations = (samples - jnp.mean(samples, axis=0, keepdims=True)) / unit.astype(
+        samples.dtype
+    )
+    variances = jnp.sum(squares(deviations), axis=0) / (r - 1)
+    total = jnp.sum(variances)
+    freedom = (r + 1) * ratio(total, jnp.linalg.norm(variances)) ** 2 - 2
+    freedom = jnp.maximum(freedom, r - 1)
+    return _error_bar(mean, unit, total / r, 1 / freedom, magnitude)
+
+
 def _cap_freedom(bar: ErrorBar, m: ArrayLike) -> ErrorBar:
     """Caps the degrees of freedom at `max(1, exp((m - 3) / 6))`.
 
@@ -279,18 +281,6 @@ def add_known_error(bar: ErrorBar, error: Float[Array, "*g"]) -> ErrorBar:
     total = jnp.hypot(sampling, error)
     more = jnp.maximum(total / divisor(sampling), 1) ** 4 * freedom
     return ErrorBar(bar.mean, total, jnp.where(jnp.isfinite(sampling), more, freedom))
-
-
-def joint_bar(bars: list[ErrorBar]) -> ErrorBar:
-    """The error bars of several values in one, for a tolerance. Its `mean` holds moduli,
-    because some values may be complex. A single value keeps its own error bar."""
-    if len(bars) > 1:
-        bars = [bar._replace(mean=jnp.abs(bar.mean)) for bar in bars]
-        flat = [[jnp.ravel(x) for x in part] for part in zip(*bars, strict=True)]
-        return ErrorBar(*map(jnp.concatenate, flat))
-    (bar,) = bars
-    freedom = jnp.asarray(bar.degrees_of_freedom, bar.standard_error.dtype)
-    return bar._replace(degrees_of_freedom=freedom)
 
 
 def gram_of(probes: Inexact[Array, "n _"], products: Inexact[Array, "n _"]) -> Array:

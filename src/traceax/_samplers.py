@@ -70,12 +70,6 @@ class Sampler(eqx.Module):
         """`B w` for samples `w^* B w`; `A w` for single probes. Optional."""
         return apply_block(operator, block)
 
-    def per_sample(
-        self, probes: Block, products: Block
-    ) -> tuple[Inexact[Array, "n m"], Inexact[Array, "n m"]]:
-        """w and `B w` for each sample, from probes and their products. Optional."""
-        return probes, products
-
 
 class IndexedSampler(Sampler):
     """Abstract base class for samplers whose probe `j` depends only on `(key, j)`.

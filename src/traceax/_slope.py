@@ -39,7 +39,7 @@ def jvp(
 
     | | |
     |---|---|
-    | estimators | Hutchinson, Hutch++, XTrace, XNysTrace, AdaptiveXTrace, KrylovAware |
+    | estimators | Hutchinson, Hutch++, XTrace, XNysTrace, AdaptiveXTrace, KrylovAware, LanczosQuadrature |
     | quantities | traces and spectral functions; not diagonals |
     | products | as for the estimate and its derivative |
     | standard error | as for the value, from the slope's samples; spectral functions add the truncation error |

@@ -21,10 +21,15 @@ from .._error_bar import (
     gram_of,
     independent_samples,
     moments_bar,
-    off_diagonal_size,
 )
 from .._functional import TRACE, Functional, Trace
-from .._linalg.dense import column_dots, column_norms
+from .._linalg.dense import (
+    column_dots,
+    column_norms,
+    leading,
+    power_of_two_scale,
+    squares,
+)
 from .._linalg.types import fold
 from .._operators.space import Space, columns_at_once
 from .._outcome import Evidence
@@ -173,7 +178,7 @@ class HutchinsonEstimator(GrowingEstimator):
                 active = jnp.arange(len(samples), dtype=jnp.int32) < count
                 first_active = active[: len(Omega)]
             if self._detects_off_diagonal:
-                variation = off_diagonal_size(Omega.T, Y.T, first_active)
+                variation = _off_diagonal_size(Omega.T, Y.T, first_active)
             bar = independent_samples(
                 samples,
                 column_norms(Y.T),
@@ -310,3 +315,23 @@ class Probes(Columns):
         active = jnp.arange(number, dtype=jnp.int32) + start < self.count
         V = jnp.where(active[None, :], V, 0)
         return V, V / jnp.asarray(self.count).astype(V.dtype)
+
+
+def _off_diagonal_size(
+    probes: Inexact[Array, "n g"],
+    products: Inexact[Array, "n g"],
+    active: Bool[Array, " g"] | None = None,
+) -> Float[Array, ""]:
+    """Estimates `|B - diag B|_F` from products with sign vectors; 0 for a single product.
+
+    Entry r of `conj(w_j) * (B w_j)` is `B_rr` plus off-diagonal terms, which vary with j.
+    """
+    entrywise = probes.T.conj() * products.T
+    unit = power_of_two_scale(entrywise)
+    entrywise = leading(entrywise / unit.astype(entrywise.dtype), active)
+    g = entrywise.shape[0]
+    if active is not None:
+        g = jnp.sum(active).astype(unit.dtype)
+    mean = jnp.sum(entrywise, axis=0) / jnp.asarray(g).astype(entrywise.dtype)
+    deviations = leading(entrywise - mean[None], active)
+    return unit * jnp.sqrt(jnp.sum(squares(deviations)) / jnp.maximum(g - 1, 1))

@@ -17,8 +17,8 @@ from .._linalg.dense import (
 from .._operators.space import complex_dtype
 from .._outcome import Evidence, Outcome, as_arrays, cast_bar
 from .._results import RESULTS, finite_or_failed, per_entry
+from .._rule import StandIn
 from .._state import State
-from .stand_in import RitzStandIn
 from .state import SpectralState, init_spectral_state
 
 
@@ -41,7 +41,7 @@ class SpectralEstimator(Estimator[SpectralState]):
     r"""Abstract base class for estimators of `tr f(A)`, A symmetric or Hermitian.
 
     A subclass is a frozen module whose fields are configuration. It defines `compute`
-    in plain JAX. Nothing differentiates `compute`: derivatives come from the Ritz pairs
+    in plain JAX. Nothing differentiates `compute`: derivatives come from the stand-in
     that it returns.
     """
 
@@ -75,7 +75,7 @@ class SpectralEstimator(Estimator[SpectralState]):
         return init_spectral_state(where, key, operator, fn, lower, monotone, trace)
 
     @abc.abstractmethod
-    def compute(self, state: SpectralState, k: int) -> tuple[Outcome, RitzStandIn]:
+    def compute(self, state: SpectralState, k: int) -> tuple[Outcome, StandIn]:
         """The algorithm. traceax calls it with `1 <= k < n`.
 
         **Arguments:**
@@ -83,7 +83,7 @@ class SpectralEstimator(Estimator[SpectralState]):
         - `state`: the state from `init`.
         - `k`: a Python int, the largest number of products.
 
-        **Returns:** an outcome from `spectral_outcome`, and Ritz pairs.
+        **Returns:** an outcome from `spectral_outcome`, and its stand-in.
         """
 
     def finish(self, state, computed):

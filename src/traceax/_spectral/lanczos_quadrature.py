@@ -3,30 +3,35 @@
 import functools as ft
 import itertools
 import math
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, Inexact
+from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._arguments import check_optional_integer, require, without_numpy
-from .._error_bar import gram_of, independent_samples, off_diagonal_size
-from .._linalg.dense import column_norms, divisor, eigh, largest_entry, matmul
-from .._linalg.krylov import KrylovSpaces, RitzPairs, lanczos, residual_norms
-from .._operators.space import apply_block
+from .._error_bar import ErrorBar, gram_of, independent_samples, stratified_samples
+from .._linalg.dense import column_norms, eigh
+from .._linalg.krylov import KrylovSpaces, lanczos, residual_norms
+from .._operators.space import apply_block, product_tangent
+from .._outcome import Evidence
 from .._results import per_entry
+from .._rule import Derivative, StandIn
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
 from .base import SpectralEstimator, domain_results, probes_and_steps, spectral_outcome
 from .bounds import end_errors, extended_pairs, outer_ends
 from .function import (
     SpectralFunction,
+    final,
     remaining,
     ritz_values,
     rounding_errors,
     weighted_sums,
 )
-from .stand_in import RitzStandIn
+from .stand_in import slope_error, slope_matrices
 from .state import SpectralState
 
 
@@ -44,8 +49,8 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     | products | m s, at least k - 2 |
     | beyond the products | O(n k s) time, three n x k blocks; derivatives hold five |
     | bias | the quadrature error; none for polynomials of degree 2 s - 1 |
-    | standard error | sampling error, from the spread of the forms; quadrature error, extrapolated from the last steps |
-    | derivative | `tr((F o C) V^* dA V)` with all probes' Ritz vectors V, k products with dA |
+    | standard error | sampling error, from the spread of forms of a colour; quadrature error, extrapolated from the last steps |
+    | derivative | `w^* V M V^* w` for every probe, with its Ritz vectors V and M from `V^* dA V`; k products with dA |
 
     **Arguments:**
 
@@ -90,85 +95,188 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         m = p * rounds
         Omega = self.sampler.sample(state.key, n, m, space.compute_dtype)
         krylov = lanczos(ft.partial(apply_block, operator), Omega, steps)
-        pairs = krylov.ritz_pairs()
+        theta, S = jax.vmap(eigh)(krylov.projected)
         facts = krylov.asymmetry, space, state.lower, state.magnitude, state.solvers
-        flat, resolution, result = ritz_values(pairs.values, *facts)
-        pairs = eqx.tree_at(lambda pairs: pairs.values, pairs, flat)
-        function = state.function.in_range(flat)
-        coupling = matmul(pairs.probes, pairs.probes.conj().T)
-        weights = jnp.real(jnp.diagonal(coupling))
-        squares = m * weights.reshape(m, steps)
+        points, resolution, result = ritz_values(theta.reshape(-1), *facts)
+        function = state.function.in_range(points)
+        quadratures = Quadratures(krylov, points.reshape(m, steps), S, p, [])
+        weights = quadratures.probes.reshape(-1) ** 2 / m
         rounding, decided = rounding_errors(
-            function, flat, weights, resolution, state.lower
+            function, points, weights, resolution, state.lower
         )
         results = domain_results(decided, result)
-        quadrature = _quadrature_errors(function, krylov, flat)
-        end_changes = _end_errors(function, krylov, flat, state)
-        quadrature = list(map(jnp.maximum, quadrature, end_changes))
+        errors = _quadrature_errors(function, quadratures)
+        end_changes = _end_errors(function, quadratures, state)
+        errors = list(map(jnp.maximum, errors, end_changes))
+        quadratures = quadratures._replace(leaf_errors=errors)
 
         def form_bar(leaf, *others):
             f = leaf.reshape(m, steps)
-            samples = jnp.mean(weighted_sums(squares, f).reshape(rounds, p), axis=1)
-            # A multiple of I adds nothing to the spread, so we drop it. In this unit
-            # squares neither overflow nor underflow.
-            varying = f - jnp.mean(samples) / n
-            unit = divisor(largest_entry(varying))
-            images = _images(krylov, pairs, varying / unit.astype(f.dtype))
-            vectors, images = self.sampler.per_sample(
-                Omega.astype(images.dtype), images
-            )
-            off = unit * off_diagonal_size(vectors, images) if p > 1 else None
-            sizes, gram = unit * column_norms(images), gram_of(vectors, images)
-            bar = independent_samples(samples, sizes, gram, off_diagonal=off)
+            samples = weighted_sums(quadratures.probes**2, f)
+            bar = quadratures.bar(samples, f * quadratures.probes.astype(f.dtype))
             error = ft.reduce(jnp.hypot, others, bar.standard_error)
             return bar._replace(standard_error=error)
 
         bars = [
             per_entry(form_bar, leaf.ndim - 1)(leaf, *others)
-            for leaf, *others in zip(function(flat), quadrature, rounding, strict=True)
+            for leaf, *others in zip(function(points), errors, rounding, strict=True)
         ]
+        zero_products = jnp.zeros_like(krylov.projected, krylov.basis.dtype)
+        evidence = Evidence(
+            (zero_products, state.function),
+            jtu.Partial(_slope_bars, quadratures, state.function),
+        )
         stats = {"num_matvecs": m * steps, **function.unit}
-        outcome = spectral_outcome(state, bars, results, stats, flat, weights)
-        return outcome, RitzStandIn(pairs.basis, flat, pairs.vectors, coupling)
+        outcome = spectral_outcome(
+            state, bars, results, stats, points, weights, evidence=evidence
+        )
+        return outcome, LanczosStandIn(quadratures, evidence)
 
 
-def _images(
-    krylov: KrylovSpaces, pairs: RitzPairs, f: Inexact[Array, "m s"]
-) -> Inexact[Array, "n m"]:
-    """`f(A) w_i` for each probe, from f at its Ritz values."""
-    m, steps = f.shape
-    dtype = np.result_type(f.dtype, krylov.basis.dtype)
-    f, basis, S, probes = (
-        x.astype(dtype) for x in (f, krylov.basis, pairs.vectors, pairs.probes)
-    )
-    own = math.sqrt(m) * jnp.einsum("iri->ir", probes.reshape(m, steps, m))
-    weights = jnp.where(own == 0, 0, f * own)
-    S = S.reshape(steps, m, m, steps)
-    coordinates = jnp.einsum("jiir,ir->ji", S, weights, precision="highest")
-    return jnp.einsum("jin,ji->in", basis, coordinates, precision="highest").T
+class Quadratures(NamedTuple):
+    """Gauss quadratures for m probes.
+
+    - `theta`, `S`: Ritz values, and their vectors in the Krylov space of each probe.
+    - `num_colours`: p; probes i and `i + p` have the same colour.
+    - `leaf_errors`: quadrature errors for each leaf of the function.
+    """
+
+    krylov: KrylovSpaces
+    theta: Float[Array, "m s"]
+    S: Float[Array, "m s s"]
+    num_colours: int
+    leaf_errors: list[Float[Array, "..."]]
+
+    @property
+    def probes(self) -> Float[Array, "m s"]:
+        """Coordinates of every probe in its Ritz vectors."""
+        return self.krylov.norms[:, None] * self.S[:, 0]
+
+    def after(self, steps: int) -> "Quadratures":
+        """The quadratures after fewer steps."""
+        theta, S = jax.vmap(eigh)(self.krylov.projected[:, :steps, :steps])
+        # We clip, or f could be undefined at a node after rounding.
+        theta = jnp.clip(theta, jnp.min(self.theta), jnp.max(self.theta))
+        return self._replace(theta=theta, S=S)
+
+    def means(self, function: SpectralFunction) -> list[Inexact[Array, "..."]]:
+        f = function(self.theta.reshape(-1))
+        f = [x.reshape(*x.shape[:-1], *self.theta.shape) for x in f]
+        return [jnp.mean(weighted_sums(self.probes**2, x), axis=-1) for x in f]
+
+    def slopes(
+        self, function: SpectralFunction, D: Inexact[Array, "m l l"], t_function: PyTree
+    ) -> tuple[list[Inexact[Array, "... m"]], list[Inexact[Array, "... m s"]]]:
+        """`c^* M c` and `M c` for every leaf and probe c, with M from `slope_matrices`."""
+        steps, c = self.theta.shape[1], self.probes
+
+        def matrices(theta, S, D):
+            D = D[:steps, :steps].astype(np.result_type(D.dtype, S.dtype))
+            return slope_matrices(theta, S.astype(D.dtype), D, function, t_function)
+
+        images = [
+            jnp.einsum("m...rq,mq->...mr", M, c.astype(M.dtype), precision="highest")
+            for M in jax.vmap(matrices)(self.theta, self.S, D)
+        ]
+        return [jnp.sum(c.astype(x.dtype) * x, axis=-1) for x in images], images
+
+    def bar(
+        self, samples: Inexact[Array, " m"], images: Inexact[Array, "m s"]
+    ) -> ErrorBar:
+        """The error bar for the samples' mean, from images `B w` in Ritz vectors."""
+        m, p = len(samples), self.num_colours
+        if p > 1:
+            return stratified_samples(samples.reshape(m // p, p) / p)
+        krylov = self.krylov
+        # A multiple of I adds nothing to the spread, so we drop it.
+        shift = jnp.mean(samples) / krylov.basis.shape[2]
+        images = images - shift * self.probes.astype(images.dtype)
+        dtype = np.result_type(images.dtype, krylov.basis.dtype)
+        basis, S, images = (x.astype(dtype) for x in (krylov.basis, self.S, images))
+        einsum = ft.partial(jnp.einsum, precision="highest")
+        images = einsum("jin,ij->ni", basis, einsum("ijr,ir->ij", S, images))
+        probes = basis[0].T * krylov.norms.astype(dtype)[None]
+        return independent_samples(
+            samples, column_norms(images), gram_of(probes, images)
+        )
+
+
+class LanczosStandIn(StandIn):
+    """Derivatives of the mean of `c^* f(Theta) c`, `c^* M c` with D from each space."""
+
+    quadratures: Quadratures
+    evidence: Evidence
+
+    def derivative(self, state, tangent):
+        if not jtu.tree_leaves((tangent.operator, tangent.function)):
+            return None
+        basis = self.quadratures.krylov.basis
+        steps, m, n = basis.shape
+        V = basis.reshape(steps * m, n).T
+        W = product_tangent(state.operator, tangent.operator, V)
+        D = jnp.zeros((m, steps, steps), basis.dtype)
+        if W is not None:
+            W = W.T.reshape(basis.shape)
+            D = jnp.einsum("jin,lin->ijl", basis.conj(), W, precision="highest")
+        # Second derivatives would need tangents for these parts, so we forbid them.
+        quadratures = final(self.quadratures, of=(state.operator, state.function))
+        function = state.function.in_range(quadratures.theta.reshape(-1))
+        slopes, _ = quadratures.slopes(function, D, tangent.function)
+
+        def value(slopes, f):
+            slopes = slopes if jnp.iscomplexobj(f) else jnp.real(slopes)
+            return jnp.where(jnp.all(jnp.isfinite(f)), jnp.mean(slopes), jnp.nan)
+
+        leaves = zip(slopes, function(quadratures.theta.reshape(-1)), strict=True)
+        values = [per_entry(value, leaf[0].ndim - 1)(*leaf) for leaf in leaves]
+        return Derivative(values, (D, tangent.function))
+
+
+def _slope_bars(
+    quadratures: Quadratures, function: SpectralFunction, products: tuple[Any, Any]
+) -> list[ErrorBar]:
+    """Error bars for the derivatives of every leaf."""
+    D, t_function = products
+    D = (D + D.swapaxes(1, 2).conj()) / 2
+    steps = quadratures.theta.shape[1]
+    earlier = quadratures.after(max(steps - max(steps // 3, 1), 1))
+    function = function.in_range(quadratures.theta.reshape(-1))
+    slopes, images = quadratures.slopes(function, D, t_function)
+    before, _ = earlier.slopes(function, D, t_function)
+    values = zip(quadratures.means(function), earlier.means(function), strict=True)
+    changes = [jnp.abs(x - y) for x, y in values]
+
+    def slope_bar(samples, images, before, leaf_error, change):
+        bar = quadratures.bar(samples, images)
+        slope_change = jnp.abs(jnp.mean(samples) - jnp.mean(before))
+        error = slope_error(leaf_error, change, slope_change)
+        error = error if steps > 1 else jnp.inf
+        return bar._replace(standard_error=jnp.hypot(bar.standard_error, error))
+
+    leaves = slopes, images, before, quadratures.leaf_errors, changes
+    return [
+        per_entry(slope_bar, leaf[0].ndim - 1)(*leaf)
+        for leaf in zip(*leaves, strict=True)
+    ]
 
 
 def _quadrature_errors(
-    function: SpectralFunction, krylov: KrylovSpaces, values: Float[Array, " ms"]
+    function: SpectralFunction, quadratures: Quadratures
 ) -> list[Float[Array, "..."]]:
     """Quadrature error for each leaf, extrapolated from thirds of the steps.
 
     The last third changed the mean by b, the third before by a. One step gives
     infinity.
     """
-    steps = krylov.projected.shape[1]
+    steps = quadratures.theta.shape[1]
     if steps == 1:
-        return [jnp.full_like(f.real[..., 0], jnp.inf) for f in function(values)]
+        return [jnp.full_like(x.real, jnp.inf) for x in quadratures.means(function)]
     h = max(steps // 3, 1)
-
-    def means(s):
-        nodes, vectors = jax.vmap(eigh)(krylov.projected[:, :s, :s])
-        weights = krylov.norms[:, None] ** 2 * vectors[:, 0, :] ** 2
-        # We clip, or f could be undefined at a node after rounding.
-        nodes = jnp.clip(nodes, jnp.min(values), jnp.max(values))
-        return [jnp.mean(weighted_sums(weights, f), axis=-1) for f in function(nodes)]
-
-    runs = [means(s) for s in (steps, steps - h, steps - 2 * h) if s >= 1]
+    runs = [
+        quadratures.after(s).means(function)
+        for s in (steps, steps - h, steps - 2 * h)
+        if s >= 1
+    ]
     changes = [
         [jnp.abs(x - y) for x, y in zip(*pair, strict=True)]
         for pair in itertools.pairwise(runs)
@@ -179,13 +287,10 @@ def _quadrature_errors(
 
 
 def _end_errors(
-    function: SpectralFunction,
-    krylov: KrylovSpaces,
-    values: Float[Array, " ms"],
-    state: SpectralState,
+    function: SpectralFunction, quadratures: Quadratures, state: SpectralState
 ) -> list[Float[Array, "..."]]:
     """The errors that both ends of the spectrum add for each leaf."""
-    m, steps, _ = krylov.projected.shape
+    krylov, steps = quadratures.krylov, quadratures.theta.shape[1]
 
     def probe_errors(T, following, theta, norm):
         _, S = eigh(T)
@@ -203,5 +308,5 @@ def _end_errors(
             errors.append(end_errors(function, theta[j], weights[j], end, changes))
         return [jnp.maximum(*x) for x in zip(*errors, strict=True)]
 
-    probes = krylov.projected, krylov.following, values.reshape(m, steps), krylov.norms
+    probes = krylov.projected, krylov.following, quadratures.theta, krylov.norms
     return [jnp.mean(x, axis=0) for x in jax.vmap(probe_errors)(*probes)]

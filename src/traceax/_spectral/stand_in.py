@@ -356,7 +356,7 @@ def bars_from_krylov(
             samples = samples + space.columns.corrections(tested)
         size = jnp.sum(jnp.abs(jnp.diagonal(B)))
         bar = leave_one_out_bar(paired_samples(samples, size))
-        remaining = jnp.where(is_known, _slope_error(leaf_error, *change), jnp.inf)
+        remaining = jnp.where(is_known, slope_error(leaf_error, *change), jnp.inf)
         error = jnp.hypot(bar.standard_error, remaining)
         return bar._replace(standard_error=error)
 
@@ -373,7 +373,7 @@ def bars_from_krylov(
     return bars
 
 
-def _slope_error(
+def slope_error(
     value_error: Float[Array, "*s"],
     change: Float[Array, "*s"],
     slope_change: Float[Array, "*s"],

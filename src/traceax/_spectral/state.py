@@ -9,7 +9,7 @@ import lineax as lx
 from jaxtyping import Array, ArrayLike, Float, Inexact, Key
 
 from .._arguments import check_key, check_real_scalar
-from .._error_bar import ErrorBar, add_known_error, joint_bar
+from .._error_bar import ErrorBar, add_known_error
 from .._linalg.dense import hashed_signs, squares
 from .._linalg.whitening import Preconditioner
 from .._operators.check import checked_operator
@@ -149,3 +149,15 @@ def likelihood_bar(half: float, bars: list[ErrorBar]) -> ErrorBar:
     error, freedom = half * q * logdet.standard_error, logdet.degrees_of_freedom
     bar = ErrorBar(mean, error, freedom)
     return add_known_error(bar, half * jnp.sum(forms.standard_error))
+
+
+def joint_bar(bars: list[ErrorBar]) -> ErrorBar:
+    """The error bars of several values in one, for a tolerance. Its `mean` holds moduli,
+    because some values may be complex. A single value keeps its own error bar."""
+    if len(bars) > 1:
+        bars = [bar._replace(mean=jnp.abs(bar.mean)) for bar in bars]
+        flat = [[jnp.ravel(x) for x in part] for part in zip(*bars, strict=True)]
+        return ErrorBar(*map(jnp.concatenate, flat))
+    (bar,) = bars
+    freedom = jnp.asarray(bar.degrees_of_freedom, bar.standard_error.dtype)
+    return bar._replace(degrees_of_freedom=freedom)
