@@ -49,6 +49,7 @@ LAYERS = [
     "_estimators",
     "_spectral",
     "_exact",
+    "_coloured_default",
     "_spectral_estimate",
     "_trace",
     "_diagonal",

@@ -174,7 +174,7 @@ def test_lanczos(n, steps, complex):
         size = _norm(a)
         assert_close(spaces.norms, np.linalg.norm(start, axis=0), rtol=100 * eps())
         for i in range(m):
-            V, T, w = spaces.basis[:, i].T, spaces.projected[i], start[:, i]
+            V, T, w = spaces.basis[i].T, spaces.projected[i], start[:, i]
             filled = np.linalg.norm(V, axis=0) > 0
             assert filled[0]
             assert not np.any(np.diff(filled.astype(int)) > 0)

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax.tree_util as jtu
 import lineax as lx
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from ._arguments import known_number
+from ._coloured_default import coloured_quadrature, unit_diagonal
 from ._estimate import Estimate, raise_failure
 from ._estimator import outcome_of
 from ._exact.cholesky import BY_CHOLESKY, is_small
 from ._exact.structure import by_structure
+from ._functional import TRACE
 from ._linalg.types import automatic
 from ._operators.check import jitted
 from ._operators.entries import readable_data
@@ -57,6 +60,7 @@ def estimate_function(
         where, key, operator, fn, lower, monotone, options.trace
     )
     stop, exact = options.stop(state.space.compute_dtype, where), None
+    scaled = False
     if estimator is None:
         exact = by_structure(state, k, where)
         if exact is None and k is None and is_small(state.operator):
@@ -68,6 +72,11 @@ def estimate_function(
             elif inverse and stop is None:
                 k = state.space.size  # we use eigenvalues, as some may be negative
         estimator = KrylovAwareEstimator()
+        # Tolerances need a loop.
+        if exact is None and stop is None and state.function.evaluates(LOG):
+            found = coloured_quadrature(state.operator, k)
+            if found is not None:
+                (estimator, k), scaled = found, True
     elif not isinstance(estimator, SpectralEstimator):
         raise TypeError(
             f"{where}: estimator must be a traceax.SpectralEstimator, got "
@@ -79,14 +88,26 @@ def estimate_function(
     if data is None:
         data, run = state.operator, _estimate
     state = eqx.tree_at(lambda x: x.operator, state, data)
-    estimate = run(plan, state, change)
+    estimate = run(plan, state, change, scaled)
     return raise_failure(estimate) if options.throw else estimate
 
 
 @automatic
-def _estimate(plan: Plan, state: SpectralState, change: Change | None) -> Estimate:
-    outcome, resumed = outcome_of(plan, state)
-    given = resumed.given
+def _estimate(
+    plan: Plan, state: SpectralState, change: Change | None, scaled: bool
+) -> Estimate:
+    if scaled:
+        inner, known = unit_diagonal(state)
+        (outcome, _), (bar, evidence) = outcome_of(plan, inner), known.sum(TRACE)
+        # Ritz values belong to the scaled matrix, so we drop them.
+        dropped = "ritz_values", "ritz_weights", "bottom"
+        stats = {x: y for x, y in outcome.stats.items() if x not in dropped}
+        if "bracket" in stats:
+            stats["bracket"] = jtu.tree_map(lambda x: x + bar.mean, stats["bracket"])
+        outcome, given = outcome._replace(stats=stats).plus(bar, evidence), state
+    else:
+        outcome, resumed = outcome_of(plan, state)
+        given = resumed.given
     if change is not None:
         outcome, given = change(outcome)
     return make_estimate(outcome, state.treedef, given, plan.by)

@@ -132,6 +132,11 @@ def logdet(
     shift drop out of the error. If A is tagged positive semidefinite, the shift is also
     a lower bound on the eigenvalues, and `stats` has a bracket.
 
+    For a sparse matrix whose pattern is known at trace time, the default estimator is a
+    [`traceax.LanczosQuadratureEstimator`][] with colours of the pattern, if k pays for two
+    rounds of at least four colours. `k` is then optional (400 products), and `stats` have
+    no Ritz values: see the page on sparse operators.
+
     The answer is exact, from one Cholesky factorisation, if you omit `k` and
     `estimator`, n is at most 4,000, and the entries can be read (see
     [`traceax.columns`][]). It is also exact for tridiagonal operators, by class or tag,

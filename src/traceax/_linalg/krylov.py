@@ -220,12 +220,12 @@ class RitzPairs(eqx.Module):
 class KrylovSpaces(NamedTuple):
     """A Krylov space for each of m starting vectors.
 
-    `basis[j, i]` is vector j in space i, or 0 if the space has fewer dimensions.
+    `basis[i, j]` is vector j in space i, or 0 if the space has fewer dimensions.
     `asymmetry` is the largest modulus in the difference between `K^* A K` and the
     tridiagonal matrix, relative to the largest product norm.
     """
 
-    basis: Inexact[Array, "s m n"]
+    basis: Inexact[Array, "m s n"]
     projected: Float[Array, "m s s"]  # tridiagonal matrices
     following: Float[Array, " m"]  # off-diagonal entry from a next step
     norms: Float[Array, " m"]  # the starting vectors are `norms * basis[0]`
@@ -233,13 +233,12 @@ class KrylovSpaces(NamedTuple):
 
     def ritz_pairs(self) -> RitzPairs:
         """Pairs from all spaces. Pair r from starting vector i has index `i s + r`."""
-        (steps, m, n), dtype = self.basis.shape, self.basis.dtype
+        (m, steps, n), dtype = self.basis.shape, self.basis.dtype
         values, vectors = jax.vmap(eigh)(self.projected)
         is_own = jnp.eye(m, dtype=bool)
         first = vectors[:, 0, :] * (self.norms / jnp.sqrt(1.0 * m))[:, None]
         probes = jnp.where(is_own[:, None, :], first[:, :, None], 0)
-        # We put Krylov vector j from starting vector i at index `j m + i`.
-        S = jnp.where(is_own[None, :, :, None], vectors.swapaxes(0, 1)[:, :, None], 0)
+        S = jnp.where(is_own[:, None, :, None], vectors[:, :, None, :], 0)
         p, values = m * steps, values.reshape(-1)
         S, probes = (x.reshape(p, -1).astype(dtype) for x in (S, probes))
         return RitzPairs(self.basis.reshape(p, n).T, values, S, probes)
@@ -260,21 +259,22 @@ def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
 
     def coordinates(basis, vectors):
         # We project each vector onto its own space.
-        return einsum("jmn,mn->jm", basis.conj(), vectors)
+        return einsum("mjn,mn->mj", basis.conj(), vectors)
 
     def orthogonalise(basis, vectors):
-        return vectors - einsum("jmn,jm->mn", basis, coordinates(basis, vectors))
+        return vectors - einsum("mjn,mj->mn", basis, coordinates(basis, vectors))
 
     def step(j, carry):
         basis, T, alive, largest_norms, deviation, _ = carry
-        W = product(basis[j].T).T
+        W = product(basis[:, j].T).T
         coefficients = coordinates(basis, W)
-        alpha = jnp.where(alive, jnp.real(coefficients[j]), T[:, 0, 0])
+        alpha = jnp.where(alive, jnp.real(coefficients[:, j]), T[:, 0, 0])
         T = T.at[:, j, j].set(alpha)
         largest_norms = jnp.maximum(largest_norms, column_norms(W.T))
         # A Hermitian operator couples neighbours only, with a symmetric matrix.
-        difference = jnp.abs(coefficients - T[:, :, j].T.astype(dtype))
-        deviation = jnp.maximum(deviation, jnp.max(jnp.where(alive, difference, 0)))
+        difference = jnp.abs(coefficients - T[:, :, j].astype(dtype))
+        largest = jnp.max(jnp.where(alive[:, None], difference, 0))
+        deviation = jnp.maximum(deviation, largest)
         residual = orthogonalise(basis, orthogonalise(basis, W))
         beta = column_norms(residual.T)
         alive = beta > 10 * jnp.finfo(dtype).eps * largest_norms
@@ -283,13 +283,13 @@ def lanczos(product: Product, start: Block, steps: int) -> KrylovSpaces:
         next_vectors = normalised(next_vectors, column_norms(next_vectors.T))
         next_vectors = jnp.where(alive[:, None], next_vectors, 0)
         # The last step has no next vector, so we drop these writes.
-        basis = basis.at[j + 1].set(next_vectors, mode="drop")
+        basis = basis.at[:, j + 1].set(next_vectors, mode="drop")
         T = T.at[:, j, j + 1].set(beta, mode="drop")
         T = T.at[:, j + 1, j].set(beta, mode="drop")
         return basis, T, alive, largest_norms, deviation, beta
 
     norms = column_norms(start)
-    basis = jnp.zeros((steps, m, n), dtype).at[0].set(normalised(start.T, norms))
+    basis = jnp.zeros((m, steps, n), dtype).at[:, 0].set(normalised(start.T, norms))
     T, zeros = jnp.zeros((m, steps, steps), real), jnp.zeros(m, real)
     carry = (basis, T, jnp.ones(m, bool), zeros, jnp.zeros((), real), zeros)
     basis, T, _, largest_norms, deviation, beta = fori_loop(steps, step, carry)

@@ -1,16 +1,18 @@
 """Linear operators from matrices, sparse matrices, SciPy operators and functions."""
 
 import contextlib
+import functools as ft
 import sys
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Inexact, Int, PyTree
+from jaxtyping import Array, ArrayLike, Inexact, Int, PyTree
 
 from .._arguments import inexact, kind_of, require
 from .._linalg.types import axes_of, widened
@@ -84,9 +86,13 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
         if eqx.is_array(x):
             return lx.MatrixLinearOperator(inexact(x))
         x = x if is_bcoo else x.tocoo()
-        rows, columns = x.indices.T if is_bcoo else (x.row, x.col)
-        indices = jnp.asarray(rows, jnp.int32), jnp.asarray(columns, jnp.int32)
-        return SparseLinearOperator(inexact(x.data), *indices, x.shape)
+        if not is_bcoo:
+            rows, columns = x.row, x.col
+        elif isinstance(x.indices, jax.core.Tracer):
+            rows, columns = x.indices.T
+        else:
+            rows, columns = np.asarray(x.indices).T
+        return SparseLinearOperator(inexact(x.data), rows, columns, x.shape)
     shape = getattr(x, "shape", None)
     is_matrix = isinstance(shape, tuple) and len(shape) == 2
     known = is_matrix and callable(getattr(x, "matvec", None))
@@ -119,17 +125,53 @@ def is_a(x: object, module: str, name: str) -> bool:
 
 
 class SparseLinearOperator(ByProducts):
-    """A sparse matrix: entries at one place add up, and entries outside are padding."""
+    """A sparse matrix: entries at one place add up, and entries outside are padding.
+
+    If indices are known, `slots[i]` has the numbers of the first few entries in row i,
+    and `rest` of all others: CPUs gather numbers much faster than they scatter them.
+    """
 
     data: Inexact[Array, " nse"]
     rows: Int[Array, " nse"]
     columns: Int[Array, " nse"]
     shape: tuple[int, int] = eqx.field(static=True)
+    slots: Int[Array, "m w"] | None
+    rest: Int[Array, " r"] | None
+
+    def __init__(
+        self,
+        data: Inexact[Array, " nse"],
+        rows: Int[ArrayLike, " nse"],
+        columns: Int[ArrayLike, " nse"],
+        shape: tuple[int, int],
+    ):
+        self.data, self.shape = data, shape
+        known = not isinstance(rows, jax.core.Tracer)
+        # Inside of `jax.jit`, known indices stay known.
+        with jax.ensure_compile_time_eval() if known else contextlib.nullcontext():
+            self.rows, self.columns = (
+                jnp.asarray(x, jnp.int32) for x in (rows, columns)
+            )
+            found = _slots(np.asarray(rows), shape[0]) if known else (None, None)
+            self.slots, self.rest = found
 
     def mv(self, vector: Inexact[Array, " n"]) -> Inexact[Array, " m"]:
-        terms = self.data * vector.at[self.columns].get(mode="fill", fill_value=0)
-        zeros = jnp.zeros(self.shape[0], terms.dtype)
-        return zeros.at[self.rows].add(terms, mode="drop")
+        data, rows, columns = self.data, self.rows, self.columns
+        zeros = jnp.zeros(self.shape[0], np.result_type(data.dtype, vector.dtype))
+
+        def entries(data, columns):
+            return data * vector.at[columns].get(mode="fill", fill_value=0)
+
+        if self.slots is not None and self.rest is not None:
+            read = ft.partial(jnp.take, mode="fill", fill_value=0)
+            own = entries(
+                read(data, self.slots), columns.at[self.slots].get(mode="clip")
+            )
+            zeros = zeros + jnp.sum(own, axis=1)
+            if not self.rest.size:
+                return zeros
+            data, rows, columns = data[self.rest], rows[self.rest], columns[self.rest]
+        return zeros.at[rows].add(entries(data, columns), mode="drop")
 
     def as_matrix(self) -> Inexact[Array, "m n"]:
         zeros = jnp.zeros(self.shape, self.data.dtype)
@@ -157,6 +199,21 @@ class SparseLinearOperator(ByProducts):
 
     def out_structure(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape[:1], self.data.dtype)
+
+
+def _slots(
+    rows: Int[np.ndarray, " nse"], m: int
+) -> tuple[Int[Array, "m w"], Int[Array, " r"]]:
+    """`slots` and `rest`. The number of slots is at most twice the number of entries."""
+    nse, order = len(rows), np.argsort(rows, kind="stable")
+    order = order[(rows[order] >= 0) & (rows[order] < m)]
+    own = rows[order]
+    counts = np.bincount(own, minlength=m)
+    place = np.arange(len(own)) - (np.cumsum(counts) - counts)[own]
+    width = min(int(counts.max(initial=0)), 2 * nse // max(m, 1) + 1)
+    slots, inside = np.full((m, width), nse, np.int32), place < width
+    slots[own[inside], place[inside]] = order[inside]
+    return jnp.asarray(slots), jnp.asarray(order[~inside], jnp.int32)
 
 
 class SciPyLinearOperator(ByProducts):

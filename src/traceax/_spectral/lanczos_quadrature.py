@@ -3,7 +3,7 @@
 import functools as ft
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,7 +22,15 @@ from .._results import per_entry
 from .._rule import Derivative, StandIn
 from .._samplers import RademacherSampler, Sampler, check_rounds, check_sampler
 from .base import SpectralEstimator, domain_results, probes_and_steps, spectral_outcome
-from .bounds import end_errors, extended_pairs, outer_ends
+from .bounds import (
+    End,
+    bracket_midpoints,
+    end_errors,
+    evaluate_at_bounds,
+    extended_pairs,
+    lower_ends,
+    outer_ends,
+)
 from .function import (
     SpectralFunction,
     final,
@@ -69,6 +77,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
         default=None, static=True, converter=without_numpy
     )
     sampler: Sampler = RademacherSampler()
+    gives_brackets: ClassVar[bool] = True
 
     def __check_init__(self):
         name, meaning = type(self).__name__, "how many forms we average"
@@ -105,28 +114,34 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             function, points, weights, resolution, state.lower
         )
         results = domain_results(decided, result)
-        errors = _quadrature_errors(function, quadratures)
+        stats = {"num_matvecs": m * steps, "known_trace": jnp.asarray(False)}
+        stats.update(function.unit)
+        samples = quadratures.samples(function)
+        if state.has_bracket:
+            samples, errors, bracket = _bracketed(function, quadratures, state, samples)
+            stats.update(bracket)
+        else:
+            errors = _quadrature_errors(function, quadratures)
         end_changes = _end_errors(function, quadratures, state)
         errors = list(map(jnp.maximum, errors, end_changes))
         quadratures = quadratures._replace(leaf_errors=errors)
 
-        def form_bar(leaf, *others):
+        def form_bar(leaf, samples, *others):
             f = leaf.reshape(m, steps)
-            samples = weighted_sums(quadratures.probes**2, f)
             bar = quadratures.bar(samples, f * quadratures.probes.astype(f.dtype))
             error = ft.reduce(jnp.hypot, others, bar.standard_error)
             return bar._replace(standard_error=error)
 
+        leaves = function(points), samples, errors, rounding
         bars = [
-            per_entry(form_bar, leaf.ndim - 1)(leaf, *others)
-            for leaf, *others in zip(function(points), errors, rounding, strict=True)
+            per_entry(form_bar, leaf[0].ndim - 1)(*leaf)
+            for leaf in zip(*leaves, strict=True)
         ]
         zero_products = jnp.zeros_like(krylov.projected, krylov.basis.dtype)
         evidence = Evidence(
             (zero_products, state.function),
             jtu.Partial(_slope_bars, quadratures, state.function),
         )
-        stats = {"num_matvecs": m * steps, **function.unit}
         outcome = spectral_outcome(
             state, bars, results, stats, points, weights, evidence=evidence
         )
@@ -159,10 +174,14 @@ class Quadratures(NamedTuple):
         theta = jnp.clip(theta, jnp.min(self.theta), jnp.max(self.theta))
         return self._replace(theta=theta, S=S)
 
-    def means(self, function: SpectralFunction) -> list[Inexact[Array, "..."]]:
+    def samples(self, function: SpectralFunction) -> list[Inexact[Array, "... m"]]:
+        """The form `c^* f(Theta) c` for every leaf and probe."""
         f = function(self.theta.reshape(-1))
         f = [x.reshape(*x.shape[:-1], *self.theta.shape) for x in f]
-        return [jnp.mean(weighted_sums(self.probes**2, x), axis=-1) for x in f]
+        return [weighted_sums(self.probes**2, x) for x in f]
+
+    def means(self, function: SpectralFunction) -> list[Inexact[Array, "..."]]:
+        return [jnp.mean(x, axis=-1) for x in self.samples(function)]
 
     def slopes(
         self, function: SpectralFunction, D: Inexact[Array, "m l l"], t_function: PyTree
@@ -194,8 +213,8 @@ class Quadratures(NamedTuple):
         dtype = np.result_type(images.dtype, krylov.basis.dtype)
         basis, S, images = (x.astype(dtype) for x in (krylov.basis, self.S, images))
         einsum = ft.partial(jnp.einsum, precision="highest")
-        images = einsum("jin,ij->ni", basis, einsum("ijr,ir->ij", S, images))
-        probes = basis[0].T * krylov.norms.astype(dtype)[None]
+        images = einsum("ijn,ij->in", basis, einsum("ijr,ir->ij", S, images)).T
+        probes = basis[:, 0].T * krylov.norms.astype(dtype)[None]
         return independent_samples(
             samples, column_norms(images), gram_of(probes, images)
         )
@@ -211,13 +230,13 @@ class LanczosStandIn(StandIn):
         if not jtu.tree_leaves((tangent.operator, tangent.function)):
             return None
         basis = self.quadratures.krylov.basis
-        steps, m, n = basis.shape
-        V = basis.reshape(steps * m, n).T
+        m, steps, n = basis.shape
+        V = basis.reshape(m * steps, n).T
         W = product_tangent(state.operator, tangent.operator, V)
         D = jnp.zeros((m, steps, steps), basis.dtype)
         if W is not None:
             W = W.T.reshape(basis.shape)
-            D = jnp.einsum("jin,lin->ijl", basis.conj(), W, precision="highest")
+            D = jnp.einsum("ijn,iln->ijl", basis.conj(), W, precision="highest")
         # Second derivatives would need tangents for these parts, so we forbid them.
         quadratures = final(self.quadratures, of=(state.operator, state.function))
         function = state.function.in_range(quadratures.theta.reshape(-1))
@@ -239,25 +258,68 @@ def _slope_bars(
     D, t_function = products
     D = (D + D.swapaxes(1, 2).conj()) / 2
     steps = quadratures.theta.shape[1]
-    earlier = quadratures.after(max(steps - max(steps // 3, 1), 1))
+    h = max(steps // 3, 1)
+    runs = [quadratures, *(quadratures.after(max(steps - i * h, 1)) for i in (1, 2))]
     function = function.in_range(quadratures.theta.reshape(-1))
-    slopes, images = quadratures.slopes(function, D, t_function)
-    before, _ = earlier.slopes(function, D, t_function)
-    values = zip(quadratures.means(function), earlier.means(function), strict=True)
+    slopes, images = zip(
+        *(x.slopes(function, D, t_function) for x in runs), strict=True
+    )
+    values = zip(*(x.means(function) for x in runs[:2]), strict=True)
     changes = [jnp.abs(x - y) for x, y in values]
 
-    def slope_bar(samples, images, before, leaf_error, change):
-        bar = quadratures.bar(samples, images)
-        slope_change = jnp.abs(jnp.mean(samples) - jnp.mean(before))
-        error = slope_error(leaf_error, change, slope_change)
+    def slope_bar(images, leaf_error, change, *slopes):
+        bar = quadratures.bar(slopes[0], images)
+        x, y, z = (jnp.mean(samples) for samples in slopes)
+        b, a = jnp.abs(x - y), jnp.abs(y - z)
+        # Slopes may converge more slowly than values.
+        error = jnp.maximum(slope_error(leaf_error, change, b), remaining(b, a, 0.9))
         error = error if steps > 1 else jnp.inf
         return bar._replace(standard_error=jnp.hypot(bar.standard_error, error))
 
-    leaves = slopes, images, before, quadratures.leaf_errors, changes
+    leaves = images[0], quadratures.leaf_errors, changes, *slopes
     return [
-        per_entry(slope_bar, leaf[0].ndim - 1)(*leaf)
+        per_entry(slope_bar, leaf[0].ndim - 2)(*leaf)
         for leaf in zip(*leaves, strict=True)
     ]
+
+
+def _bracketed(
+    function: SpectralFunction,
+    quadratures: Quadratures,
+    state: SpectralState,
+    samples: list[Inexact[Array, "... m"]],
+) -> tuple[list[Inexact[Array, "... m"]], list[Float[Array, "..."]], dict[str, Any]]:
+    """Midpoints between Gauss and Gauss-Radau quadratures, half their distance, and
+    `stats`."""
+    krylov, steps = quadratures.krylov, quadratures.theta.shape[1]
+    theta = jnp.sort(quadratures.theta.reshape(-1))
+    lower, bottom, proven = lower_ends(function, theta, state)
+
+    def at_end(end):
+        def forms(T, following, theta, S, norm):
+            R, pairs = following.reshape(1, 1), (theta, S)
+            nodes, vectors = extended_pairs(T, R, pairs, end, steps)
+            weights = (norm * vectors[0]) ** 2
+            return [weighted_sums(weights, f) for f in function(nodes)]
+
+        probes = quadratures.theta, quadratures.S, krylov.norms
+        forms = jax.vmap(forms, out_axes=-1)
+        return forms(krylov.projected, krylov.following, *probes)
+
+    one, positive = jnp.ones_like(lower), theta[0] >= 0
+    ends = evaluate_at_bounds(at_end, End(one, lower), End(one, bottom))
+    rows = [x[..., None, :] for x in samples]
+    (_, brackets), (middles, own) = (
+        bracket_midpoints(rows, [x[..., None, :] for x in end], positive)
+        for end in ends
+    )
+    errors = [
+        jnp.where(positive, jnp.abs(high - low) / 2, jnp.inf) for low, high in own
+    ]
+    pair = tuple(map(state.treedef.unflatten, zip(*brackets, strict=True)))
+    proven = proven & positive
+    stats = {"bracket": pair, "bracket_is_proven": proven, "bottom": bottom}
+    return [x[..., 0, :] for x in middles], errors, stats
 
 
 def _quadrature_errors(
