@@ -1,4 +1,4 @@
-"""Log-determinants of sparse matrices, which take colours of their own pattern."""
+"""Sparse log-determinants, which take colours by default."""
 
 import jax
 import jax.experimental.sparse as jsparse
@@ -28,7 +28,7 @@ def grid(m):
 
 
 def mesh(n):
-    """Stiffness plus mass of linear elements on random points."""
+    """Stiffness plus mass, for linear elements on random points."""
     points = np.random.default_rng(0).uniform(size=(n, 2))
     triangles = Delaunay(points).simplices
     a, b, c = points[triangles].transpose(1, 0, 2)

@@ -20,7 +20,7 @@ from ._spectral.state import SpectralState
 # Products without a budget; the fewest rounds, the fewest steps from each probe, and
 # steps from which on we take more rounds. With a unit diagonal 10 steps are enough for
 # values with condition numbers up to 100; slopes converge later.
-_PRODUCTS, _ROUNDS, _STEPS, _STEPS_BEFORE_ROUNDS = 400, 2, 10, 14
+_PRODUCTS, _ROUNDS, _STEPS, _STEPS_BEFORE_ROUNDS = 400, 2, 9, 14
 # Two colours gained nothing over the Krylov space with a known trace, nor did any number
 # over a Krylov space that was a large part of the whole space.
 _FEWEST_COLOURS, _LARGEST_SHARE = 4, 0.25

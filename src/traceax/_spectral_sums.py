@@ -71,7 +71,7 @@ def trace_function(
         estimate has a bracket, as in [`traceax.KrylovAwareEstimator`][].
     - `estimator`: a [`traceax.SpectralEstimator`][], by default
         [`traceax.KrylovAwareEstimator`][], or the exact sum for a known diagonal
-        operator.
+        operator. For sparse matrices see [`traceax.logdet`][].
     - `lower`: a lower bound on the eigenvalues, a real scalar. An operator tagged
         positive semidefinite has the bound 0.
     - `monotone`: whether every leaf of `fn`, or its negative, is operator monotone on

@@ -46,7 +46,9 @@ from .state import SpectralState
 class LanczosQuadratureEstimator(SpectralEstimator):
     r"""Stochastic Lanczos quadrature: the mean of `w_j^* f(A) w_j` over m probes.
 
-    Each form is a Gauss quadrature, from s Lanczos steps that start at the probe.
+    Each form is a Gauss quadrature, from s Lanczos steps that start at the probe. With a
+    bracket, as in [`traceax.KrylovAwareEstimator`][], it is the middle between this and a
+    Gauss-Radau quadrature.
 
     *Use when* the spectrum is flat, or O(n k^2) work beyond the products is too much.
     Otherwise [`traceax.KrylovAwareEstimator`][] is more accurate.
@@ -57,7 +59,7 @@ class LanczosQuadratureEstimator(SpectralEstimator):
     | products | m s, at least k - 2 |
     | beyond the products | O(n k s) time, three n x k blocks; derivatives hold five |
     | bias | the quadrature error; none for polynomials of degree 2 s - 1 |
-    | standard error | sampling error, from the spread of forms of a colour; quadrature error, extrapolated from the last steps |
+    | standard error | sampling error, from the spread of forms of a colour; half of the bracket, or an extrapolated error |
     | derivative | `w^* V M V^* w` for every probe, with its Ritz vectors V and M from `V^* dA V`; k products with dA |
 
     **Arguments:**
