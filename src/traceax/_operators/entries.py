@@ -264,9 +264,18 @@ def sizes_of(operator: lx.AbstractLinearOperator) -> Float[Array, " n"]:
     return ft.reduce(op.add, [x.astype(space_of(operator).real_dtype) for x in arrays])
 
 
+def _has_terms(operator: lx.AbstractLinearOperator) -> bool:
+    """Whether the operator is a sum of several terms, perhaps scaled by diagonals."""
+    first, *others = terms(operator)
+    if others or not isinstance(first.operator, lx.ComposedLinearOperator):
+        return bool(others)
+    scaling = _scaling(first.operator)
+    return scaling is not None and _has_terms(scaling.operator)
+
+
 def known_sizes(operator: lx.AbstractLinearOperator) -> Float[Array, " n"] | None:
     """`sizes_of` a sum of several terms, without a derivative; `None` if unknown."""
-    if len(terms(operator)) == 1 or not _is_sum_readable(diagonal_entries, operator):
+    if not _has_terms(operator) or not _is_sum_readable(diagonal_entries, operator):
         return None
     return jax.lax.stop_gradient(sizes_of(operator))
 
