@@ -273,8 +273,9 @@ def _slope_bars(
         bar = quadratures.bar(slopes[0], images)
         x, y, z = (jnp.mean(samples) for samples in slopes)
         b, a = jnp.abs(x - y), jnp.abs(y - z)
-        # Slopes may converge more slowly than values.
-        error = jnp.maximum(slope_error(leaf_error, change, b), remaining(b, a, 0.9))
+        # Slopes converge more slowly than values, and not always steadily.
+        error = jnp.maximum(b, remaining(b, a, 0.9))
+        error = jnp.maximum(error, slope_error(leaf_error, change, b))
         error = error if steps > 1 else jnp.inf
         return bar._replace(standard_error=jnp.hypot(bar.standard_error, error))
 
