@@ -189,14 +189,15 @@ def end_errors(
 
 
 def bracket_midpoints(
-    samples: list[Inexact[Array, "... 3 m"]],
-    bounds: list[Inexact[Array, "... 3 m"]],
+    samples: list[Inexact[Array, "... r m"]],
+    bounds: list[Inexact[Array, "... r m"]],
     positive: Bool[Array, ""],
 ) -> tuple[
-    list[Inexact[Array, "... 3 m"]],
+    list[Inexact[Array, "... r m"]],
     list[tuple[Inexact[Array, "..."], Inexact[Array, "..."]]],
 ]:
-    """Midpoints between samples with f(T) and f(E), and the bracket for each leaf.
+    """Midpoints between samples with f(T) and f(E), and the bracket for each leaf, which
+    takes the first of r rows.
 
     A function isn't operator monotone on a spectrum with a negative eigenvalue. We then
     keep the samples with f(T).
@@ -216,7 +217,7 @@ def leaf_samples(
     return [weighted_sums(weights, f[..., None, None, :]) for f in leaves]
 
 
-def sample_mean(samples: Inexact[Array, "*s 3 m"]) -> Inexact[Array, "*s"]:
+def sample_mean(samples: Inexact[Array, "*s r m"]) -> Inexact[Array, "*s"]:
     return jnp.mean(samples[..., 0, :], axis=-1)
 
 
