@@ -5,15 +5,20 @@ import functools as ft
 import jax
 import jax.core
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
 from jaxtyping import Int
 
 from ._colours import ColouredSampler, Colours, colour
+from ._estimator import outcome_of
 from ._exact.diagonals import Known
+from ._functional import TRACE
 from ._operators.convert import SparseLinearOperator
 from ._operators.entries import diagonal_of, terms
 from ._operators.space import is_known, space_of
+from ._outcome import Outcome
+from ._plan import Plan
 from ._spectral.lanczos_quadrature import LanczosQuadratureEstimator
 from ._spectral.state import SpectralState
 
@@ -34,12 +39,12 @@ def coloured_quadrature(
     Colours repeat at the farthest distance for which the budget has two rounds. `None` if
     the pattern isn't known, or colours don't pay.
     """
-    pairs, n = _pattern(operator), operator.in_size()
+    k, n, chosen = _PRODUCTS if k is None else k, operator.in_size(), None
     # The scaled matrix would round to 16 bits twice more.
-    if pairs is None or space_of(operator).rounding > 1:
+    if k > _LARGEST_SHARE * n or space_of(operator).rounding > 1:
         return None
-    k, chosen = _PRODUCTS if k is None else k, None
-    if k > _LARGEST_SHARE * n:
+    pairs = _pattern(operator)
+    if pairs is None:
         return None
     for colours in _all_colours(pairs, n, k // (_ROUNDS * _STEPS)):
         chosen = colours
@@ -76,11 +81,11 @@ def _colourings(pairs: bytes, dtype: str, n: int) -> list[Colours]:
 
 def _all_colours(pairs: Int[np.ndarray, "m 2"], n: int, most: int):
     """The colours at distances 1, 2, ..., until a distance takes more than `most`."""
+    if len(pairs) > most * n:
+        return
     known = _colourings(pairs.tobytes(), pairs.dtype.str, n)
     # At distance 2, a node and its neighbours all differ.
     degree = np.bincount(pairs[:, 0], minlength=1).max()
-    if len(pairs) > most * n:
-        return
     for distance in range(1, most + 2):
         if len(known) < distance:
             if distance > 1 and degree >= most:
@@ -93,7 +98,19 @@ def _all_colours(pairs: Int[np.ndarray, "m 2"], n: int, most: int):
         yield colours
 
 
-def unit_diagonal(state: SpectralState) -> tuple[SpectralState, Known]:
+def scaled_outcome(plan: Plan, state: SpectralState) -> Outcome:
+    """The outcome for the logarithm, from the plan for a matrix with unit diagonal."""
+    scaled, known = _unit_diagonal(state)
+    (outcome, _), (bar, evidence) = outcome_of(plan, scaled), known.sum(TRACE)
+    # Ritz values belong to the scaled matrix, so we drop them.
+    dropped = "ritz_values", "ritz_weights", "bottom"
+    stats = {x: y for x, y in outcome.stats.items() if x not in dropped}
+    if "bracket" in stats:
+        stats["bracket"] = jtu.tree_map(lambda x: x + bar.mean, stats["bracket"])
+    return outcome._replace(stats=stats).plus(bar, evidence)
+
+
+def _unit_diagonal(state: SpectralState) -> tuple[SpectralState, Known]:
     """The state for `D^-1/2 A D^-1/2`, D the diagonal of A, and `sum log d_i`.
 
     Its eigenvalues are closer together. Derivatives take D as fixed: then that sum has

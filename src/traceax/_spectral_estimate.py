@@ -4,18 +4,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax.tree_util as jtu
 import lineax as lx
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key
 
 from ._arguments import known_number
-from ._coloured_default import coloured_quadrature, unit_diagonal
+from ._coloured_default import coloured_quadrature, scaled_outcome
 from ._estimate import Estimate, raise_failure
 from ._estimator import outcome_of
 from ._exact.cholesky import BY_CHOLESKY, is_small
 from ._exact.structure import by_structure
-from ._functional import TRACE
 from ._linalg.types import automatic
 from ._operators.check import jitted
 from ._operators.entries import readable_data
@@ -97,14 +95,7 @@ def _estimate(
     plan: Plan, state: SpectralState, change: Change | None, scaled: bool
 ) -> Estimate:
     if scaled:
-        inner, known = unit_diagonal(state)
-        (outcome, _), (bar, evidence) = outcome_of(plan, inner), known.sum(TRACE)
-        # Ritz values belong to the scaled matrix, so we drop them.
-        dropped = "ritz_values", "ritz_weights", "bottom"
-        stats = {x: y for x, y in outcome.stats.items() if x not in dropped}
-        if "bracket" in stats:
-            stats["bracket"] = jtu.tree_map(lambda x: x + bar.mean, stats["bracket"])
-        outcome, given = outcome._replace(stats=stats).plus(bar, evidence), state
+        outcome, given = scaled_outcome(plan, state), state
     else:
         outcome, resumed = outcome_of(plan, state)
         given = resumed.given

@@ -3,6 +3,7 @@
 import functools as ft
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -123,7 +124,8 @@ class LanczosQuadratureEstimator(SpectralEstimator):
             samples, errors, bracket = _bracketed(function, quadratures, state, samples)
             stats.update(bracket)
         else:
-            errors = _quadrature_errors(function, quadratures)
+            runs = zip(*(x.means(function) for x in quadratures.thirds), strict=True)
+            errors = [_extrapolated(means) for means in runs]
         end_changes = _end_errors(function, quadratures, state)
         errors = list(map(jnp.maximum, errors, end_changes))
         quadratures = quadratures._replace(leaf_errors=errors)
@@ -175,6 +177,13 @@ class Quadratures(NamedTuple):
         # We clip, or f could be undefined at a node after rounding.
         theta = jnp.clip(theta, jnp.min(self.theta), jnp.max(self.theta))
         return self._replace(theta=theta, S=S)
+
+    @property
+    def thirds(self) -> list["Quadratures"]:
+        """The quadratures after all steps, and after a third and two thirds fewer."""
+        steps = self.theta.shape[1]
+        h = max(steps // 3, 1)
+        return [self, *(self.after(s) for s in (steps - h, steps - 2 * h) if s >= 1)]
 
     def samples(self, function: SpectralFunction) -> list[Inexact[Array, "... m"]]:
         """The form `c^* f(Theta) c` for every leaf and probe."""
@@ -259,24 +268,23 @@ def _slope_bars(
     """Error bars for the derivatives of every leaf."""
     D, t_function = products
     D = (D + D.swapaxes(1, 2).conj()) / 2
-    steps = quadratures.theta.shape[1]
-    h = max(steps // 3, 1)
-    runs = [quadratures, *(quadratures.after(max(steps - i * h, 1)) for i in (1, 2))]
+    runs = quadratures.thirds
     function = function.in_range(quadratures.theta.reshape(-1))
     slopes, images = zip(
         *(x.slopes(function, D, t_function) for x in runs), strict=True
     )
     values = zip(*(x.means(function) for x in runs[:2]), strict=True)
-    changes = [jnp.abs(x - y) for x, y in values]
+    changes = [jnp.abs(x[0] - x[-1]) for x in values]
 
     def slope_bar(images, leaf_error, change, *slopes):
         bar = quadratures.bar(slopes[0], images)
-        x, y, z = (jnp.mean(samples) for samples in slopes)
-        b, a = jnp.abs(x - y), jnp.abs(y - z)
-        # Slopes converge more slowly than values, and not always steadily.
-        error = jnp.maximum(b, remaining(b, a, 0.9))
-        error = jnp.maximum(error, slope_error(leaf_error, change, b))
-        error = error if steps > 1 else jnp.inf
+        means = [jnp.mean(samples) for samples in slopes]
+        error = _extrapolated(means)
+        if len(means) > 1:
+            # Slopes converge more slowly than values, and not always steadily.
+            b = jnp.abs(means[0] - means[1])
+            error = jnp.maximum(error, b)
+            error = jnp.maximum(error, slope_error(leaf_error, change, b))
         return bar._replace(standard_error=jnp.hypot(bar.standard_error, error))
 
     leaves = images[0], quadratures.leaf_errors, changes, *slopes
@@ -325,30 +333,16 @@ def _bracketed(
     return [x[..., 0, :] for x in middles], errors, stats
 
 
-def _quadrature_errors(
-    function: SpectralFunction, quadratures: Quadratures
-) -> list[Float[Array, "..."]]:
-    """Quadrature error for each leaf, extrapolated from thirds of the steps.
+def _extrapolated(means: Sequence[Inexact[Array, "..."]]) -> Float[Array, "..."]:
+    """The error that remains after all steps, from means as in `Quadratures.thirds`.
 
     The last third changed the mean by b, the third before by a. One step gives
     infinity.
     """
-    steps = quadratures.theta.shape[1]
-    if steps == 1:
-        return [jnp.full_like(x.real, jnp.inf) for x in quadratures.means(function)]
-    h = max(steps // 3, 1)
-    runs = [
-        quadratures.after(s).means(function)
-        for s in (steps, steps - h, steps - 2 * h)
-        if s >= 1
-    ]
-    changes = [
-        [jnp.abs(x - y) for x, y in zip(*pair, strict=True)]
-        for pair in itertools.pairwise(runs)
-    ]
-    if len(changes) == 1:
-        return changes[0]
-    return [remaining(b, a, 0.9) for b, a in zip(*changes, strict=True)]
+    changes = [jnp.abs(x - y) for x, y in itertools.pairwise(means)]
+    if not changes:
+        return jnp.full_like(jnp.real(means[0]), jnp.inf)
+    return changes[0] if len(changes) == 1 else remaining(changes[0], changes[1], 0.9)
 
 
 def _end_errors(
