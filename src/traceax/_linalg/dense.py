@@ -268,9 +268,9 @@ def extend(
     fill = hashed_signs(m, n, dtype, start).T
 
     def another_pass(state):
-        Q, common, factor, _, i = state
-        coordinates = inner(basis, Q)
-        rest = Q - combine(basis, coordinates)
+        rows, common, factor, _, i = state
+        coordinates = inner(basis, rows.T)
+        rest = rows.T - combine(basis, coordinates)
         largest = largest_entry(rest)
         rounding = jnp.where(largest == 0, 1, eps * largest).astype(dtype)
         shared = frobenius(coordinates)
@@ -280,19 +280,19 @@ def extend(
         Q, R = orthonormalise(rest + rounding * fill)
         common = common + matmul(coordinates, factor)
         factor = matmul(jnp.where(largest == 0, 0, R), factor)
-        return Q, common, factor, shared, i + 1
+        return Q.T, common, factor, shared, i + 1
 
     scale = power_of_two_scale(block).astype(dtype)
     zeros = jnp.zeros((basis.shape[1], m), dtype)
     unknown = jnp.zeros((), jnp.finfo(dtype).dtype)
-    Q, common, factor, *_ = while_loop(
+    rows, common, factor, *_ = while_loop(
         lambda x: (x[4] < 2) | ((x[3] > 0.5) & (x[4] < _MOST_EXTENSIONS)),
         another_pass,
-        (block / scale, zeros, jnp.eye(m, dtype=dtype), unknown, 0),
+        (block.T / scale, zeros, jnp.eye(m, dtype=dtype), unknown, 0),
     )
     columns = jnp.pad(common, ((0, most - common.shape[0]), (0, 0)))
     columns = jax.lax.dynamic_update_slice_in_dim(columns, factor, start, 0)
-    return Q, columns * scale
+    return rows.T, columns * scale
 
 
 def exact_split(

@@ -49,34 +49,44 @@ Product = Callable[[Block], Block]
 
 
 class Arnoldi(NamedTuple):
-    """Arnoldi's method after some steps."""
+    """Arnoldi's method after some steps.
 
-    basis: Inexact[Array, "n k"]  # K; zeros beyond the steps taken
+    Loops copy what they carry if its memory layout isn't row by row, so we carry rows.
+    """
+
+    rows: Inexact[Array, "k n"]  # K^T; zeros beyond the steps taken
     factor: Inexact[Array, "k km"]  # H, with zeros for the last block's products
-    last_products: Block  # products with the last block; Omega before the first step
+    last_rows: Inexact[Array, "m n"]  # of the last block's products; first Omega^T
+
+    @property
+    def basis(self) -> Inexact[Array, "n k"]:
+        return self.rows.T
+
+    @property
+    def last_products(self) -> Block:
+        return self.last_rows.T
 
 
 def arnoldi_start(start: Block, max_steps: int) -> Arnoldi:
     """The state before the first step, with room for `max_steps` steps."""
     (n, m), k = start.shape, start.shape[1] * max_steps
-    basis = jnp.zeros((k, n), start.dtype).T
-    return Arnoldi(basis, jnp.zeros((k, k + m), start.dtype), start)
+    rows = jnp.zeros((k, n), start.dtype)
+    return Arnoldi(rows, jnp.zeros((k, k + m), start.dtype), start.T)
 
 
 def arnoldi_step(product: Product, state: Arnoldi, j: Int[Array, ""]) -> Arnoldi:
     """The state after step `j = 0, 1, ...`, which takes m products."""
-    basis, factor, last_products = state
-    column = j * last_products.shape[1]
-    Q, R = extend(basis, last_products, column)
-    factor = jax.lax.dynamic_update_slice_in_dim(factor, R, column, 1)
-    return Arnoldi(put(basis, Q, column), factor, product(Q))
+    column = j * len(state.last_rows)
+    Q, R = extend(state.basis, state.last_products, column)
+    factor = jax.lax.dynamic_update_slice_in_dim(state.factor, R, column, 1)
+    return Arnoldi(put(state.basis, Q, column).T, factor, product(Q).T)
 
 
 def arnoldi_factor(state: Arnoldi, steps: Steps) -> tuple[Array, Array]:
     """The pair of H after `steps` steps, 0 beyond them, and R."""
-    basis, factor, last_products = state
+    basis, last_products = state.basis, state.last_products
     coefficients, column = inner(basis, last_products), steps * last_products.shape[1]
-    factor = jax.lax.dynamic_update_slice_in_dim(factor, coefficients, column, 1)
+    factor = jax.lax.dynamic_update_slice_in_dim(state.factor, coefficients, column, 1)
     return factor, triangular_factor(last_products - combine(basis, coefficients))
 
 
@@ -84,7 +94,7 @@ def arnoldi_residual(
     state: Arnoldi, coordinates: Inexact[Array, "k q"], steps: Steps
 ) -> Inexact[Array, "n q"]:
     """The part of `A K coordinates` orthogonal to K."""
-    basis, _, last_products = state
+    basis, last_products = state.basis, state.last_products
     m = last_products.shape[1]
     last = jax.lax.dynamic_slice_in_dim(coordinates, m * (steps - 1), m)
     outside = combine(last_products, last)

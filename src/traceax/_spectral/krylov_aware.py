@@ -216,7 +216,7 @@ def _outcome(
 ) -> tuple[Outcome, RitzStandIn]:
     """The outcome, and the stand-in that carries its derivative, from sums after
     `steps`."""
-    basis, factor, _ = run
+    basis, factor = run.basis, run.factor
     k, width = len(factor), factor.shape[1] - len(factor)
     shallow, rows = steps, k // width
     if most_left_out is not None:
