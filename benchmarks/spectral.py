@@ -1,7 +1,7 @@
 """Accuracy and time of spectral functions, compared with other methods.
 
     python benchmarks/spectral.py                 # the tables of docs/spectral-functions.md
-    python benchmarks/spectral.py accuracy        # one table: accuracy, gradients or time
+    python benchmarks/spectral.py accuracy        # one table: accuracy, split, gradients or time
 
 We compare with plain stochastic Lanczos quadrature, at its best split into probes and steps;
 with matfree, if it is installed (`pip install matfree==0.6.3`); and with a dense Cholesky
@@ -110,6 +110,83 @@ def accuracy():
             f"{plain[best] / ours:.3g} | {coverage:.0%} |",
             flush=True,
         )
+
+
+def lattice(shape, mass):
+    """Products with a Laplacian with open ends, plus a mass."""
+
+    def product(v):
+        v, total = v.reshape(shape), mass * v.reshape(shape)
+        for axis in range(len(shape)):
+            steps = jnp.diff(v, axis=axis)
+            ends = [(0, 0)] * len(shape)
+            ends[axis] = (1, 1)
+            total = total - jnp.diff(jnp.pad(steps, ends), axis=axis)
+        return total.reshape(-1)
+
+    paths = [4 * np.sin(np.pi * np.arange(s) / (2 * s)) ** 2 for s in shape]
+    return product, sum(np.meshgrid(*paths, indexing="ij")).ravel() + mass
+
+
+def dense(matrix):
+    array = jnp.asarray(matrix)
+    return lambda v: array @ v, np.linalg.eigvalsh(matrix)
+
+
+def kernel_with_noise(dimension, noise=0.01, n=2000):
+    points = np.random.default_rng(4).random((n, dimension))
+    squared = np.maximum(np.asarray(squared_distances(points)), 0)
+    scaled = np.sqrt(5 * squared) / (0.3 * dimension**0.5)
+    matern = (1 + scaled + scaled**2 / 3) * np.exp(-scaled)
+    return matern + noise * np.eye(n)
+
+
+def split():
+    """Errors of log-determinants, for the default and for plain quadrature."""
+    i = np.arange(1, 2001)
+    cases = {
+        "lattice 64 x 64, mass 0.1": lattice((64, 64), 0.1),
+        "lattice 64 x 64, mass 0.001": lattice((64, 64), 0.001),
+        "lattice 16 x 16 x 16, mass 0.1": lattice((16, 16, 16), 0.1),
+        "random graph's Laplacian + 1, n = 1000": dense(
+            laplacian(graph()) + np.eye(1000)
+        ),
+        "100 at 10 to 1000, rest 1 to 2, n = 2000": dense(
+            with_spectrum(np.r_[np.geomspace(10, 1000, 100), np.linspace(1, 2, 1900)])
+        ),
+        "1 / i, n = 2000": dense(with_spectrum(1.0 / i)),
+        "Matern 5/2 kernel in 1-D + 0.01": dense(kernel_with_noise(1)),
+        "Matern 5/2 kernel in 3-D + 0.01": dense(kernel_with_noise(3)),
+        "Matern 5/2 kernel in 8-D + 0.01": dense(kernel_with_noise(8)),
+    }
+    budgets = 60, 200, 400
+    print("| matrix | " + " | ".join(f"{k} products" for k in budgets) + " |")
+    print("|---" * (1 + len(budgets)) + "|")
+    for name, (product, eigenvalues) in cases.items():
+        like = jax.ShapeDtypeStruct(eigenvalues.shape, jnp.float64)
+        operator = lx.FunctionLinearOperator(product, like, PSD)
+        truth, cells = np.sum(np.log(eigenvalues)), []
+        for k in budgets:
+            errors, times = [], []
+            for estimator in (None, tx.LanczosQuadratureEstimator()):
+
+                @jax.jit
+                def value(key, k=k, estimator=estimator, operator=operator):
+                    return tx.logdet(key, operator, k, estimator).value
+
+                values = [value(key) for key in jr.split(jr.key(0), KEYS)]
+                start = time.process_time()
+                jax.block_until_ready(value(jr.key(1)))
+                times.append(time.process_time() - start)
+                errors.append(root_mean_square(np.asarray(values) - truth))
+            ours, plain = errors
+            ratio, cost = ours / plain, times[0] / times[1]
+            cells.append(f"{ours:.2g} / {plain:.2g} = {ratio:.2g}, time {cost:.2g}")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def laplacian(adjacency):
+    return np.diag(adjacency.sum(axis=0)) - adjacency
 
 
 #
@@ -269,7 +346,12 @@ def timed():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    tables = {"accuracy": accuracy, "gradients": gradients, "time": timed}
+    tables = {
+        "accuracy": accuracy,
+        "split": split,
+        "gradients": gradients,
+        "time": timed,
+    }
     parser.add_argument("tables", nargs="*", choices=[*tables, []])
     chosen = parser.parse_args().tables or tables
     jax.config.update("jax_enable_x64", True)

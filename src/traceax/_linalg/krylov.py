@@ -56,7 +56,7 @@ class Arnoldi(NamedTuple):
 
     rows: Inexact[Array, "k n"]  # K^T; zeros beyond the steps taken
     factor: Inexact[Array, "k km"]  # H, with zeros for the last block's products
-    last_rows: Inexact[Array, "m n"]  # of the last block's products; first Omega^T
+    last_rows: Inexact[Array, "m n"]  # products with the last block; first Omega^T
 
     @property
     def basis(self) -> Inexact[Array, "n k"]:
