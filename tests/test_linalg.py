@@ -19,6 +19,7 @@ from traceax._linalg.dense import (
     orthonormalise,
     power_of_two_scale,
     put,
+    residual_of,
     side_by_side,
 )
 
@@ -255,3 +256,31 @@ def test_blocks_that_stay_nonorthonormal_are_failures(monkeypatch):
     # Two columns don't fit into one remaining dimension either.
     basis = jnp.pad(jnp.eye(4)[:, :3], ((0, 0), (0, 2)))
     assert jnp.isnan(extend(basis, jnp.ones((4, 2)), 3)[0]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_residuals_have_more_digits(dtype):
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        real, imaginary = rng.normal(size=(2, *shape))
+        is_complex = np.issubdtype(dtype, np.complexfloating)
+        return (real + 1j * imaginary if is_complex else real).astype(dtype)
+
+    A, X = draw(400, 400) / dtype(20), draw(400, 2)
+    wide = np.result_type(dtype, np.float64)
+    B = (A.astype(wide) @ X.astype(wide) + 1e-5 * draw(400, 2)).astype(dtype)
+    truth = B.astype(wide) - A.astype(wide) @ X.astype(wide)
+    error = np.abs(np.asarray(jax.jit(residual_of)(A, X, B)) - truth).max()
+    assert error < 0.05 * np.abs(B - A @ X - truth).max()
+
+    def total(A, X, B):
+        return jnp.real(jnp.sum(residual_of(A, X, B)))
+
+    def plain(A, X, B):
+        return jnp.real(jnp.sum(B - A @ X))
+
+    arrays = jnp.asarray(A), jnp.asarray(X), jnp.asarray(B)
+    slopes, expected = (jax.grad(f, (0, 1, 2))(*arrays) for f in (total, plain))
+    for slope, other in zip(slopes, expected, strict=True):
+        assert_close(slope, other, rtol=1e-3, atol=1e-4)

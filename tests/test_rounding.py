@@ -196,3 +196,24 @@ def test_solutions_have_derivatives(columns):
     rtol = 5e-3 if columns is not None else 1e-6 if is_x64() else 2e-3
     np.testing.assert_allclose(gradient, expected, rtol=rtol)
     np.testing.assert_allclose(tangent, expected @ as_array([1, 2, 3]), rtol=rtol)
+
+
+def test_neighbouring_likelihoods_lie_on_a_line():
+    # In 32 bits, rounding in residuals moved likelihoods by 3e-3 between these points, so
+    # that line searches stopped early.
+    rng = np.random.default_rng(0)
+    x, y = rng.random((700, 3)), rng.normal(size=700) / 10
+    x, y = (jnp.asarray(a, jnp.float32) for a in (x, y + np.sin(9 * x[:, 0])))
+
+    def matern(a, b):
+        r = jnp.sqrt(5 * jnp.sum((a - b) ** 2) + 1e-10) / 0.7
+        return (1 + r + r**2 / 3) * jnp.exp(-r)
+
+    def likelihood(step):
+        noise, K = jnp.exp(-4.0 + step), tx.KernelLinearOperator(matern, x)
+        return tx.gaussian_log_likelihood(jr.key(0), K, y, shift=noise).value
+
+    steps = 1e-5 * np.arange(12, dtype=np.float32)
+    values = np.asarray(jax.jit(lambda x: jax.lax.map(likelihood, x))(steps), float)
+    line = np.polyval(np.polyfit(steps, values, 1), steps)
+    assert np.abs(values - line).max() < 1e-3

@@ -30,7 +30,7 @@ from ._exact.cholesky import (
     solve_exactly,
     solve_from,
 )
-from ._linalg.dense import column_dots, frobenius, matmul, squares
+from ._linalg.dense import column_dots, frobenius, matmul, residual_of, squares
 from ._linalg.pivoted_cholesky import rounding_of
 from ._linalg.whitening import Block, Preconditioner
 from ._operators.entries import columns_of, diagonal_of, sizes_of
@@ -224,6 +224,6 @@ def eliminate(
         return Eliminated(elimination, B, None, None, None)
     head = jax.lax.stop_gradient(solved.solutions)
     # This equals M y, and has the derivative of M too.
-    rest = fixed.apply(rhs - matmul(columns, head))
+    rest = fixed.apply(residual_of(columns, head, rhs))
     solution = jnp.zeros_like(rhs).at[S].set(head)
     return Eliminated(elimination, B, rest, solved.forms, solution)

@@ -27,6 +27,7 @@ from .._linalg.dense import (
     frobenius,
     largest_entry,
     matmul,
+    residual_of,
     squares,
 )
 from .._operators.entries import has_known_entries, matrix_of, sizes_of
@@ -86,7 +87,7 @@ def _factorise(
     # A factor has coherent errors, up to 400 eps |u|^2 in forms (600 points, 32 bits).
     # With the residual r, `u^* (b + r)` has only the square of the error in u.
     for step in range(_REFINEMENTS + 1):
-        residual = B - matmul(A, U)
+        residual = residual_of(A, U, B)
         forms.append(jnp.real(column_dots(U, B + residual)))
         if step < _REFINEMENTS:
             U = U + solve(residual)
