@@ -4,6 +4,7 @@
     JAX_ENABLE_X64=1 python benchmarks/likelihood.py fits [estimated] [names]
     python benchmarks/likelihood.py coverage [n] [keys]
     python benchmarks/likelihood.py stored
+    python benchmarks/likelihood.py distances
     python benchmarks/likelihood.py gpytorch [fits] [n ...]
 
 The first table shows errors over keys for the log-determinant, its derivative with respect to
@@ -30,6 +31,8 @@ torch==2.13.0 gpytorch==1.15.2 statsmodels`, and this library.
 `coverage` counts how often 95 % intervals contain the truth, over keys. It covers log likelihoods
 and their derivatives in the length scale. The library chooses pivots, probes and steps. The truth
 is a Cholesky factorisation in 64 bits.
+
+`distances` measures the CPU time of kernels that add coordinates by `jnp.sum` and by a loop.
 
 `stored` measures the CPU time of a log-determinant from 60 products, and its program's memory,
 with a stored kernel matrix and without. We chose the largest matrix that the library stores from
@@ -517,6 +520,59 @@ def stored(n, d):
     print(f"| {n} | {d} | {' | '.join(results)} |", flush=True)
 
 
+def distances():
+    """Kernels with sums over an axis, and with a loop over coordinates."""
+
+    def by_sum(a, b):
+        return jnp.sum((a - b) ** 2)
+
+    def by_loop(a, b):
+        return sum((a[i] - b[i]) ** 2 for i in range(len(a)))
+
+    print(
+        "| n | job | `jnp.sum` (s) | coordinates (s) | ratio |\n|---|---|---|---|---|"
+    )
+    for n in (2000, 4000, 8000):
+        x = jax.random.uniform(jax.random.key(0), (n, 5), jnp.float32)
+        y = jax.random.normal(jax.random.key(1), (n,), jnp.float32)
+
+        def likelihood(length, squared, x=x, y=y):
+            def kernel(a, b):
+                r = jnp.sqrt(5 * squared(a, b) + 1e-10) / length
+                return (1 + r + r**2 / 3) * jnp.exp(-r)
+
+            K = tx.KernelLinearOperator(kernel, x)
+            return tx.gaussian_log_likelihood(
+                jax.random.key(2), K, y, shift=0.1, throw=False
+            ).value
+
+        def columns(length, squared, x=x):
+            def kernel(a, b):
+                return jnp.exp(-squared(a, b) / length)
+
+            K, V = tx.KernelLinearOperator(kernel, x), jnp.ones((25, len(x)))
+            return jax.vmap(K.mv)(V)
+
+        jobs = {"25 products": columns, "likelihood": likelihood}
+        jobs["likelihood, gradient"] = jax.value_and_grad(likelihood)
+        for name, job in jobs.items():
+            times = []
+            for squared in (by_sum, by_loop):
+                program = jax.jit(functools.partial(job, squared=squared))
+                jax.block_until_ready(program(jnp.float32(0.7)))
+                runs = []
+                for _ in range(3):
+                    start = time.process_time()
+                    jax.block_until_ready(program(jnp.float32(0.7)))
+                    runs.append(time.process_time() - start)
+                times.append(min(runs))
+            print(
+                f"| {n} | {name} | {times[0]:.2f} | {times[1]:.2f} "
+                f"| {times[0] / times[1]:.1f} |",
+                flush=True,
+            )
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["gpytorch"]:
         beside_gpytorch.main(sys.argv[2:])
@@ -531,6 +587,9 @@ if __name__ == "__main__":
         )
         for problem in COVERED:
             coverage(problem, n, keys)
+        sys.exit()
+    if sys.argv[1:] == ["distances"]:
+        distances()
         sys.exit()
     if sys.argv[1:] == ["stored"]:
         print(
