@@ -5,6 +5,7 @@
     python benchmarks/likelihood.py coverage [n] [keys]
     python benchmarks/likelihood.py stored
     python benchmarks/likelihood.py distances
+    python benchmarks/likelihood.py neighbours
     python benchmarks/likelihood.py gpytorch [fits] [n ...]
 
 The first table shows errors over keys for the log-determinant, its derivative with respect to
@@ -33,6 +34,8 @@ and their derivatives in the length scale. The library chooses pivots, probes an
 is a Cholesky factorisation in 64 bits.
 
 `distances` measures the CPU time of kernels that add coordinates by `jnp.sum` and by a loop.
+`neighbours` moves one log parameter in 20 steps of 1e-5, and prints how far the likelihoods lie
+from a straight line, in 32 bits.
 
 `stored` measures the CPU time of a log-determinant from 60 products, and its program's memory,
 with a stored kernel matrix and without. We chose the largest matrix that the library stores from
@@ -492,6 +495,17 @@ def coverage(problem, n, keys):
     )
 
 
+def cpu_seconds(program, *arguments):
+    """The smallest CPU time of later calls, because other processes only add to it."""
+    jax.block_until_ready(program(*arguments))
+    times = []
+    for _ in range(REPEATS):
+        start = time.process_time()
+        jax.block_until_ready(program(*arguments))
+        times.append(time.process_time() - start)
+    return min(times)
+
+
 def stored(n, d):
     """Print CPU seconds and MB for the log-determinant, with the matrix stored and in tiles."""
     x, _ = data(d, 1.0, n)
@@ -509,19 +523,12 @@ def stored(n, d):
         length = jnp.asarray(0.3)
         program = value.lower(length).compile()
         memory = program.memory_analysis().temp_size_in_bytes / 1e6
-        jax.block_until_ready(program(length))
-        times = []
-        for _ in range(REPEATS):
-            start = time.process_time()
-            jax.block_until_ready(program(length))
-            times.append(time.process_time() - start)
-        # We take the smallest time, because other processes only add to it.
-        results.append(f"{min(times):.2f} | {memory:.0f}")
+        results.append(f"{cpu_seconds(program, length):.2f} | {memory:.0f}")
     print(f"| {n} | {d} | {' | '.join(results)} |", flush=True)
 
 
-def distances():
-    """Kernels with sums over an axis, and with a loop over coordinates."""
+def distances(n):
+    """Print CPU seconds for kernels that add coordinates along an axis, and in a loop."""
 
     def by_sum(a, b):
         return jnp.sum((a - b) ** 2)
@@ -529,48 +536,58 @@ def distances():
     def by_loop(a, b):
         return sum((a[i] - b[i]) ** 2 for i in range(len(a)))
 
-    print(
-        "| n | job | `jnp.sum` (s) | coordinates (s) | ratio |\n|---|---|---|---|---|"
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, y = jax.random.uniform(keys[0], (n, 5)), jax.random.normal(keys[1], (n,))
+
+    def covariance(length, squared):
+        def kernel(a, b):
+            r = jnp.sqrt(5 * squared(a, b) + 1e-10) / length
+            return (1 + r + r**2 / 3) * jnp.exp(-r)
+
+        return tx.KernelLinearOperator(kernel, x)
+
+    def products(length, vectors, squared):
+        return jax.vmap(covariance(length, squared).mv)(vectors)
+
+    def likelihood(length, y, squared):
+        K = covariance(length, squared)
+        return tx.gaussian_log_likelihood(keys[2], K, y, shift=0.1).value
+
+    vectors, gradient = jax.random.normal(keys[1], (25, n)), jax.grad(likelihood)
+    jobs = ("25 products", products, vectors), ("likelihood, gradient", gradient, y)
+    for name, job, array in jobs:
+        slow, fast = (
+            cpu_seconds(jax.jit(functools.partial(job, squared=f)), 0.7, array)
+            for f in (by_sum, by_loop)
+        )
+        print(f"| {n} | {name} | {slow:.2f} | {fast:.2f} | {slow / fast:.1f} |")
+
+
+def neighbours(n):
+    """Print how far 20 neighbouring likelihoods lie from a straight line."""
+    key, (x, y), logs = (
+        jax.random.key(0),
+        data(5, 0.02, n),
+        jnp.log(jnp.array([0.7, 0.02])),
     )
-    for n in (2000, 4000, 8000):
-        x = jax.random.uniform(jax.random.key(0), (n, 5), jnp.float32)
-        y = jax.random.normal(jax.random.key(1), (n,), jnp.float32)
 
-        def likelihood(length, squared, x=x, y=y):
-            def kernel(a, b):
-                r = jnp.sqrt(5 * squared(a, b) + 1e-10) / length
-                return (1 + r + r**2 / 3) * jnp.exp(-r)
+    def covariance(length):
+        return tx.KernelLinearOperator(Kernel(length, "matern 3/2"), x)
 
-            K = tx.KernelLinearOperator(kernel, x)
-            return tx.gaussian_log_likelihood(
-                jax.random.key(2), K, y, shift=0.1, throw=False
-            ).value
+    @jax.jit
+    def value(logs, pivots):
+        length, noise = jnp.exp(logs)
+        return tx.gaussian_log_likelihood(
+            key, covariance(length), y, shift=noise, preconditioner=pivots
+        ).value
 
-        def columns(length, squared, x=x):
-            def kernel(a, b):
-                return jnp.exp(-squared(a, b) / length)
-
-            K, V = tx.KernelLinearOperator(kernel, x), jnp.ones((25, len(x)))
-            return jax.vmap(K.mv)(V)
-
-        jobs = {"25 products": columns, "likelihood": likelihood}
-        jobs["likelihood, gradient"] = jax.value_and_grad(likelihood)
-        for name, job in jobs.items():
-            times = []
-            for squared in (by_sum, by_loop):
-                program = jax.jit(functools.partial(job, squared=squared))
-                jax.block_until_ready(program(jnp.float32(0.7)))
-                runs = []
-                for _ in range(3):
-                    start = time.process_time()
-                    jax.block_until_ready(program(jnp.float32(0.7)))
-                    runs.append(time.process_time() - start)
-                times.append(min(runs))
-            print(
-                f"| {n} | {name} | {times[0]:.2f} | {times[1]:.2f} "
-                f"| {times[0] / times[1]:.1f} |",
-                flush=True,
-            )
+    pivots = tx.choose_pivots(key, covariance(jnp.asarray(0.7)), shift=0.02)
+    steps, deviations = 1e-5 * np.arange(20, dtype=np.float32), []
+    for i in range(2):
+        values = [float(value(logs.at[i].add(step), pivots)) for step in steps]
+        line = np.polyval(np.polyfit(steps, values, 1), steps)
+        deviations.append(f"{np.abs(values - line).max():.1e}")
+    print(f"| {n} | {' | '.join(deviations)} |", flush=True)
 
 
 if __name__ == "__main__":
@@ -589,7 +606,15 @@ if __name__ == "__main__":
             coverage(problem, n, keys)
         sys.exit()
     if sys.argv[1:] == ["distances"]:
-        distances()
+        print("| n | job | `jnp.sum` (s) | coordinates (s) | ratio |")
+        print("|---|---|---|---|---|")
+        for n in (2000, 4000, 8000):
+            distances(n)
+        sys.exit()
+    if sys.argv[1:] == ["neighbours"]:
+        print("| n | length | noise |\n|---|---|---|")
+        for n in (2000, 4000, 5500):
+            neighbours(n)
         sys.exit()
     if sys.argv[1:] == ["stored"]:
         print(

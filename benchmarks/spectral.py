@@ -63,6 +63,10 @@ def preferential_graph(n=1000):
     return adjacency
 
 
+def laplacian(adjacency):
+    return np.diag(adjacency.sum(axis=0)) - adjacency
+
+
 def root_mean_square(errors):
     return float(np.sqrt(np.mean(np.square(errors))))
 
@@ -183,10 +187,6 @@ def split():
             ratio, cost = ours / plain, times[0] / times[1]
             cells.append(f"{ours:.2g} / {plain:.2g} = {ratio:.2g}, time {cost:.2g}")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-
-
-def laplacian(adjacency):
-    return np.diag(adjacency.sum(axis=0)) - adjacency
 
 
 #

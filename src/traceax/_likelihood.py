@@ -64,7 +64,7 @@ def inv_quad_logdet(
 
     As in [`traceax.logdet`][], the answer is exact if you omit `k` and `estimator`, n
     is at most 4,000, and the entries can be read. The Cholesky factorisation takes
-    `n^3 / 3` operations, `n^3` more for a derivative, memory for about five matrices,
+    `n^3 / 3` operations, `n^3` more for a derivative, memory for about six matrices,
     and no preconditioner.
 
     **Arguments:** as for [`traceax.logdet`][], without `trace`. `k` is optional: above

@@ -180,7 +180,7 @@ def _inverse_jvp(primals, tangents):
 def factorised(state: SpectralState) -> Outcome:
     """The exact answer from one Cholesky factorisation, which JAX differentiates.
 
-    It takes `n^3 / 3` operations, and a derivative about `n^3` more. About five matrices
+    It takes `n^3 / 3` operations, and a derivative about `n^3` more. About six matrices
     are in memory. `Rounding` describes the error bars.
     """
     space, rhs = state.space, state.rhs
