@@ -230,22 +230,39 @@ def readable_data(
 
 def columns_of(operator, indices: Int[Array, " r"]) -> Inexact[Array, "n r"]:
     """Reads matrix columns from an operator that `has_known_entries`."""
-    return _sum(operator, lambda x: columns(x, indices), "columns", len(indices))
+    return _sum(
+        operator,
+        terms(operator),
+        lambda x: columns(x, indices),
+        "columns",
+        len(indices),
+    )
 
 
 def diagonal_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, " n"]:
     """Reads the matrix diagonal from an operator whose terms are all registered."""
-    return _sum(operator, diagonal_entries, "diagonal_entries")
+    return _sum(operator, terms(operator), diagonal_entries, "diagonal_entries")
 
 
 def matrix_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"]:
     """Reads the matrix from an operator that `has_known_entries`."""
-    n = space_of(operator).size
+    indices = jnp.arange(space_of(operator).size)
 
     def read(x):
-        return x.as_matrix() if isinstance(x, _READ) else columns(x, jnp.arange(n))
+        return x.as_matrix() if isinstance(x, _READ) else columns(x, indices)
 
-    return _sum(operator, read, "columns", n)
+    # We add diagonals in place: a second matrix in memory takes longer to make.
+    kinds = lx.IdentityLinearOperator | lx.DiagonalLinearOperator
+    first, *others = sorted(
+        terms(operator), key=lambda x: isinstance(x.operator, kinds)
+    )
+    full = [x for x in others if not isinstance(x.operator, kinds)]
+    matrix = _sum(operator, [first, *full], read, "columns", len(indices))
+    diagonals = others[len(full) :]
+    if not diagonals:
+        return matrix
+    added = _sum(operator, diagonals, diagonal_entries, "diagonal_entries")
+    return matrix.at[indices, indices].add(added)
 
 
 def sizes_of(operator: lx.AbstractLinearOperator) -> Float[Array, " n"]:
@@ -281,12 +298,16 @@ def known_sizes(operator: lx.AbstractLinearOperator) -> Float[Array, " n"] | Non
 
 
 def _sum(
-    operator: lx.AbstractLinearOperator, read: Any, name: str, *more: int
+    operator: lx.AbstractLinearOperator,
+    summands: list[Term],
+    read: Any,
+    name: str,
+    *more: int,
 ) -> Array:
     """Sums the entries that are read from each term, with shape `(n, *more)`."""
     space, arrays = space_of(operator), []
     shape, where = (space.size, *more), f"traceax.{name}"
-    for x in terms(operator):
+    for x in summands:
         entries = read(x.operator)
         what = f"the result for {type(x.operator).__name__} must be of shape {shape}"
         require(jnp.shape(entries) == shape, where, what, entries, f"see help({where})")

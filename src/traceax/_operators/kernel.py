@@ -30,6 +30,8 @@ from .space import (
 _WHERE = "traceax.KernelLinearOperator"
 # Largest count of numbers in a tile and its row differences: 16 and 256 MiB in 32 bits.
 _NUMBERS_ON_CPU, _NUMBERS = 2**22, 2**26
+# Short tiles stay in a CPU's caches: `benchmarks/likelihood.py tiles`.
+_ROWS_ON_CPU = 64
 # We store matrices with up to 2^26 entries: see `benchmarks/likelihood.py stored`.
 _MOST_STORED = 2**26
 
@@ -68,7 +70,8 @@ class KernelLinearOperator(OnePass):
         is kept. Any other function is traced now, so that its arrays become leaves.
     - `x`: an array with shape `(n, d)`, or a PyTree of arrays with leading axis n. Row
         i is the PyTree of their i-th entries.
-    - `tile`: largest row count in a tile; by default for 16 MiB (on CPUs) or 256 MiB.
+    - `tile`: largest row count in a tile. By default a tile has at most 64 rows and 16
+        MiB on CPUs, and 256 MiB on other devices.
 
     **Raises:** `TypeError` if `kernel` doesn't return a real scalar, or `tile` isn't an
     int; `ValueError` if leaves of `x` don't share a leading axis of at least one row.
@@ -129,13 +132,16 @@ class KernelLinearOperator(OnePass):
         """Applies `fn` to the matrix rows that belong to `rows`, a tile at a time."""
         x, rows = made_here((self.x, rows))
         n, m = length_of(x), length_of(rows)
-        numbers = _NUMBERS_ON_CPU if on_cpu() else _NUMBERS
+        numbers, most = (_NUMBERS_ON_CPU, _ROWS_ON_CPU) if on_cpu() else (_NUMBERS, m)
         size_of_row = sum(leaf.size // n for leaf in jtu.tree_leaves(x))
-        most = self.tile or max(1, numbers // (n * (1 + size_of_row)))
-        # We make tiles about equally long, to pad few rows, and at least two, so that a
-        # loop remains. Without a loop, XLA on CPUs (jaxlib 0.10.2) fuses the tile with
-        # operations on the product, and gets `sum(W * (K V))` wrong by O(1).
-        count = max(2, -(-m // most))
+        fit = max(1, numbers // (n * (1 + size_of_row)))
+        most = self.tile or min(most, fit)
+        # We make tiles equally long, and at least two, so that a loop remains. Without a
+        # loop, XLA on CPUs (jaxlib 0.10.2) fuses the tile with operations on the product,
+        # and gets `sum(W * (K V))` wrong by O(1). Rows to fill the last tile cost a copy
+        # of the result, so we look for a count that divides m.
+        least = max(2, -(-m // most))
+        count = next((x for x in range(least, 2 * least) if m % x == 0), least)
         tile = -(-m // count)
 
         # We checkpoint, so that derivatives store only rows of `x`, and no tiles.
