@@ -2,7 +2,7 @@
 
 The data are from statsmodels, and we forecast three more years. The kernel is the sum of a trend,
 a season whose shape may change, and weather. L-BFGS fits the kernel's parameters and the noise.
-With at most 4,000 points the likelihood is exact; for more, see `large_gaussian_process.py`.
+With at most 6,000 points the likelihood is exact; for more, see `large_gaussian_process.py`.
 
     python examples/gaussian_process.py [figure.png]
 """

@@ -165,14 +165,20 @@ def test_entries_of_sums_and_multiples_are_read():
 
 @pytest.mark.x64
 def test_explicit_budgets_and_many_points_are_estimated(monkeypatch):
-    x, y = observations(N)
-    krylov = tx.KrylovAwareEstimator()
+    n = 400
+    x, y = observations(n)
+    krylov, many = tx.KrylovAwareEstimator(), 3 * n // 4
     explicit = _likelihood(_process(), x, y, k=12)
     assert explicit.stats["num_matvecs"] == 12
     # Without numbers, up to three quarters of the columns are chosen.
-    options = {"estimator": krylov, "preconditioner": 3 * N // 4}
-    estimated = _likelihood(_process(), x, y, **options)
-    monkeypatch.setattr(cholesky, "LARGEST", N - 1)
+    estimated = _likelihood(_process(), x, y, estimator=krylov, preconditioner=many)
+    monkeypatch.setattr(cholesky, "LARGEST", n - 1)
+    # These columns eliminate rows, and fewer are a preconditioner.
+    few, pivots = jnp.arange(20), jnp.arange(many)
+    for preconditioner, is_exact in ((None, True), (pivots, True), (few, False)):
+        estimate = _likelihood(_process(), x, y, preconditioner=preconditioner)
+        assert (estimate.stats["num_matvecs"] == 0) == is_exact
+    monkeypatch.setattr(cholesky, "LARGEST_HARD", n - 1)
     above_limit = _likelihood(_process(), x, y)
     assert above_limit.value == estimated.value
     assert above_limit.standard_error == estimated.standard_error > 1e-6

@@ -63,12 +63,13 @@ def inv_quad_logdet(
     | standard errors | as for [`traceax.logdet`][]; `inv_quad` isn't random, and its error comes from its bracket alone |
 
     As in [`traceax.logdet`][], the answer is exact if you omit `k` and `estimator`, n
-    is at most 4,000, and the entries can be read. The Cholesky factorisation takes
+    is at most 4,000, and the entries can be read; up to 6,000 for kernels and dense
+    matrices, unless you pass few pivots. The Cholesky factorisation takes
     `n^3 / 3` operations, `n^3` more for a derivative, memory for about six matrices,
     and no preconditioner.
 
     **Arguments:** as for [`traceax.logdet`][], without `trace`. `k` is optional: above
-    4,000 observations the estimator chooses the number of steps. And
+    6,000 observations the estimator chooses the number of steps. And
 
     - `operator`: K without noise, symmetric or Hermitian and positive semidefinite,
         such as a [`traceax.KernelLinearOperator`][]. It needs no tag. Without noise it

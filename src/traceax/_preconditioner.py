@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import jax
@@ -152,10 +152,10 @@ def pivots_of(
     no residual was negative."""
     if not isinstance(preconditioner, int):
         return preconditioner, jnp.asarray(True)
-    key = jax.random.fold_in(key, _PIVOT_FOLD)
-    pivots = _choose(key, operator, noise, preconditioner)
+    key, number = jax.random.fold_in(key, _PIVOT_FOLD), preconditioner
+    pivots = _choose(key, operator, noise, number)
     if eliminates(preconditioner, len(noise)):
-        pivots = _spread(key, operator, noise, pivots, preconditioner)
+        pivots = _spread(key, operator, noise, pivots, number)
     return pivots.indices, pivots.semidefinite
 
 
@@ -205,9 +205,14 @@ def default_columns(n: int) -> int:
     return min(_ROUND_TO * max(1, round(most / _ROUND_TO)), max(1, 3 * n // 4))
 
 
-def eliminates(columns: int, n: int) -> bool:
-    """Whether we eliminate rows, for this number of columns."""
-    return _ELIMINATING * n**0.5 <= columns < n
+def eliminates(
+    columns: int | Int[Array, " r"] | Preconditioner | None, n: int
+) -> TypeGuard[int | Int[Array, " r"]]:
+    """Whether we eliminate rows, for this number of columns, or these pivots."""
+    if columns is None or isinstance(columns, Preconditioner):
+        return False
+    number = columns if isinstance(columns, int) else len(columns)
+    return _ELIMINATING * n**0.5 <= number < n
 
 
 @jitted

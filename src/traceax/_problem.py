@@ -80,10 +80,11 @@ def solve(
     y = None if y is None else _check_rhs(y, space, where)
     stop = options.stop(space.compute_dtype, where)
     automatic = k is None and estimator is None
-    exact = BY_CHOLESKY if automatic and is_small(operator) else None
     can_choose = is_dense(operator) and has_known_entries(operator)
-    if automatic and exact is None and preconditioner is None and can_choose:
+    if automatic and preconditioner is None and can_choose:
         preconditioner = default_columns(space.size)
+    is_hard = eliminates(preconditioner, space.size)
+    exact = BY_CHOLESKY if automatic and is_small(operator, is_hard) else None
     estimator = KrylovAwareEstimator() if estimator is None else estimator
     require(
         isinstance(estimator, KrylovAwareEstimator),
@@ -135,16 +136,12 @@ def _pose(
         state, one = SpectralState(key, total, LOG, lower, rhs), jnp.ones_like(noise)
         P = scale_only(one, space.compute_dtype)
         return Problem(where, state, P, one if custom else noise, shape, finite)
-    if preconditioner is not None and not isinstance(preconditioner, Preconditioner):
-        is_number = isinstance(preconditioner, int)
-        columns = preconditioner if is_number else len(preconditioner)
-        if eliminates(columns, n):
-            pivots = pivots_of(key, operator, preconditioner, noise)
-            P, B, rest, forms, head = eliminate(operator, noise, *pivots, rhs)
-            one = jnp.ones((), space.real_dtype)
-            state = SpectralState(key, B, LOG, one, rest, P, P.trace)
-            known = forms, head, rhs
-            return Problem(where, state, P, noise, shape, finite, *known)
+    if eliminates(preconditioner, n):
+        pivots = pivots_of(key, operator, preconditioner, noise)
+        P, B, rest, forms, head = eliminate(operator, noise, *pivots, rhs)
+        one = jnp.ones((), space.real_dtype)
+        state = SpectralState(key, B, LOG, one, rest, P, P.trace)
+        return Problem(where, state, P, noise, shape, finite, forms, head, rhs)
     P = make_preconditioner(key, operator, preconditioner, noise)
     # We fix a preconditioner that has a `drift`: the stand-in adds this derivative.
     block = jax.ShapeDtypeStruct((n, 1), space.compute_dtype)

@@ -154,10 +154,7 @@ def column_norms(x: Block) -> Float[Array, " k"]:
 
 
 def largest_entry(block: Inexact[Array, "..."]) -> Float[Array, ""]:
-    if jnp.iscomplexobj(block):
-        return jnp.max(jnp.abs(block), initial=0)
-    # XLA on CPUs (jaxlib 0.10.2) would store |X| before it takes a maximum.
-    return jnp.maximum(jnp.max(block, initial=0), -jnp.min(block, initial=0))
+    return jnp.max(jnp.abs(block), initial=0)
 
 
 def power_of_two_scale(block: Inexact[Array, "..."]) -> Float[Array, ""]:
