@@ -337,7 +337,7 @@ def _frechet(
             return jnp.concatenate([above, theta[:, None].astype(W.dtype) * z[n:]])
 
         start = jnp.pad(c, ((n, 0), (0, 0)))
-        krylov, *_ = arnoldi(product, start, min(2 * s, n) + 1)
+        krylov = arnoldi(product, start, min(2 * s, n) + 1).basis
         G, _ = orthonormalise(krylov[:n, 1:])
         T = inner(G, apply_block(op.operator, G))
         values, vectors = eigh((T + T.conj().T) / 2)
