@@ -5,6 +5,7 @@
     python benchmarks/likelihood.py coverage [n] [keys]
     python benchmarks/likelihood.py stored
     python benchmarks/likelihood.py distances
+    python benchmarks/likelihood.py tiles
     python benchmarks/likelihood.py neighbours
     python benchmarks/likelihood.py gpytorch [fits] [n ...]
 
@@ -34,7 +35,8 @@ and their derivatives in the length scale. The library chooses pivots, probes an
 is a Cholesky factorisation in 64 bits.
 
 `distances` measures the CPU time of kernels that add coordinates by `jnp.sum` and by a loop.
-`neighbours` moves one log parameter in 20 steps of 1e-5, and prints how far the likelihoods lie
+`tiles` measures the CPU time of a kernel matrix, of products, and of their gradients, for tiles of
+different lengths. `neighbours` moves one log parameter in 20 steps of 1e-5, and prints how far the likelihoods lie
 from a straight line, in 32 bits.
 
 `stored` measures the CPU time of a log-determinant from 60 products, and its program's memory,
@@ -527,6 +529,45 @@ def stored(n, d):
     print(f"| {n} | {d} | {' | '.join(results)} |", flush=True)
 
 
+def matern(length, x, tile=None, squared=None):
+    """A Matern 5/2 kernel matrix."""
+    squared = squared or (lambda a, b: sum((a[i] - b[i]) ** 2 for i in range(len(a))))
+
+    def kernel(a, b):
+        r = jnp.sqrt(5 * squared(a, b) + 1e-10) / length
+        return (1 + r + r**2 / 3) * jnp.exp(-r)
+
+    return tx.KernelLinearOperator(kernel, x, tile=tile)
+
+
+def tiles(n):
+    """Print CPU milliseconds of values and gradients for tiles of different lengths."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, weights = jax.random.uniform(keys[0], (n, 5)), jax.random.normal(keys[1], (n, n))
+
+    def weighted_sum(lengths, vectors, tile):
+        def squared(a, b):
+            return sum(((a[i] - b[i]) / lengths[i]) ** 2 for i in range(len(a)))
+
+        K = matern(1.0, x, tile, squared)
+        if len(vectors) == n:
+            return jnp.sum(vectors * K.as_matrix())
+        return jnp.sum(vectors * jax.vmap(K.mv)(vectors))
+
+    for name, m in (("matrix", n), ("25 products", 25), ("400 products", 400)):
+        for job, run in (("", weighted_sum), (", gradient", jax.grad(weighted_sum))):
+            row = [
+                cpu_seconds(
+                    jax.jit(functools.partial(run, tile=t)),
+                    jnp.full(5, 0.7),
+                    weights[:m],
+                )
+                for t in (16, 64, 256, 1024)
+            ]
+            cells = " | ".join(f"{1e3 * t:.0f}" for t in row)
+            print(f"| {n} | {name}{job} | {cells} |", flush=True)
+
+
 def distances(n):
     """Print CPU seconds for kernels that add coordinates along an axis, and in a loop."""
 
@@ -539,18 +580,11 @@ def distances(n):
     keys = jax.random.split(jax.random.key(0), 3)
     x, y = jax.random.uniform(keys[0], (n, 5)), jax.random.normal(keys[1], (n,))
 
-    def covariance(length, squared):
-        def kernel(a, b):
-            r = jnp.sqrt(5 * squared(a, b) + 1e-10) / length
-            return (1 + r + r**2 / 3) * jnp.exp(-r)
-
-        return tx.KernelLinearOperator(kernel, x)
-
     def products(length, vectors, squared):
-        return jax.vmap(covariance(length, squared).mv)(vectors)
+        return jax.vmap(matern(length, x, squared=squared).mv)(vectors)
 
     def likelihood(length, y, squared):
-        K = covariance(length, squared)
+        K = matern(length, x, squared=squared)
         return tx.gaussian_log_likelihood(keys[2], K, y, shift=0.1).value
 
     vectors, gradient = jax.random.normal(keys[1], (25, n)), jax.grad(likelihood)
@@ -610,6 +644,13 @@ if __name__ == "__main__":
         print("|---|---|---|---|---|")
         for n in (2000, 4000, 8000):
             distances(n)
+        sys.exit()
+    if sys.argv[1:] == ["tiles"]:
+        print(
+            "| n | job | 16 rows (ms) | 64 | 256 | 1,024 |\n|---|---|---|---|---|---|"
+        )
+        for n in (1000, 4000):
+            tiles(n)
         sys.exit()
     if sys.argv[1:] == ["neighbours"]:
         print("| n | length | noise |\n|---|---|---|")

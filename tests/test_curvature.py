@@ -312,3 +312,24 @@ def test_several_arguments_are_a_tuple():
         ):
             make(*args)
         make(args)
+
+
+def test_products_with_long_activations():
+    # We multiply with a perceptron's Hessian column by column, and convolve all columns.
+    x, images = _normal(9000, 3), _normal(4, 1, 12, 12)
+
+    def perceptron(p):
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ p["in"]) @ p["out"]) ** 2)
+
+    def convolutional(p):
+        z = jax.lax.conv_general_dilated(images, p["kernel"], (1, 1), "SAME")
+        return jnp.mean((jnp.tanh(z).sum((2, 3)) @ p["out"]) ** 2)
+
+    networks = (
+        (perceptron, {"in": _normal(3, 4), "out": _normal(4)}),
+        (convolutional, {"kernel": _normal(2, 1, 3, 3), "out": _normal(2)}),
+    )
+    for loss, parameters in networks:
+        operator = tx.HessianLinearOperator(loss, parameters)
+        trace = _trace(operator)
+        assert_near(trace, jnp.trace(_dense(loss, parameters)))

@@ -79,7 +79,7 @@ class Solved(NamedTuple):
 def _factorise(
     A: Inexact[Array, "n n"], B: Inexact[Array, "n q"], D: Inexact[Array, "n 1"]
 ) -> tuple[Array, Array, Array, Array, Array]:
-    # In memory, A^T is what LAPACK reads by columns, so that XLA copies nothing.
+    # LAPACK reads columns, which A^T has in memory where A has rows.
     lower = jnp.linalg.cholesky(A.T, symmetrize_input=False).conj()
     q = B.shape[1]
 

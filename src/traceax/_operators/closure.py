@@ -3,12 +3,13 @@
 import contextlib
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
@@ -98,3 +99,19 @@ def closure(fn: Callable, *args: PyTree[Any], vectors: bool = False) -> Any:
             types.append(tuple(map(jax.typeof, arrays)))
             axes.append(axes_of(last))
     return Closure(traced, tuple(types), tuple(axes), explicit)
+
+
+def activations(jaxpr: Jaxpr) -> tuple[int, bool]:
+    """The largest size of a matrix product or a convolution, and if one is the latter."""
+    found = [(0, False)]
+    for equation in jaxpr.eqns:
+        is_convolution = equation.primitive.name == "conv_general_dilated"
+        if is_convolution or equation.primitive.name == "dot_general":
+            results = [cast(Any, x.aval) for x in equation.outvars]
+            found += [(x.size, is_convolution) for x in results]
+        for x in jtu.tree_leaves(list(equation.params.values())):
+            inner = x.jaxpr if isinstance(x, ClosedJaxpr) else x
+            if isinstance(inner, Jaxpr):
+                found.append(activations(inner))
+    sizes, convolutions = zip(*found, strict=True)
+    return max(sizes), any(convolutions)

@@ -18,13 +18,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree
 
 from .._linalg.types import automatic, axes_of, on_mesh, widened
-from .closure import closure
+from .closure import activations, closure
 from .solvers import SolverTag, solver_tags
 
 # We multiply blocks of 4 MiB (in 32 bits) at once on a CPU, to stay in its cache.
 _CACHED = 2**20
 # We multiply at least this many vectors in one pass, however long they are.
 FEWEST = 4
+# If a network's activations are longer than this, we take fewer columns. But loops make
+# convolutions several times slower, so we multiply all columns at once, in up to 512 MiB:
+# `benchmarks/columns.py`.
+_ACTIVATIONS, _MOST_ACTIVATIONS = 2**15, 2**27
 _EXPRESSIONS = lx.AddLinearOperator, lx.ComposedLinearOperator, lx.DivLinearOperator
 _EXPRESSIONS += lx.MulLinearOperator, lx.NegLinearOperator, lx.TaggedLinearOperator
 P = ParamSpec("P")
@@ -291,9 +295,21 @@ def apply_block(
         if k == 1:
             # We skip the `vmap`. In a flow's training step, this halves the time.
             return product(block.T[0])[None].T
-        if k > (width := columns_at_once(n)) and not has_one_pass(operator):
-            return jax.lax.map(product, block.T, batch_size=width).T
-        return jax.vmap(product)(block.T).T
+        if has_one_pass(operator) or k <= (width := _width_of(product, block)):
+            return jax.vmap(product)(block.T).T
+        return jax.lax.map(product, block.T, batch_size=None if width == 1 else width).T
+
+
+def _width_of(product: Callable[[Array], Array], block: Inexact[Array, "n k"]) -> int:
+    """How many columns to multiply at once."""
+    n, width = len(block), columns_at_once(len(block))
+    if not on_cpu():
+        return width
+    column = jax.ShapeDtypeStruct((n,), block.dtype)
+    longest, has_convolution = activations(jax.make_jaxpr(product)(column).jaxpr)
+    if has_convolution:
+        return max(1, _MOST_ACTIVATIONS // longest)
+    return min(width, max(1, _ACTIVATIONS // longest)) if longest > n else width
 
 
 def product_tangent(
