@@ -2,8 +2,9 @@
 
 A network with 1,482 parameters learns to read scikit-learn's digits. At five checkpoints we
 estimate the trace of its loss Hessian from 120 products, in two ways: with probes of the whole
-network, and leaf by leaf, with probes on one leaf at a time. We print estimates next to exact
-traces, which take one product per parameter.
+network, and leaf by leaf, with probes on one leaf at a time. We print estimates with their 95 % intervals next
+to exact traces, which take one product per parameter, and count how many of 40 keys give an interval
+that contains the exact trace.
 
     python examples/hessian_trace.py [figure.png]
 """
@@ -22,6 +23,7 @@ import traceax as tx
 
 BUDGET = 120  # products with the Hessian
 CHECKPOINTS = (0, 5, 20, 80, 300)  # training steps
+KEYS = 40
 
 
 # --8<-- [start:loss]
@@ -78,9 +80,21 @@ def train(model, batch):
     return models
 
 
+@eqx.filter_jit
+def count_intervals(keys, model, batch, exact):
+    """How many keys give an interval that contains the exact trace."""
+
+    def contains(key):
+        low, high = curvature(key, model, batch).confidence_interval()
+        return (low <= exact) & (exact <= high)
+
+    return jnp.sum(jax.lax.map(contains, keys))
+
+
 def show(step, name, estimate, exact):
-    value, error = estimate.value, estimate.standard_error
-    print(f"{step:>4}  {name:<14} {value:>10.4f} ± {error:<8.4f} {exact:>10.4f}")
+    low, high = estimate.confidence_interval()
+    interval = f"{low:.4f} to {high:.4f}"
+    print(f"{step:>4}  {name:<14} {estimate.value:>9.4f}  {interval:<20} {exact:>9.4f}")
 
 
 def main(path):
@@ -90,7 +104,7 @@ def main(path):
     key = jax.random.key(1)
 
     pairs, truths = [], []
-    print(f"step  {'part':<14} {'estimate':>10}   {'error':<8} {'exact':>10}")
+    print(f"step  {'part':<14} {'estimate':>9}  {'95 % interval':<20} {'exact':>9}")
     for step, at in zip(CHECKPOINTS, train(model, batch), strict=True):
         whole = curvature(key, at, batch)
         by_layer, total = curvature_by_layer(key, at, batch)
@@ -99,10 +113,15 @@ def main(path):
         for name, estimate in estimates.items():
             show(step, name, estimate, sum(exact))
             assert abs(estimate.value - sum(exact)) < 5 * estimate.standard_error
+        if step == 0:
+            keys = jax.random.split(key, KEYS)
+            contained = count_intervals(keys, at, batch, sum(exact))
         pairs.append((whole, total))
         truths.append(sum(exact))
         if step == CHECKPOINTS[-1]:
             last_leaves = by_layer, exact
+
+    print(f"At step 0, {contained} of {KEYS} keys give an interval with the exact trace.")
 
     by_layer, exact = last_leaves
     paths = jax.tree_util.tree_leaves_with_path(by_layer.value)

@@ -57,6 +57,7 @@ LAYERS = [
     "_elimination",
     "_problem",
     "_likelihood",
+    "_spectral_density",
     "_spectral_sums",
     "testing",
     "__init__",

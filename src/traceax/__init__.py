@@ -52,10 +52,10 @@ from ._spectral.matrix_function import (
     MatrixFunctionLinearOperator as MatrixFunctionLinearOperator,
 )
 from ._spectral.state import SpectralState as SpectralState
-from ._spectral_sums import SpectralDensity as SpectralDensity
+from ._spectral_density import SpectralDensity as SpectralDensity
+from ._spectral_density import spectral_density as spectral_density
 from ._spectral_sums import logdet as logdet
 from ._spectral_sums import schatten_norm as schatten_norm
-from ._spectral_sums import spectral_density as spectral_density
 from ._spectral_sums import trace_function as trace_function
 from ._spectral_sums import trace_inverse as trace_inverse
 from ._state import TraceState as TraceState

@@ -5,15 +5,19 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
+from jaxtyping import Array, ArrayLike, Float, Key
 
-from ._arguments import check_real_scalar, inexact, known_minimum, known_number, require
+from ._arguments import (
+    check_real_scalar,
+    known_minimum,
+    known_number,
+    require,
+)
 from ._estimate import Estimate
 from ._exact.structure import STRUCTURES
 from ._likelihood import Given, preconditioned_logdet
@@ -26,7 +30,7 @@ from ._operators.space import (
 )
 from ._outcome import Outcome
 from ._spectral.base import SpectralEstimator
-from ._spectral.function import IDENTITY, LOG, RECIPROCAL, Power, SpectralFunction
+from ._spectral.function import LOG, RECIPROCAL, Power, SpectralFunction
 from ._spectral_estimate import Options, estimate_function
 from ._state import DerivedState, init_state
 from ._tolerance import NO_PROGRESS_METER, ProgressMeter, check_tolerance
@@ -279,72 +283,6 @@ def _root(
     exponent = (1 / power).astype(safe.dtype)
     value = jnp.where(positive, unit.astype(safe.dtype) * safe**exponent, 0)
     return jnp.where(jnp.isnan(total), total, value)
-
-
-class SpectralDensity(eqx.Module):
-    """An estimated eigenvalue distribution: weights at points, with sum n.
-
-    **Attributes:**
-
-    - `points`: the real points that carry the weights.
-    - `weights`: the number of eigenvalues at each point. Leaving probes out can make
-        single weights slightly negative, but not sums of many.
-    """
-
-    points: Float[Array, " p"]
-    weights: Float[Array, " p"]
-
-    def integrate(self, fn: Callable[[Array], Array]) -> Inexact[Array, ""]:
-        """The sum of an elementwise function over the eigenvalues."""
-        return jnp.sum(self.weights * fn(self.points))
-
-    def count(self, upper: Real[ArrayLike, "..."]) -> Float[Array, "..."]:
-        """The number of eigenvalues that are at most `upper`."""
-
-        def count_below(bound):
-            return jnp.sum(jnp.where(self.points <= bound, self.weights, 0))
-
-        return jnp.vectorize(count_below)(inexact(upper))
-
-    def density(
-        self, at: Real[ArrayLike, "..."], width: ArrayLike
-    ) -> Float[Array, "..."]:
-        """Eigenvalues per unit, with points smoothed to normal densities of `width`."""
-        where = "traceax.SpectralDensity.density"
-        hint = "it is the standard deviation that smooths each point"
-        check_real_scalar(width, "width", where, hint)
-        known = known_number(width)
-        is_valid = known is None or known > 0
-        require(is_valid, where, "width must be positive", f"{width}", hint)
-        width = inexact(width)
-
-        def at_point(point):
-            z = (point.astype(self.points.dtype) - self.points) / width
-            return jnp.sum(self.weights * jnp.exp(-(z**2) / 2))
-
-        heights = jnp.vectorize(at_point)(inexact(at))
-        return heights / (width * math.sqrt(2 * math.pi))
-
-
-def spectral_density(
-    key: Key[Array, ""],
-    operator: lx.AbstractLinearOperator,
-    k: int,
-    estimator: SpectralEstimator | None = None,
-    *,
-    throw: bool = True,
-) -> SpectralDensity:
-    """Estimates the eigenvalue distribution of a symmetric or Hermitian operator.
-
-    `traceax.spectral_density(key, operator, 100).count(1e-3)` estimates how many are at
-    most 1e-3. Arguments are as for [`traceax.trace_function`][]. It has no derivative.
-    """
-    where = "traceax.spectral_density"
-    estimate = estimate_function(
-        where, key, IDENTITY, operator, k, estimator, Options(throw=throw)
-    )
-    stats = jax.lax.stop_gradient(estimate.stats)
-    return SpectralDensity(stats["ritz_values"], stats["ritz_weights"])
 
 
 _SHIFT = "add anything else to the operator, such as a lineax.DiagonalLinearOperator"

@@ -117,13 +117,14 @@ class KrylovAwareEstimator(SpectralEstimator):
         return LEAST_PRODUCTS + 2 * state.num_rhs
 
     def compute(self, state, k):
+        return self.space(state, k).compute(state, k)
+
+    def space(self, state: SpectralState, k: int) -> "KrylovSpace":
+        """The Krylov space, from at most k products."""
         q = state.num_rhs
         m, steps = probes_and_steps(self.num_probes, k, best_probes(k), q)
         product, start = self._begin(state, m)
-        run = arnoldi(product, start, steps)
-        factor, R = arnoldi_factor(run, steps)
-        sums = krylov_sums(state, factor, R, steps, run.basis)
-        return _outcome(state, sums, run, steps)
+        return KrylovSpace(arnoldi(product, start, steps))
 
     def depth(self, state, meter):
         if not state.has_bracket:
@@ -195,6 +196,19 @@ class KrylovAwareEstimator(SpectralEstimator):
             unit = lengths[None, :].astype(start.dtype)
             start = side_by_side(state.rhs / unit, start)
         return ft.partial(apply_block, stored(state.operator)), start
+
+
+class KrylovSpace(SpectralEstimator):
+    """The same estimates, from a Krylov space in memory and without a product."""
+
+    run: Arnoldi
+    gives_brackets: ClassVar[bool] = True
+
+    def compute(self, state, k):
+        steps = len(self.run.rows) // len(self.run.last_rows)
+        factor, R = arnoldi_factor(self.run, steps)
+        sums = krylov_sums(state, factor, R, steps, self.run.basis)
+        return _outcome(state, sums, self.run, steps)
 
 
 def best_probes(k: int) -> float:

@@ -1,0 +1,195 @@
+"""Estimated eigenvalue distributions, which answer questions without a product."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import lineax as lx
+from jaxtyping import Array, ArrayLike, Float, Inexact, Key, Real
+
+from ._arguments import (
+    check_budget,
+    check_real_scalar,
+    inexact,
+    known_number,
+    require,
+)
+from ._error_bar import add_known_error
+from ._estimate import Estimate
+from ._linalg.types import automatic
+from ._operators.check import jitted
+from ._operators.entries import readable_data
+from ._outcome import Outcome
+from ._spectral.base import SpectralEstimator
+from ._spectral.function import IDENTITY
+from ._spectral.krylov_aware import KrylovAwareEstimator, KrylovSpace
+from ._spectral.state import SpectralState, init_spectral_state
+from ._spectral_estimate import Options, estimate_function
+from ._state import DerivedState
+
+
+class SpectralDensity(eqx.Module):
+    """An estimated eigenvalue distribution: weights at points, with sum n.
+
+    **Attributes:**
+
+    - `points`: the real points that carry the weights.
+    - `weights`: the number of eigenvalues at each point. Leaving probes out can make
+        single weights slightly negative, but not sums of many.
+
+    From [`traceax.KrylovAwareEstimator`][] it also keeps the Krylov space, `n k`
+    numbers, for `trace` and `count`.
+    """
+
+    points: Float[Array, " p"]
+    weights: Float[Array, " p"]
+    _source: "_Source | None" = None
+
+    def integrate(self, fn: Callable[[Array], Array]) -> Inexact[Array, ""]:
+        """The sum of an elementwise function over the eigenvalues, without an error."""
+        return jnp.sum(self.weights * fn(self.points))
+
+    def trace(
+        self,
+        fn: Callable[[Float[Array, ""]], Any],
+        *,
+        lower: ArrayLike | None = None,
+        monotone: bool = False,
+        throw: bool = True,
+    ) -> Estimate:
+        """`tr fn(A)` without a product, as from [`traceax.trace_function`][].
+
+        Estimate and derivatives equal `traceax.trace_function(key, fn, operator, k)` up
+        to rounding, and arguments are the same. It takes O(n k + k^3) time.
+
+        **Raises:** `TypeError` if the density didn't keep a Krylov space.
+        """
+        return self._ask("trace", fn, lower, monotone, throw)
+
+    def count(
+        self, lower: Real[ArrayLike, "*s"], upper: Real[ArrayLike, "*s"]
+    ) -> Estimate:
+        """The number of eigenvalues from `lower` to `upper`, without a product.
+
+        Both may be infinite, or arrays, which broadcast to the value's shape. An end of
+        the interval splits the point next to it, so the error bar includes half of that
+        point's weight. **Raises:** as `trace`.
+        """
+        low, high = jnp.broadcast_arrays(inexact(lower), inexact(upper))
+
+        def is_inside(x):
+            x = x.astype(low.dtype)
+            return jnp.where((low <= x) & (x <= high), 1.0, 0.0)
+
+        return self._ask("count", is_inside, change=jtu.Partial(_count, (low, high)))
+
+    def _ask(self, name, fn, lower=None, monotone=False, throw=True, change=None):
+        where = f"traceax.SpectralDensity.{name}"
+        if self._source is None:
+            raise TypeError(
+                f"{where}: the density must have a Krylov space, got none; make it by "
+                "traceax.spectral_density with a KrylovAwareEstimator, or use integrate."
+            )
+        source, options = self._source, Options(throw=throw)
+        problem = source.key, fn, source.operator, source.k, source.estimator
+        return estimate_function(where, *problem, options, lower, monotone, change)
+
+    def density(
+        self, at: Real[ArrayLike, "..."], width: ArrayLike
+    ) -> Float[Array, "..."]:
+        """Eigenvalues per unit, with points smoothed to normal densities of `width`."""
+        where = "traceax.SpectralDensity.density"
+        hint = "it is the standard deviation that smooths each point"
+        check_real_scalar(width, "width", where, hint)
+        known = known_number(width)
+        is_valid = known is None or known > 0
+        require(is_valid, where, "width must be positive", f"{width}", hint)
+        width = inexact(width)
+
+        def at_point(point):
+            z = (point.astype(self.points.dtype) - self.points) / width
+            return jnp.sum(self.weights * jnp.exp(-(z**2) / 2))
+
+        heights = jnp.vectorize(at_point)(inexact(at))
+        return heights / (width * math.sqrt(2 * math.pi))
+
+
+def spectral_density(
+    key: Key[Array, ""],
+    operator: lx.AbstractLinearOperator,
+    k: int,
+    estimator: SpectralEstimator | None = None,
+    *,
+    throw: bool = True,
+) -> SpectralDensity:
+    """Estimates the eigenvalue distribution of a symmetric or Hermitian operator.
+
+    ```python
+    spectrum = traceax.spectral_density(key, operator, 100)
+    small = spectrum.count(0, 1e-3)  # how many eigenvalues are at most 1e-3
+    energy = spectrum.trace(lambda x: x * jnp.exp(-x))  # no further product
+    ```
+
+    Arguments are as for [`traceax.trace_function`][]. Points and weights have no
+    derivative, but the answers of `trace` have: differentiate a function that calls
+    `spectral_density` and `trace`.
+    """
+    where = "traceax.spectral_density"
+    source, options = None, Options(throw=throw)
+    if estimator is None or isinstance(estimator, KrylovAwareEstimator):
+        state = init_spectral_state(where, key, operator, IDENTITY, None)
+        k, data = check_budget(k, where), readable_data(operator)
+        operator = operator if data is None else data
+        state = eqx.tree_at(lambda x: x.operator, state, operator)
+        if k >= state.space.size:
+            matrix = operator.as_matrix()
+            tags = lx.positive_semidefinite_tag if state.space.is_positive else ()
+            operator = lx.MatrixLinearOperator(matrix, tags)
+        else:
+            run = _krylov_space if data is None else _jitted
+            estimator = run(estimator or KrylovAwareEstimator(), state, k)
+        source = _Source(key, operator, k, estimator)
+    estimate = estimate_function(where, key, IDENTITY, operator, k, estimator, options)
+    stats = jax.lax.stop_gradient(estimate.stats)
+    return SpectralDensity(stats["ritz_values"], stats["ritz_weights"], source)
+
+
+class _Source(eqx.Module):
+    """The problem behind a density, and its Krylov space for an estimator."""
+
+    key: Key[Array, ""]
+    operator: lx.AbstractLinearOperator
+    k: int = eqx.field(static=True)
+    estimator: SpectralEstimator | None
+
+
+@automatic
+def _krylov_space(
+    estimator: KrylovAwareEstimator, state: SpectralState, k: int
+) -> KrylovSpace:
+    arrays, static = eqx.partition((estimator, state), eqx.is_array)
+    estimator, state = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    return estimator.space(state, k)
+
+
+_jitted = jitted(_krylov_space)
+
+
+def _count(
+    ends: tuple[Float[Array, "*s"], ...], total: Outcome
+) -> tuple[Outcome, DerivedState]:
+    """The outcome with half of the weights next to both ends in its error bar."""
+    points, weights = total.stats["ritz_values"], total.stats["ritz_weights"]
+
+    @jnp.vectorize
+    def half_weight(end):
+        nearest = jnp.argmin(jnp.abs(points - end.astype(points.dtype)))
+        return jnp.where(jnp.isfinite(end), jnp.abs(weights[nearest]) / 2, 0)
+
+    error = half_weight(ends[0]) + half_weight(ends[1])
+    bars = [add_known_error(bar, error) for bar in total.bars]
+    return total._replace(bars=bars), DerivedState("traceax.SpectralDensity.count")

@@ -1,0 +1,103 @@
+"""A density answers further questions from its Krylov space."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import lineax as lx
+import numpy as np
+import pytest
+from problems import as_array, as_operator
+from spectral_helpers import eps, to_double
+
+import traceax as tx
+
+N, K = 60, 24
+
+
+def _functions(x):
+    many = jnp.exp(-x) * jnp.arange(1.0, 4.0)
+    return {"array": many, "log": jnp.log(x + 0.1), "root": jnp.sqrt(jnp.abs(x))}
+
+
+def _matrix():
+    # Away from 0, where the root has no derivative.
+    eigenvalues = np.linspace(0.3, 3, N) ** 2
+    Q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(N, N)))
+    return as_array(Q * eigenvalues @ Q.T)
+
+
+def _answers(estimate):
+    return estimate.value, estimate.standard_error, estimate.confidence_interval()
+
+
+@pytest.mark.x64
+@pytest.mark.parametrize("k", [K, N])
+def test_answers_equal_a_fresh_run(k):
+    def operator(a):
+        return lx.MatrixLinearOperator(a, lx.positive_semidefinite_tag)
+
+    def fresh(key, a):
+        return tx.trace_function(key, _functions, operator(a), k)
+
+    def kept(key, a):
+        return tx.spectral_density(key, operator(a), k).trace(_functions)
+
+    def all_of(run):
+        def values(a, key):
+            estimate = run(key, a)
+            total = sum(map(jnp.sum, jax.tree.leaves(estimate.value)))
+            return total, _answers(estimate)
+
+        program = jax.value_and_grad(values, has_aux=True)
+        keys = jr.split(jr.key(0), 2)
+        arrays = jax.tree.leaves(jax.jit(jax.vmap(program, (None, 0)))(_matrix(), keys))
+        return map(to_double, arrays)
+
+    # XLA rounds both programs differently.
+    for x, y in zip(all_of(fresh), all_of(kept), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * np.max(np.abs(y)))
+
+
+def test_questions_take_no_product():
+    a, calls = _matrix(), []
+
+    def product(v):
+        jax.debug.callback(lambda: calls.append(1))
+        return a @ v
+
+    operator = as_operator(a)
+    operator = lx.FunctionLinearOperator(
+        product, operator.in_structure(), lx.symmetric_tag
+    )
+    spectrum = eqx.filter_jit(tx.spectral_density)(jr.key(0), operator, K)
+    jax.effects_barrier()
+    before = len(calls)
+    assert before > 0
+    estimate = spectrum.trace(jnp.exp)
+    assert estimate.stats["num_matvecs"] == K
+    jax.block_until_ready(spectrum.count(0, 1))
+    jax.effects_barrier()
+    assert len(calls) == before
+
+
+def test_counts_cover_the_truth():
+    # A gap, the middle of a band, and the whole.
+    eigenvalues = np.r_[np.linspace(0, 1, 40), np.linspace(2, 3, 20)]
+    rng = np.random.default_rng(1)
+    Q, _ = np.linalg.qr(rng.normal(size=(N, N)))
+    operator = as_operator(Q * eigenvalues @ Q.T)
+    lower, upper = jnp.array([1.5, -jnp.inf, -5.0]), jnp.array([jnp.inf, 0.51, 5.0])
+    truths = [20, np.sum(eigenvalues <= 0.51), N]
+
+    @jax.jit
+    @jax.vmap
+    def intervals(key):
+        estimate = tx.spectral_density(key, operator, 20).count(lower, upper)
+        return *estimate.confidence_interval(), estimate.standard_error
+
+    low, high, errors = map(to_double, intervals(jr.split(jr.key(2), 100)))
+    slack = 1e3 * eps() * N
+    covered = (low - slack <= truths) & (truths <= high + slack)
+    assert np.all(np.mean(covered, axis=0) >= 0.93)
+    assert np.all(np.mean(errors, axis=0)[:2] < [5, 20])
