@@ -121,7 +121,9 @@ def main(path):
         if step == CHECKPOINTS[-1]:
             last_leaves = by_layer, exact
 
-    print(f"At step 0, {contained} of {KEYS} keys give an interval with the exact trace.")
+    print(
+        f"At step 0, {contained} of {KEYS} keys give an interval with the exact trace."
+    )
 
     by_layer, exact = last_leaves
     paths = jax.tree_util.tree_leaves_with_path(by_layer.value)
