@@ -24,7 +24,7 @@ SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
 OPTIONAL = re.compile(
     r"^(?:import|from) (asdex|celerite2|cuthbert|dynamax|flax|folx|furax|gaussx|gpjax"
     r"|jax_healpy|matfree|netket|nifty|numpyro|openfermion|optax|optimistix|ott|phonopy|pyamg"
-    r"|pyscf|quspin|qutip|s2fft|skfem|tinygp)\b",
+    r"|pyscf|quspin|qutip|s2fft|skfem|statsmodels|tinygp)\b",
     re.MULTILINE,
 )
 # All others mix dtypes and ranks.
