@@ -37,7 +37,7 @@ METHODS = {
     "Cholesky": {},  # SciPy's, in 64 bits
 }
 CORE, EVALUATIONS, RUNS = "0", 60, 3
-EXACT = 4000  # up to this many points our answers are exact, and need no pivots
+EXACT = 6000  # up to this many points our answers are exact, and need no pivots
 
 
 def smooth(n):

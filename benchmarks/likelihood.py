@@ -20,7 +20,7 @@ fixed pivots. Times are medians of interleaved runs in one process.
 The data are real, standardised, or drawn from the prior. Our fit runs L-BFGS three times for 30
 steps, and each run chooses its own pivots. We omit k, so each evaluation takes the steps that it
 needs. The excess loss is the exact loss where our fit ends, minus the loss after 90 steps with
-Cholesky. The table also shows the evaluations and times of both fits. Up to 4,000 points our
+Cholesky. The table also shows the evaluations and times of both fits. Up to 6,000 points our
 likelihoods are exact, unless you write `estimated`. Names after `fits` select data. Real data
 come from packages, and no extra of this library contains vega_datasets (`pip install
 vega_datasets==0.9.0`).
