@@ -305,8 +305,9 @@ def _width_of(product: Callable[[Array], Array], block: Inexact[Array, "n k"]) -
     n, width = len(block), columns_at_once(len(block))
     if not on_cpu():
         return width
-    column = jax.ShapeDtypeStruct((n,), block.dtype)
-    longest, has_convolution = activations(jax.make_jaxpr(product)(column).jaxpr)
+    # In `jax.shard_map` the type of a column varies, so we trace with one.
+    traced = jax.make_jaxpr(product)(block.T[0])
+    longest, has_convolution = activations(traced.jaxpr)
     if has_convolution:
         return max(1, _MOST_ACTIVATIONS // longest)
     return min(width, max(1, _ACTIVATIONS // longest)) if longest > n else width
