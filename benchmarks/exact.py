@@ -5,8 +5,8 @@
     python benchmarks/exact.py lines
 
 The first table times the log likelihood and its gradient in a length scale and the noise, in 32
-and in 64 bits. It compares our exact answer, which you get up to 4,000 or 6,000 points if you omit k,
-with code written by hand with `jnp.linalg.cholesky` and `jax.value_and_grad`, and with an
+and in 64 bits. It compares our exact answer, which you get up to 4,000 or 6,000 points if you omit
+k, with code written by hand with `jnp.linalg.cholesky` and `jax.value_and_grad`, and with an
 estimate that holds columns from `choose_pivots`. Times are medians of interleaved runs in one
 process. Compile times are CPU seconds for the second compilation in a process. Memory is for XLA's
 temporaries, and its unit is one n x n matrix.

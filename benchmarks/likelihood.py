@@ -36,8 +36,8 @@ is a Cholesky factorisation in 64 bits.
 
 `distances` measures the CPU time of kernels that add coordinates by `jnp.sum` and by a loop.
 `tiles` measures the CPU time of a kernel matrix, of products, and of their gradients, for tiles of
-different lengths. `neighbours` moves one log parameter in 20 steps of 1e-5, and prints how far the likelihoods lie
-from a straight line, in 32 bits.
+different lengths. `neighbours` moves one log parameter in 20 steps of 1e-5, and prints how far the
+likelihoods lie from a straight line, in 32 bits.
 
 `stored` measures the CPU time of a log-determinant from 60 products, and its program's memory,
 with a stored kernel matrix and without. We chose the largest matrix that the library stores from

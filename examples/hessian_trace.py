@@ -2,9 +2,9 @@
 
 A network with 1,482 parameters learns to read scikit-learn's digits. At five checkpoints we
 estimate the trace of its loss Hessian from 120 products, in two ways: with probes of the whole
-network, and leaf by leaf, with probes on one leaf at a time. We print estimates with their 95 % intervals next
-to exact traces, which take one product per parameter, and count how many of 40 keys give an interval
-that contains the exact trace.
+network, and leaf by leaf, with probes on one leaf at a time. We print estimates with their 95 %
+intervals next to exact traces, which take one product per parameter, and count how many of 40 keys
+give an interval that contains the exact trace.
 
     python examples/hessian_trace.py [figure.png]
 """

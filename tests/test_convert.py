@@ -238,6 +238,8 @@ def test_large_integers_as_arguments():
         assert_near(state.trace, BIG)
         assert tx.trace(key, diagonal, 9, atol=big).result == tx.RESULTS.successful
         density = tx.SpectralDensity(jnp.asarray(d), jnp.ones(3))
+        whole = tx.spectral_density(key, diagonal, 9)
+        assert_near(whole.count(-big, big).value, 3.0)
         assert_near(density.density(0, big), 3 / (BIG * np.sqrt(2 * np.pi)))
     _, slope = tx.jvp(lambda s: tx.trace(key, s * diagonal, 9), (1.0,), (big,))
     assert_near(slope.value, 7 * BIG)

@@ -1,6 +1,5 @@
 """Code in the documentation runs, and its links have targets."""
 
-import functools as ft
 import hashlib
 import importlib.util
 import math
@@ -77,8 +76,8 @@ def _is_same(printed, shown, tolerance):
     decimals = len(shown.partition(".")[2])
     unit = max(0.02, 1.01 * 10.0**-decimals if decimals else 0)
     try:
-        near = ft.partial(math.isclose, rel_tol=tolerance, abs_tol=unit)
-        return near(float(printed), float(shown))
+        numbers = float(printed), float(shown)
+        return math.isclose(*numbers, rel_tol=tolerance, abs_tol=unit)
     except ValueError:
         return printed == shown
 

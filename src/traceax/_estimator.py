@@ -29,7 +29,7 @@ from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from ._error_bar import ErrorBar
 from ._estimate import Estimate, raise_failure
-from ._linalg.types import automatic, same_layouts
+from ._linalg.types import automatic, same_layouts, without_derivatives
 from ._operators.check import as_data, is_nonlinear, jitted
 from ._operators.entries import unit_columns
 from ._operators.inverse import DiagonalErrors, diagonal_errors
@@ -170,8 +170,7 @@ def _outcome(plan: Plan, state: State, plain: bool) -> Outcome:
     With `plain`, JAX differentiates `_run` without our rule. On a mesh with explicit
     axes the compiler finds layouts, and every device has the result.
     """
-    arrays, static = eqx.partition(plan, eqx.is_array)
-    plan = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    plan = without_derivatives(plan)
     if plain:
         return _run(plan, state)[0]
     x64 = jax.config.jax_enable_x64  # pyright: ignore

@@ -22,6 +22,7 @@ from ._arguments import (
     without_numpy,
 )
 from ._linalg.pivoted_cholesky import Pivots, choose, spread
+from ._linalg.types import without_derivatives
 from ._linalg.whitening import Preconditioner, Whitening, scale_only, whiten
 from ._operators.check import as_data, checked_operator, jitted, shift_of
 from ._operators.entries import columns_of, diagonal_of, has_known_entries
@@ -235,8 +236,7 @@ def _spread(key, operator, noise: Float[Array, "*n"], pivots: Pivots, number: in
 def _scaled(operator, noise: Float[Array, "*n"]):
     """Columns and the diagonal of `N^-1/2 K N^-1/2`, without derivatives."""
     noise = jnp.broadcast_to(noise, space_of(operator).size)
-    arrays, static = eqx.partition((operator, noise), eqx.is_array)
-    operator, noise = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    operator, noise = without_derivatives((operator, noise))
     scale = jax.lax.rsqrt(noise)
 
     def columns(indices):

@@ -21,7 +21,7 @@ from ._error_bar import ErrorBar, add_known_error, exact_bar
 from ._estimate import Estimate
 from ._estimator import outcome_of
 from ._exact.cholesky import BY_CHOLESKY, is_small
-from ._linalg.types import automatic
+from ._linalg.types import automatic, without_derivatives
 from ._linalg.whitening import Preconditioner, Unscaled, scale_only
 from ._operators.check import checked_operator, is_data, jitted
 from ._operators.entries import diagonal_of, has_known_entries, readable_data
@@ -147,8 +147,7 @@ def _pose(
     block = jax.ShapeDtypeStruct((n, 1), space.compute_dtype)
     fixed = P
     if eqx.filter_eval_shape(P.drift, block) is not None:
-        arrays, static = eqx.partition(P, eqx.is_array)
-        fixed = eqx.combine(jax.lax.stop_gradient(arrays), static)
+        fixed = without_derivatives(P)
     y, rhs = rhs, None if rhs is None else fixed.apply(rhs)
     lower = P.lower
     if lower is not None:

@@ -20,7 +20,7 @@ from ._arguments import (
 )
 from ._error_bar import add_known_error
 from ._estimate import Estimate
-from ._linalg.types import automatic
+from ._linalg.types import automatic, without_derivatives
 from ._operators.check import jitted
 from ._operators.entries import readable_data
 from ._outcome import Outcome
@@ -130,7 +130,7 @@ def spectral_density(
 
     ```python
     spectrum = traceax.spectral_density(key, operator, 100)
-    small = spectrum.count(0, 1e-3)  # how many eigenvalues are at most 1e-3
+    small = spectrum.count(0, 1e-3)  # eigenvalues from 0 to 1e-3
     energy = spectrum.trace(lambda x: x * jnp.exp(-x))  # no further product
     ```
 
@@ -171,8 +171,7 @@ class _Source(eqx.Module):
 def _krylov_space(
     estimator: KrylovAwareEstimator, state: SpectralState, k: int
 ) -> KrylovSpace:
-    arrays, static = eqx.partition((estimator, state), eqx.is_array)
-    estimator, state = eqx.combine(jax.lax.stop_gradient(arrays), static)
+    estimator, state = without_derivatives((estimator, state))
     return estimator.space(state, k)
 
 

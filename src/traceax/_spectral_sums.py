@@ -12,12 +12,7 @@ import lineax as lx
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from ._arguments import (
-    check_real_scalar,
-    known_minimum,
-    known_number,
-    require,
-)
+from ._arguments import check_real_scalar, known_minimum, known_number, require
 from ._estimate import Estimate
 from ._exact.structure import STRUCTURES
 from ._likelihood import Given, preconditioned_logdet

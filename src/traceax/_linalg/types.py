@@ -21,6 +21,12 @@ Carry = TypeVar("Carry")
 T = TypeVar("T")
 
 
+def without_derivatives(tree: T) -> T:
+    """The same tree, with arrays that have no derivative."""
+    arrays, static = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(jax.lax.stop_gradient(arrays), static)
+
+
 def is_explicit(x: PyTree[Any]) -> bool:
     """Whether an array's type has a layout, on a mesh with explicit axes."""
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types

@@ -253,12 +253,10 @@ def matrix_of(operator: lx.AbstractLinearOperator) -> Inexact[Array, "n n"]:
 
     # We add diagonals in place: a second matrix in memory takes longer to make.
     kinds = lx.IdentityLinearOperator | lx.DiagonalLinearOperator
-    first, *others = sorted(
-        terms(operator), key=lambda x: isinstance(x.operator, kinds)
-    )
-    full = [x for x in others if not isinstance(x.operator, kinds)]
-    matrix = _sum(operator, [first, *full], read, "columns", len(indices))
-    diagonals = others[len(full) :]
+    diagonals = [x for x in terms(operator) if isinstance(x.operator, kinds)]
+    full = [x for x in terms(operator) if not isinstance(x.operator, kinds)]
+    full = full or [diagonals.pop(0)]
+    matrix = _sum(operator, full, read, "columns", len(indices))
     if not diagonals:
         return matrix
     added = _sum(operator, diagonals, diagonal_entries, "diagonal_entries")

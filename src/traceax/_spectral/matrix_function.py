@@ -35,7 +35,7 @@ from .._linalg.dense import (
     ratio,
 )
 from .._linalg.krylov import RitzPairs, arnoldi, lanczos
-from .._linalg.types import automatic
+from .._linalg.types import automatic, without_derivatives
 from .._operators import space as spaces
 from .._operators.check import as_data, checked_operator
 from .._operators.solvers import Truncated, Truncation, solver_tolerance
@@ -221,8 +221,7 @@ class MatrixFunctionLinearOperator(spaces.Dense, Truncated):
         `d q / (1 - q)`. We allow for twice this error, at most `d / (1 - q)`. One step
         shows no change, so its error is unknown.
         """
-        arrays, static = eqx.partition(self, eqx.is_array)
-        op = eqx.combine(jax.lax.stop_gradient(arrays), static)
+        op = without_derivatives(self)
         space, most = space_of(op.operator), self.num_steps
         signs = hashed_signs(_TESTS, space.size, space.compute_dtype, 0).T
         krylov = lanczos(ft.partial(apply_block, op.operator), signs, most)
