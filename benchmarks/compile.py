@@ -3,7 +3,6 @@
     taskset -c 1 python benchmarks/compile.py         # the tables of docs/performance.md
     python benchmarks/compile.py logdet default       # these rows alone
     python benchmarks/compile.py readme import        # README's blocks, and imports
-    python benchmarks/compile.py emitters             # without XLA's fusion emitters
 
 Each number is the smallest from two fresh processes, in 32 bits and without a compilation
 cache. In each process we compile the peer first, then the row's program.
@@ -266,26 +265,6 @@ def cost(build):
     return end - start, end - middle, lines
 
 
-def emitters(name):
-    """CPU seconds to compile and to run, with XLA's fusion emitters and without."""
-    import jax
-
-    program, arguments = ROWS[name][1]()
-    key, seconds = jax.random.key(0), []
-    for options in (None, {"xla_cpu_use_fusion_emitters": False}):
-        jitted = jax.jit(program, compiler_options=options)
-        start = time.process_time()
-        compiled = jitted.lower(arguments, key).compile()
-        seconds.append(time.process_time() - start)
-        runs = []
-        for _ in range(4):
-            start = time.process_time()
-            jax.block_until_ready(compiled(arguments, key))
-            runs.append(time.process_time() - start)
-        seconds.append(min(runs))
-    return seconds
-
-
 def readme():
     """CPU seconds for README's blocks in one process. Each block compiles and runs."""
     text = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
@@ -330,12 +309,7 @@ def main():
     arguments = parser.parse_args()
     if arguments.serve:
         job, *values = arguments.serve
-        numbers = {
-            "readme": readme,
-            "import": imports,
-            "program": programs,
-            "emitters": emitters,
-        }
+        numbers = {"readme": readme, "import": imports, "program": programs}
         print(json.dumps(numbers[job](*values)))
         return
     rows = [x for x in arguments.rows if x in ROWS]
@@ -351,19 +325,10 @@ def main():
         cells = text, f"{seconds:.2f}", f"{xla_seconds:.2f}", f"{lines:,}"
         cells += peer, f"{peer_seconds:.2f}", f"{seconds / peer_seconds:.2f}"
         print("| " + " | ".join(cells) + " |", flush=True)
-    if "emitters" in arguments.rows:
-        print(
-            "| program | compile (s) | without emitters | run (s) | without emitters |"
-        )
-        print("|---|---|---|---|---|")
-        for name in ("logdet", "whole", "likelihood", "default", "xnystrace"):
-            first, run, first_without, run_without = least("emitters", name)
-            cells = f"{first:.2f} | {first_without:.2f} | {run:.3f} | {run_without:.3f}"
-            print(f"| {ROWS[name][0]} | {cells} |", flush=True)
     if "readme" in arguments.rows:
         seconds = ", ".join(f"{x:.1f}" for x in least("readme"))
         print(
-            f"\nREADME's likelihood, divergence and Hessian, compiled and run: {seconds} s"
+            f"\nREADME's divergence, likelihood and Hessian, compiled and run: {seconds} s"
         )
     if "import" in arguments.rows:
         ours, lineax = (
