@@ -101,3 +101,16 @@ def test_counts_cover_the_truth():
     covered = (low - slack <= truths) & (truths <= high + slack)
     assert np.all(np.mean(covered, axis=0) >= 0.93)
     assert np.all(np.mean(errors, axis=0)[:2] < [5, 20])
+
+
+def test_exact_counts_know_what_rounding_may_move():
+    # A Laplacian's smallest eigenvalue is 0 up to rounding.
+    L = 2 * np.eye(N) - np.eye(N, k=1) - np.eye(N, k=-1)
+    L[0, 0] = L[-1, -1] = 1
+    spectrum = tx.spectral_density(jr.key(0), as_operator(L), N)
+    count = spectrum.count(jnp.array([0.0, 0.55]), jnp.array([1.1, 5.0]))
+    truths = np.linalg.eigvalsh(L)
+    truths = np.array([np.sum(truths < 1.1), np.sum(truths > 0.55)])
+    errors = np.abs(to_double(count.value) - truths)
+    assert np.all(errors <= to_double(count.standard_error))
+    np.testing.assert_array_equal(count.standard_error, [1, 0])

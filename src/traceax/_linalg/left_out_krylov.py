@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from .dense import divisor, frobenius, leading, matmul, squares, svd
+from .dense import column_dots, divisor, frobenius, leading, matmul, squares, svd
+from .krylov import Projected, ritz_pairs
 from .leave_one_out import PairedSamples
 from .types import fori_loop
 
@@ -132,6 +133,41 @@ def coupling_of_fewer(
         return Y, _unit_remainders(Y, probe[None])[0], _complement_dimension(Y, n)
 
     return _coupling(*jax.vmap(shorten)(spaces, omega.T[width - len(spaces) :]))
+
+
+class ShorterRule(NamedTuple):
+    """Points and weights of a space with one step less, and weights for all steps."""
+
+    weights: Float[Array, " k"]
+    points: Float[Array, " k"]
+    earlier_weights: Float[Array, " k"]
+
+
+def shorter_rules(
+    projected: Projected,
+    left_out: LeftOut,
+    pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
+    n: int,
+    steps: int | Int[Array, ""],
+) -> list[ShorterRule]:
+    """Rules for the last two steps, or fewer. One probe or step has none.
+
+    Let `T_j` be T after j steps, and `C_j` the matrix from `coupling_of_fewer`. For
+    step s, weights give traces with `C_(s-1)`, for functions of `T_s` and `T_(s-1)`.
+    """
+    T, omega, _ = projected
+    k, m = omega.shape
+    rules = []
+    for steps_back in range(1, 1 if m == 1 else min(k // m, 3)):
+        depth = steps - steps_back
+        coupling = coupling_of_fewer(left_out, omega, n, depth)
+        earlier = ritz_pairs(T, m * depth)
+        weights, earlier_weights = (
+            jnp.real(column_dots(S, matmul(coupling, S))) for _, S in (pairs, earlier)
+        )
+        rules.append(ShorterRule(weights, earlier[0], earlier_weights))
+        pairs = earlier
+    return rules
 
 
 def _coupling(spaces, g, dimensions) -> Inexact[Array, "k k"]:

@@ -1,5 +1,7 @@
 """Checks of operators and their arguments, and the forms that algorithms work on."""
 
+import contextlib
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -258,20 +260,40 @@ def is_data(leaf: object) -> bool:
 
 
 def jitted(fn: Callable[P, T]) -> Callable[P, T]:
-    """`eqx.filter_jit`, with the concrete arrays' device as the default device."""
-    compiled = eqx.filter_jit(fn)
+    """`eqx.filter_jit`, with the concrete arrays' device as the default device.
+
+    JAX copies an argument that is a result as well, such as the operator in an
+    estimate's state. We return the argument itself.
+    """
+
+    @eqx.filter_jit
+    def compiled(*args: P.args, **kwargs: P.kwargs) -> Any:
+        leaves = jtu.tree_leaves((args, kwargs))
+        places = {id(x): _Argument(i) for i, x in enumerate(leaves) if eqx.is_array(x)}
+        return jtu.tree_map(lambda x: places.get(id(x), x), fn(*args, **kwargs))
 
     @ft.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        arrays = [x for x in jtu.tree_leaves(args) if isinstance(x, jax.Array)]
+        leaves = jtu.tree_leaves((args, kwargs))
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
         known = [x for x in arrays if not isinstance(x, jax.core.Tracer)]
         devices = [device for x in known if x.committed for device in x.devices()]
-        if not devices or (devices[0].platform == "cpu") == on_cpu():
-            return compiled(*args, **kwargs)
-        with jax.default_device(devices[0]):
-            return compiled(*args, **kwargs)
+        default = contextlib.nullcontext()
+        if devices and (devices[0].platform == "cpu") != on_cpu():
+            default = jax.default_device(devices[0])
+        with default:
+            results = compiled(*args, **kwargs)
+        return jtu.tree_map(
+            lambda x: jnp.asarray(leaves[x.index]) if isinstance(x, _Argument) else x,
+            results,
+        )
 
     return call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    index: int
 
 
 def is_nonlinear(operator: lx.AbstractLinearOperator) -> Bool[Array, ""]:

@@ -26,12 +26,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool, Float, Inexact, Int
 
-from .._linalg.dense import column_dots, divisor, matmul, power_of_two_scale, squares
-from .._linalg.krylov import Projected, ritz_pairs, smallest_extension
+from .._linalg.dense import divisor, matmul, power_of_two_scale, squares
+from .._linalg.krylov import ritz_pairs, smallest_extension
 from .._linalg.left_out_krylov import (
     LeftOut,
     Samples,
-    coupling_of_fewer,
+    ShorterRule,
     sample_weights,
     tested_weights,
 )
@@ -223,37 +223,31 @@ def sample_mean(samples: Inexact[Array, "*s r m"]) -> Inexact[Array, "*s"]:
 
 def quadrature_errors(
     function: SpectralFunction,
-    projected: Projected,
-    left_out: LeftOut,
-    pairs: tuple[Float[Array, " k"], Inexact[Array, "k k"]],
-    n: int,
+    rules: list[ShorterRule],
+    points: Float[Array, " k"],
     steps: int | Int[Array, ""],
 ) -> list[Float[Array, "..."]]:
     """Extrapolated truncation error of `tr f(A)` for every leaf.
 
-    Let `T_j` be T after j steps, and `C_j` the matrix from `coupling_of_fewer`. Step s
-    changed the sum by `b = |tr C_(s-1) (f(T_s) - f(T_(s-1)))|`, and step s - 1 by a. We
-    continue these as a geometric series. The result is from b to 2 b, because spaces
-    without a probe never quite stop changing. For one probe or step it is infinite.
+    Step s changed the sum by `b = |tr C_(s-1) (f(T_s) - f(T_(s-1)))|`, and step s - 1
+    by a. We continue these as a geometric series. The result is from b to 2 b, because
+    spaces without a probe never quite stop changing. Without rules it is infinite.
     """
-    T, omega, _ = projected
-    k, m = omega.shape
-    values, _ = pairs
-    if m == 1 or k == m:
-        return [jnp.full_like(f.real[..., 0], jnp.inf) for f in function(values)]
-    changes = []
-    for steps_back in range(1, min(k // m, 3)):
-        depth = steps - steps_back
-        coupling = coupling_of_fewer(left_out, omega, n, depth)
-        theta, S = ritz_pairs(T, m * depth)
+    if not rules:
+        return [jnp.full_like(f.real[..., 0], jnp.inf) for f in function(points)]
+    changes, low, high = [], points[0], points[-1]
+    for rule in rules:
         # We clip, or f could be undefined at a node after rounding.
-        earlier = jnp.clip(theta, values[0], values[-1]), S
-        leaf_sums = []
-        for theta, S in (pairs, earlier):
-            weights = jnp.real(column_dots(S, matmul(coupling, S)))
-            leaf_sums.append([weighted_sums(weights, f) for f in function(theta)])
+        earlier = jnp.clip(rule.points, low, high)
+        leaf_sums = [
+            [weighted_sums(weights, f) for f in function(x)]
+            for weights, x in (
+                (rule.weights, points),
+                (rule.earlier_weights, earlier),
+            )
+        ]
         changes.append([jnp.abs(x - y) for x, y in zip(*leaf_sums, strict=True)])
-        pairs = earlier
+        points = earlier
     if len(changes) == 1:
         return changes[0]
     return [

@@ -15,7 +15,6 @@ from .._linalg.dense import column_norms, combine, divisor, side_by_side
 from .._linalg.krylov import (
     Arnoldi,
     arnoldi,
-    arnoldi_factor,
     arnoldi_residual,
     arnoldi_start,
     arnoldi_step,
@@ -27,7 +26,7 @@ from .._outcome import Evidence, Outcome
 from .._samplers import NormalSampler, Sampler, check_sampler
 from .._tolerance import LEAST_PRODUCTS, Check, Depth, run_until, widened_for_loop
 from .base import SpectralEstimator, probes_and_steps, spectral_outcome
-from .krylov_sums import KrylovSums, krylov_sums
+from .krylov_sums import Decomposition, KrylovSums, decompose, krylov_sums
 from .stand_in import RitzStandIn, Truncated, bars_from_krylov
 from .state import SpectralState
 
@@ -124,7 +123,8 @@ class KrylovAwareEstimator(SpectralEstimator):
         q = state.num_rhs
         m, steps = probes_and_steps(self.num_probes, k, best_probes(k), q)
         product, start = self._begin(state, m)
-        return KrylovSpace(arnoldi(product, start, steps))
+        run = arnoldi(product, start, steps)
+        return KrylovSpace(run, decompose(run, state.space.size, q, steps))
 
     def depth(self, state, meter):
         if not state.has_bracket:
@@ -160,8 +160,9 @@ class KrylovAwareEstimator(SpectralEstimator):
         sizes = tuple(size for size in _STEP_SIZES if size < max_steps)
 
         def judge(run, count):
-            factor, R = arnoldi_factor(run, count)
-            sums = krylov_sums(state, factor, R, count, run.basis, sizes, most_left_out)
+            room = sizes, most_left_out
+            decomposition = decompose(run, state.space.size, q, count, *room)
+            sums = krylov_sums(state, decomposition, count, run.basis, sizes)
             if isinstance(stop, Depth):
                 return Check(sums.bars[0], sums, sums.ratio(stop, state.half))
             return Check(state.bar(sums.all_bars), sums)
@@ -202,12 +203,12 @@ class KrylovSpace(SpectralEstimator):
     """The same estimates, from a Krylov space in memory and without a product."""
 
     run: Arnoldi
+    decomposition: Decomposition
     gives_brackets: ClassVar[bool] = True
 
     def compute(self, state, k):
         steps = len(self.run.rows) // len(self.run.last_rows)
-        factor, R = arnoldi_factor(self.run, steps)
-        sums = krylov_sums(state, factor, R, steps, self.run.basis)
+        sums = krylov_sums(state, self.decomposition, steps, self.run.basis)
         return _outcome(state, sums, self.run, steps)
 
 

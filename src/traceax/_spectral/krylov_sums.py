@@ -9,13 +9,23 @@ from jaxtyping import Array, Float, Inexact, Int
 
 from .._error_bar import ErrorBar, add_known_error, leave_one_out_bar
 from .._linalg.dense import column_norms, inner, matmul, squares
-from .._linalg.krylov import block_lanczos, residual_norms, ritz_pairs
+from .._linalg.krylov import (
+    Arnoldi,
+    Projected,
+    arnoldi_factor,
+    block_lanczos,
+    residual_norms,
+    ritz_pairs,
+)
 from .._linalg.left_out_krylov import (
+    LeftOut,
     Samples,
+    ShorterRule,
     coupling_of,
     leave_probes_out,
     paired_samples,
     sample_weights,
+    shorter_rules,
 )
 from .._operators.entries import known_trace
 from .._results import RESULTS, per_entry
@@ -85,45 +95,88 @@ class KrylovSums(NamedTuple):
         return depth.ratio(*flat)
 
 
-def krylov_sums(
-    state: SpectralState,
-    factor: Inexact[Array, "k kw"],
-    R: Inexact[Array, "w w"],
+class Decomposition(NamedTuple):
+    """T on a Krylov space, and the spaces without a probe: the same for all functions.
+
+    - `values`, `S`: Ritz values before clipping, and coordinates of Ritz vectors.
+    - `weights`, `coupling`: the samples' weights of Ritz values, and `S^* C S`.
+    - `R`: the next block's coordinates.
+    - `rules`: for truncation errors without a bracket.
+    """
+
+    projected: Projected
+    R: Inexact[Array, "w w"]
+    values: Float[Array, " k"]
+    S: Inexact[Array, "k k"]
+    left_out: LeftOut
+    weights: Float[Array, "3 m k"]
+    coupling: Inexact[Array, "k k"]
+    rules: list[ShorterRule]
+
+
+def decompose(
+    run: Arnoldi,
+    n: int,
+    q: int,
     steps: int | Int[Array, ""],
-    basis: Inexact[Array, "n k"],
     step_sizes: tuple[int, ...] = (),
     most_left_out: int | None = None,
-) -> KrylovSums:
-    """`KrylovSums` after `steps`, which may be fewer than the factor has room for.
+) -> Decomposition:
+    """The decomposition after `steps`, which may be fewer than `run` has room for.
 
-    - `factor`, `R`, `basis`: from `arnoldi`, for w = q + m starting vectors: the
-        state's right-hand sides and the probes. Only preconditioners use the basis.
+    - `run`: from `arnoldi`, for w = q + m starting vectors: q right-hand sides and the
+        probes.
     - `step_sizes`: ascending step counts up to which we decompose smaller matrices.
     - `most_left_out`: the largest number of steps for spaces without a probe, by
         default all. Any space that doesn't depend on the probe gives unbiased samples.
     """
-    # We build the space, with and without each probe.
+    factor, R = arnoldi_factor(run, steps)
     projected = block_lanczos(factor)
-    T, omega, asymmetry = projected
-    n, width, q = state.space.size, omega.shape[1], state.num_rhs
-    m, sizes = width - q, tuple(width * size for size in step_sizes)
-    unclipped, S = ritz_pairs(T, width * steps, sizes)
-    cancelling = state.magnitude
-    theta, resolution, result = ritz_values(
-        unclipped, asymmetry, state.space, state.lower, cancelling, state.solvers
-    )
+    T, omega, _ = projected
+    width = omega.shape[1]
+    values, S = ritz_pairs(T, width * steps, _sizes(width, step_sizes))
     shallow, rows = steps, len(T)  # spaces without a probe use these coordinates
     if most_left_out is not None:
         shallow = jnp.minimum(steps, most_left_out)
         rows = min(width * most_left_out, rows)
     left_out = leave_probes_out(T[:rows, :rows], omega[:rows], n, shallow, q)
+    weights = sample_weights(left_out, S[:rows])
+    coupling = inner(S[:rows], matmul(coupling_of(left_out), S[:rows]))
+    rules = []
+    if most_left_out is None:
+        rules = shorter_rules(projected, left_out, (values, S), n, steps)
+    return Decomposition(projected, R, values, S, left_out, weights, coupling, rules)
+
+
+def _sizes(width: int, step_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(width * size for size in step_sizes)
+
+
+def krylov_sums(
+    state: SpectralState,
+    decomposition: Decomposition,
+    steps: int | Int[Array, ""],
+    basis: Inexact[Array, "n k"],
+    step_sizes: tuple[int, ...] = (),
+) -> KrylovSums:
+    """`KrylovSums` after `steps`, from `decompose` for the same steps and sizes.
+
+    Only preconditioners use the basis.
+    """
+    projected, R, unclipped, S, left_out, weights, coupling, rules = decomposition
+    T, omega, asymmetry = projected
+    n, width, q = state.space.size, omega.shape[1], state.num_rhs
+    m, sizes = width - q, _sizes(width, step_sizes)
+    cancelling = state.magnitude
+    theta, resolution, result = ritz_values(
+        unclipped, asymmetry, state.space, state.lower, cancelling, state.solvers
+    )
+    rows = left_out.tests.shape[-1]
     S_rows = S[:rows]
 
     # We compute samples, their control variates, and rounding errors.
     function = state.function.in_range(theta)
     leaves = function(theta)
-    weights = sample_weights(left_out, S_rows)
-    coupling = inner(S_rows, matmul(coupling_of(left_out), S_rows))
     weight = jnp.mean(weights[0], axis=0)
     rounding, decided = rounding_errors(
         function, theta, weight, resolution, state.lower
@@ -196,9 +249,7 @@ def krylov_sums(
         stats["bracket"] = tuple(ends)
         stats["bracket_is_proven"], stats["bottom"] = proven & positive, bottom
     else:
-        truncation_errors = quadrature_errors(
-            function, projected, left_out, (theta, S), n, steps
-        )
+        truncation_errors = quadrature_errors(function, rules, theta, steps)
         ends = outer_ends(function, theta, last, residuals, state)
         for end, j, (others, _) in zip(
             ends, (0, last), evaluate_at_bounds(at_end, *ends), strict=True
