@@ -1,6 +1,6 @@
 """Functions of eigenvalues that return arrays: time for 1 and 1,000 values, and coverage.
 
-    taskset -c 1 python benchmarks/array_functions.py            # docs/spectral-functions.md
+    taskset -c 1 python benchmarks/array_functions.py            # a table of benchmarks/spectral.md
     python benchmarks/array_functions.py coverage                # 95 % intervals, 100 keys
 
 The values are `log det(I - rho W)`, for the symmetric form of a row-normalised weight matrix

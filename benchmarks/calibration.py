@@ -1,6 +1,6 @@
 """Compare 95 % intervals and standard errors with true errors.
 
-    python benchmarks/calibration.py                          # the tables of docs/calibration.md
+    python benchmarks/calibration.py                     # the tables of benchmarks/calibration.md
     python benchmarks/calibration.py --n 300 --keys 500       # a quick look
     python benchmarks/calibration.py --markdown table.md --figure figure.svg
 

@@ -1,6 +1,6 @@
 """CPU seconds to trace, lower and compile, compared with other libraries and handwritten code.
 
-    taskset -c 1 python benchmarks/compile.py         # the tables of docs/performance.md
+    taskset -c 1 python benchmarks/compile.py         # the table of benchmarks/compile.md
     python benchmarks/compile.py logdet default       # these rows alone
     python benchmarks/compile.py readme import        # README's blocks, and imports
 

@@ -1,6 +1,6 @@
 """First calls, steps and errors of whole jobs, compared with handwritten JAX code.
 
-    taskset -c 1 python benchmarks/jobs.py       # the tables of docs/performance.md
+    taskset -c 1 python benchmarks/jobs.py       # the tables of benchmarks/jobs.md
     taskset -c 1 python benchmarks/jobs.py flow  # flow, score, pinn, hessian, layers, gp
 
 A job's implementations run in turn, in this one process. Times are medians of one thread's CPU

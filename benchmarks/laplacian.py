@@ -1,6 +1,6 @@
 """Exact Laplacians in a physics-informed loss: time, memory, error.
 
-    taskset -c 1 python benchmarks/laplacian.py         # the table of docs/performance.md
+    taskset -c 1 python benchmarks/laplacian.py         # the table of benchmarks/laplacian.md
     taskset -c 1 python benchmarks/laplacian.py 10 30   # for these n
 
 A step computes the loss gradient in a tanh network's parameters, over 64 points. The network

@@ -1,6 +1,6 @@
 """Time relative to the products, memory and accuracy, compared with other libraries.
 
-    python benchmarks/peers.py              # the table of docs/performance.md
+    python benchmarks/peers.py              # the table of benchmarks/peers.md
     python benchmarks/peers.py --peers no   # without other libraries, installs nothing
 
 We compare with traceax 1.0.2 by mancusolab, which has the same import name, and with matfree,
@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -257,17 +258,21 @@ class Library:
         return json.loads(stdout.readline())
 
 
-def environment(name):
+def environment(name, packages=None, folder=ROOT / ".benchmarks"):
     """The Python in a peer's virtual environment, which the first call creates."""
-    home = ROOT / ".benchmarks" / name
+    home = pathlib.Path(folder) / name
     python = home / "bin" / "python"
     if not python.exists():
+        if packages is None:
+            version = importlib.import_module("jax").__version__
+            packages = [PEERS[name], f"jax=={version}"]
         venv.create(home, with_pip=True)
-        version = importlib.import_module("jax").__version__
-        subprocess.run(
-            [python, "-m", "pip", "install", "-q", PEERS[name], f"jax=={version}"],
-            check=True,
-        )
+        command = [python, "-m", "pip", "install", "-q", *packages]
+        try:
+            subprocess.run(command, check=True)
+        except subprocess.CalledProcessError:
+            shutil.rmtree(home)
+            raise
     return str(python)
 
 

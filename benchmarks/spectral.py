@@ -1,6 +1,6 @@
 """Accuracy and time of spectral functions, compared with other methods.
 
-    python benchmarks/spectral.py                 # the tables of docs/spectral-functions.md
+    python benchmarks/spectral.py                 # the tables of benchmarks/spectral.md
     python benchmarks/spectral.py accuracy        # one table: accuracy, split, gradients or time
 
 We compare with plain stochastic Lanczos quadrature, at its best split into probes and steps;

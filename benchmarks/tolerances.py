@@ -1,7 +1,7 @@
 """Coverage and cost of estimates to a tolerance.
 
     python benchmarks/tolerances.py normal       # the stopping rule, for normal samples
-    python benchmarks/tolerances.py coverage     # the coverage table of docs/tolerances.md
+    python benchmarks/tolerances.py coverage     # a table of benchmarks/tolerances.md
     python benchmarks/tolerances.py overhead     # time compared with a fixed budget
     python benchmarks/tolerances.py loops        # compared with differentiating the loop
 

@@ -16,7 +16,8 @@ from mkdocs.structure.files import File
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 FIGURE = re.compile(r"<!-- figure: (\w+) -->")
 CONVERTER = LatexToMathML()
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+ROOT = pathlib.Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 def mathml(latex, *, block):
@@ -70,6 +71,13 @@ def on_page_markdown(markdown, page, config, files):
         image = f"![Figure from examples/{match[1]}.py]({up}figures/{name})"
         return image if name in drawn() else ""
 
+    if page.file.src_uri == "index.md":
+        # The home page is README.
+        markdown = (ROOT / "README.md").read_text().replace("](docs/", "](")
+        files_of_repository = r"\]\(([A-Z]+(?:\.\w+)?)\)"
+        markdown = re.sub(
+            files_of_repository, rf"]({config.repo_url}/blob/main/\1)", markdown
+        )
     markdown = markdown.replace("<!-- examples -->", "\n\n".join(examples()))
     return FIGURE.sub(figure, markdown)
 

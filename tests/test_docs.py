@@ -5,6 +5,8 @@ import importlib.util
 import math
 import pathlib
 import re
+import subprocess
+import sys
 import textwrap
 import tomllib
 
@@ -83,12 +85,9 @@ def _is_same(printed, shown, tolerance):
 
 
 @pytest.mark.skipif(is_x64(), reason="in the mode that readers have")
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_pages_show_the_printed_output(page, capsys):
-    namespace, pairs = (
-        {"__name__": "__main__"},
-        SHOWN.findall((ROOT / page).read_text()),
-    )
+def test_readme_shows_the_printed_output(capsys):
+    page = ROOT / "README.md"
+    namespace, pairs = {"__name__": "__main__"}, SHOWN.findall(page.read_text())
     assert len(pairs) == 3
     for code, shown in pairs:
         exec(compile(code, page, "exec"), namespace)
@@ -129,10 +128,16 @@ def test_blocks_are_found():
     assert sum(counts.values()) == fences
 
 
+def test_code_from_examples_is_up_to_date():
+    command = [sys.executable, str(ROOT / "docs/snippets.py"), "--check"]
+    subprocess.run(command, check=True)
+
+
 @ALL
 def test_links_and_snippets_exist(page):
     text = page.read_text()
-    assert len(SNIPPET.findall(text)) == text.count("{.python}\n")
+    snippets = len(SNIPPET.findall(text)) + text.count("<!-- code: ")
+    assert snippets == text.count("{.python}\n")
     for target in LINK.findall(text):
         assert (page.parent / target).exists(), target
     for path, section in SNIPPET.findall(text):
