@@ -1,6 +1,6 @@
 """Traces by leaf, with probes of the whole or with probes on one leaf at a time.
 
-    taskset -c 1 python benchmarks/leaf_blocks.py  # the table of docs/jobs/hessians.md
+    taskset -c 1 python benchmarks/leaf_blocks.py  # the table of benchmarks/leaf_blocks.md
 
 We measure networks at initialisation and after training. Times are medians of one thread's CPU
 time. Errors are root mean squares over 24 keys, relative to the exact values. For leaves, we

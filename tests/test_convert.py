@@ -334,6 +334,26 @@ def test_numpy_integers_as_sizes():
     assert abs(estimate.value + 34) < 5 * estimate.standard_error
 
 
+def test_a_real_dtype_with_complex_products_is_an_error():
+    diagonal = 1 + 1j * np.arange(1, 6)
+    operator = scipy.sparse.linalg.LinearOperator(
+        (5, 5), matvec=lambda v: diagonal * v, dtype=float_dtype()
+    )
+    with pytest.raises(Exception, match="products must be real"):
+        jax.block_until_ready(tx.trace(jr.key(0), tx.as_operator(operator), 5))
+
+
+def test_operators_with_a_batch_are_refused():
+    stack = Sizes(12)
+    stack.shape = 4, 12, 12
+    with pytest.raises(TypeError, match="x must be a dense or sparse matrix"):
+        tx.as_operator(stack)
+    if tuple(map(int, scipy.__version__.split(".")[:2])) >= (1, 18):
+        stack = scipy.sparse.linalg.aslinearoperator(np.ones((4, 5, 5)))
+        with pytest.raises(ValueError, match=r"no batch.*shape \(4, 5, 5\)"):
+            tx.as_operator(stack)
+
+
 class Evaluated:
     """A matrix whose call isn't a product, like quspin's `hamiltonian`."""
 

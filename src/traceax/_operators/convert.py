@@ -97,6 +97,8 @@ def _convert(x: Any, like: PyTree[Any]) -> lx.AbstractLinearOperator:
     is_matrix = isinstance(shape, tuple) and len(shape) == 2
     known = is_matrix and callable(getattr(x, "matvec", None))
     if is_a(x, *_SCIPY) or (known and (like is None or not callable(x))):
+        what, hint = "x must have no batch", "use jax.vmap over stacks of matrices"
+        require(is_matrix, _WHERE, what, f"an operator of shape {shape}", hint)
         return SciPyLinearOperator(x)
     # We refuse matrices that can be called, such as quspin's: a call need not multiply.
     valid = callable(x) and not isinstance(x, type) and not (is_matrix and like is None)
@@ -231,7 +233,13 @@ class SciPyLinearOperator(ByProducts):
                 products = self.operator.matmat(rows.T).T
             else:
                 products = [self.operator.matvec(row) for row in rows]
-            products = np.asarray(products, out.dtype)
+            products = np.asarray(products)
+            fits = np.iscomplexobj(products) <= np.issubdtype(
+                out.dtype, np.complexfloating
+            )
+            what, hint = "products must be real, as x.dtype is", "give x its true dtype"
+            require(fits, _WHERE, what, f"{products.dtype}", hint, TypeError)
+            products = products.astype(out.dtype)
             return products.reshape(*vectors.shape[:-1], *out.shape)
 
         @jax.custom_jvp
