@@ -41,8 +41,8 @@ class SpectralDensity(eqx.Module):
     - `weights`: the number of eigenvalues at each point. Leaving probes out can make
         single weights slightly negative, but not sums of many.
 
-    From [`traceax.KrylovAwareEstimator`][] it also keeps the Krylov space, `n k`
-    numbers, for `trace` and `count`.
+    From [`traceax.KrylovAwareEstimator`][] it also keeps the Krylov space for `trace`
+    and `count`: `n k + k^(5/2)` numbers.
     """
 
     points: Float[Array, " p"]
