@@ -402,6 +402,13 @@ class Weights:
         return np.diag([1.0, 2.0]), [0, 1]
 
 
+class Builder:
+    """A builder of Hamiltonians, as in quimb."""
+
+    def build_sparse_matrix(self):
+        return scipy.sparse.csr_array(np.diag([1.0, 2.0]))
+
+
 class Foreign:
     """A sparse array that NumPy can't convert, as in pydata's `sparse`."""
 
@@ -421,6 +428,7 @@ def test_the_conversion_that_an_error_names_works():
     jax_arrays = [(kind.fromdense(dense), "x.todense()") for kind in kinds]
     for x, advice in (
         (Foreign(), "x.to_scipy_sparse()"),
+        (Builder(), "x.build_sparse_matrix()"),
         (Weights(), "x.sparse"),
         *jax_arrays,
     ):

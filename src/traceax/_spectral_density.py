@@ -47,7 +47,7 @@ class SpectralDensity(eqx.Module):
 
     points: Float[Array, " p"]
     weights: Float[Array, " p"]
-    _source: "_Source | None" = None
+    _source: "_Source | None" = eqx.field(default=None, repr=False)
 
     def integrate(self, fn: Callable[[Array], Array]) -> Inexact[Array, ""]:
         """The sum of an elementwise function over the eigenvalues, without an error."""

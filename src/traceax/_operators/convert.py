@@ -23,7 +23,7 @@ _WHERE = "traceax.as_operator"
 _SCIPY = "scipy.sparse.linalg", "LinearOperator"
 _KINDS = "sparray", "spmatrix"
 # Methods that make a matrix, in pydata sparse, JAX, quspin and QuTiP, the best first.
-_TO_MATRIX = "to_scipy_sparse", "toarray", "todense", "full"
+_TO_MATRIX = "build_sparse_matrix", "to_scipy_sparse", "toarray", "todense", "full"
 
 
 def as_operator(
