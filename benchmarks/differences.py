@@ -1,4 +1,4 @@
-"""Numbers of other libraries that differ from dense algebra, for docs/coming-from.md.
+"""Numbers of other libraries that differ from dense algebra, for differences.md.
 
     python benchmarks/differences.py                  # every library that is installed
     python benchmarks/differences.py pylops matfree   # some of them
