@@ -235,18 +235,16 @@ def quadrature_errors(
     """
     if not rules:
         return [jnp.full_like(f.real[..., 0], jnp.inf) for f in function(points)]
+
+    def sums(weights, points):
+        return [weighted_sums(weights, f) for f in function(points)]
+
     changes, low, high = [], points[0], points[-1]
     for rule in rules:
         # We clip, or f could be undefined at a node after rounding.
         earlier = jnp.clip(rule.points, low, high)
-        leaf_sums = [
-            [weighted_sums(weights, f) for f in function(x)]
-            for weights, x in (
-                (rule.weights, points),
-                (rule.earlier_weights, earlier),
-            )
-        ]
-        changes.append([jnp.abs(x - y) for x, y in zip(*leaf_sums, strict=True)])
+        now, before = sums(rule.weights, points), sums(rule.earlier_weights, earlier)
+        changes.append([jnp.abs(x - y) for x, y in zip(now, before, strict=True)])
         points = earlier
     if len(changes) == 1:
         return changes[0]

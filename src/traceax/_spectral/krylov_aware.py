@@ -157,7 +157,7 @@ class KrylovAwareEstimator(SpectralEstimator):
             most_left_out = max(3, _VECTORS_LEFT_OUT // width)
         # With `sizes`, a check takes O(k^3) time for the steps taken so far, not for
         # `max_steps`.
-        sizes = tuple(size for size in _STEP_SIZES if size < max_steps)
+        sizes = tuple(width * size for size in _STEP_SIZES if size < max_steps)
 
         def judge(run, count):
             room = sizes, most_left_out

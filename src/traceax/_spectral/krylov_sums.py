@@ -119,14 +119,14 @@ def decompose(
     n: int,
     q: int,
     steps: int | Int[Array, ""],
-    step_sizes: tuple[int, ...] = (),
+    sizes: tuple[int, ...] = (),
     most_left_out: int | None = None,
 ) -> Decomposition:
     """The decomposition after `steps`, which may be fewer than `run` has room for.
 
     - `run`: from `arnoldi`, for w = q + m starting vectors: q right-hand sides and the
         probes.
-    - `step_sizes`: ascending step counts up to which we decompose smaller matrices.
+    - `sizes`: ascending. We decompose the smallest block that holds all steps.
     - `most_left_out`: the largest number of steps for spaces without a probe, by
         default all. Any space that doesn't depend on the probe gives unbiased samples.
     """
@@ -134,7 +134,7 @@ def decompose(
     projected = block_lanczos(factor)
     T, omega, _ = projected
     width = omega.shape[1]
-    values, S = ritz_pairs(T, width * steps, _sizes(width, step_sizes))
+    values, S = ritz_pairs(T, width * steps, sizes)
     shallow, rows = steps, len(T)  # spaces without a probe use these coordinates
     if most_left_out is not None:
         shallow = jnp.minimum(steps, most_left_out)
@@ -148,16 +148,12 @@ def decompose(
     return Decomposition(projected, R, values, S, left_out, weights, coupling, rules)
 
 
-def _sizes(width: int, step_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(width * size for size in step_sizes)
-
-
 def krylov_sums(
     state: SpectralState,
     decomposition: Decomposition,
     steps: int | Int[Array, ""],
     basis: Inexact[Array, "n k"],
-    step_sizes: tuple[int, ...] = (),
+    sizes: tuple[int, ...] = (),
 ) -> KrylovSums:
     """`KrylovSums` after `steps`, from `decompose` for the same steps and sizes.
 
@@ -166,8 +162,7 @@ def krylov_sums(
     projected, R, unclipped, S, left_out, weights, coupling, rules = decomposition
     T, omega, asymmetry = projected
     n, width, q = state.space.size, omega.shape[1], state.num_rhs
-    m, sizes = width - q, _sizes(width, step_sizes)
-    cancelling = state.magnitude
+    m, cancelling = width - q, state.magnitude
     theta, resolution, result = ritz_values(
         unclipped, asymmetry, state.space, state.lower, cancelling, state.solvers
     )
