@@ -7,6 +7,7 @@ python docs/snippets.py --check    # only asks whether pages are up to date
 import pathlib
 import re
 import sys
+import textwrap
 
 DOCS = pathlib.Path(__file__).parent
 CODE = re.compile(
@@ -19,7 +20,7 @@ def filled(match):
     _, _, rest = source.partition(f"# --8<-- [start:{match[3]}]\n")
     code, end, _ = rest.partition(f"# --8<-- [end:{match[3]}]")
     assert end, match[0]
-    return match[1] + code.strip() + "\n" + match[4]
+    return match[1] + textwrap.dedent(code).strip() + "\n" + match[4]
 
 
 if __name__ == "__main__":
