@@ -114,3 +114,63 @@ def test_exact_counts_know_what_rounding_may_move():
     errors = np.abs(to_double(count.value) - truths)
     assert np.all(errors <= to_double(count.standard_error))
     np.testing.assert_array_equal(count.standard_error, [1, 0])
+
+
+def test_a_density_passes_through_jit_and_answers_many_counts():
+    a = _matrix()
+    like = as_operator(a).in_structure()
+
+    @jax.jit
+    def density(a):
+        operator = lx.FunctionLinearOperator(lambda v: a @ v, like, lx.symmetric_tag)
+        return tx.spectral_density(jr.key(0), operator, 12)
+
+    @jax.jit
+    def counts(spectrum, middle):
+        first, second = spectrum.count(0, middle), spectrum.count(middle, jnp.inf)
+        return first.value + second.value
+
+    with pytest.raises(Exception, match=r"not finite|[Nn]a[Nn]"):
+        jax.block_until_ready(density(a).count(jnp.nan, 1.0))
+    for middle in (1.0, 2.0):
+        total = jax.vmap(counts, (None, 0))(density(a), jnp.full(2, middle))
+        np.testing.assert_allclose(to_double(total), N, rtol=1e3 * eps())
+    for end in (1j, True, "0"):
+        with pytest.raises(TypeError, match=r"count: ends must be real"):
+            density(a).count(end, 2)
+
+
+def test_exact_structures_and_numpy_arrays_stay():
+    eigenvalues = jnp.linspace(0.5, 5, N)
+    diagonal = tx.spectral_density(
+        jr.key(0), lx.DiagonalLinearOperator(eigenvalues), 10
+    )
+    truth, square = np.sum(to_double(eigenvalues) ** 2), diagonal.trace(jnp.square)
+    assert square.stats["num_matvecs"] == 0
+    assert abs(square.value - truth) <= 10 * square.standard_error
+    assert jnp.allclose(diagonal.integrate(jnp.square), truth)
+    a = np.array(_matrix())
+    spectrum = tx.spectral_density(
+        jr.key(0), lx.MatrixLinearOperator(a, lx.symmetric_tag), 20
+    )
+    before = spectrum.trace(jnp.exp).value
+    a += np.eye(N, dtype=a.dtype)
+    np.testing.assert_array_equal(spectrum.trace(jnp.exp).value, before)
+
+
+@pytest.mark.x64
+def test_counts_at_a_multiple_eigenvalue_cover_the_truth():
+    # The Hamming graph H(3, 4) has the eigenvalues 9, 5, 1 and -3.
+    complete = np.ones((4, 4)) - np.eye(4)
+    one, J = np.eye(4), complete
+    A = sum(np.kron(np.kron(*x[:2]), x[2]) for x in ((J, one, one), (one, J, one)))
+    operator = as_operator(A + np.kron(np.kron(one, one), J))
+
+    @jax.jit
+    @jax.vmap
+    def intervals(key):
+        count = tx.spectral_density(key, operator, 24).count(5, 5)
+        return count.confidence_interval()
+
+    low, high = map(to_double, intervals(jr.split(jr.key(0), 100)))
+    assert np.mean((low <= 9) & (high >= 9)) >= 0.93

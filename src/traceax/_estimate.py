@@ -92,7 +92,7 @@ _MOST_PRINTED = 8
 _SKIPPED = "traceax", "equinox", "jaxtyping", "beartype"
 
 
-class _Box(eqx.Module):
+class Box(eqx.Module):
     """A PyTree whose leaves are arrays only; every other leaf is part of its structure.
 
     Operators may hold functions and strings as leaves. In a box, `jax.jit` can return them
@@ -110,7 +110,7 @@ class _Box(eqx.Module):
 
     def __reduce__(self):
         # We pickle the tree, since a module's structure doesn't survive pickling.
-        return _Box, (self.unbox(),)
+        return Box, (self.unbox(),)
 
     def unbox(self) -> PyTree:
         arrays = iter(self.arrays)
@@ -165,9 +165,9 @@ class Estimate(eqx.Module):
     _standard_error: PyTree[Float[Array, "..."]]
     result: Any
     stats: dict[str, PyTree]
-    _state: _Box = eqx.field(repr=False)
+    _state: Box = eqx.field(repr=False)
     # An `Evidence` for the error bars of derivatives, or None.
-    _evidence: _Box = eqx.field(repr=False)
+    _evidence: Box = eqx.field(repr=False)
     # The estimator's name, and the number of products in an exact answer.
     _by: tuple[str, int | float] = eqx.field(static=True, repr=False)
 
@@ -201,8 +201,8 @@ class Estimate(eqx.Module):
         self._by = by
         self.result = result
         self.stats = stats
-        self._state = _Box(state)
-        self._evidence = _Box(evidence)
+        self._state = Box(state)
+        self._evidence = Box(evidence)
 
     @property
     def standard_error(self) -> Any:

@@ -19,8 +19,9 @@ from ._arguments import (
     require,
 )
 from ._error_bar import add_known_error
-from ._estimate import Estimate
-from ._linalg.types import automatic, without_derivatives
+from ._estimate import Box, Estimate
+from ._exact.structure import by_structure
+from ._linalg.types import automatic, owned, without_derivatives
 from ._operators.check import jitted
 from ._operators.entries import readable_data
 from ._outcome import Outcome
@@ -29,7 +30,7 @@ from ._spectral.function import HIDDEN, IDENTITY, SpectralFunction
 from ._spectral.krylov_aware import KrylovAwareEstimator, KrylovSpace
 from ._spectral.state import SpectralState, init_spectral_state
 from ._spectral_estimate import Options, estimate_function
-from ._state import DerivedState
+from ._state import DerivedState, StoredKey
 
 
 class SpectralDensity(eqx.Module):
@@ -47,7 +48,7 @@ class SpectralDensity(eqx.Module):
 
     points: Float[Array, " p"]
     weights: Float[Array, " p"]
-    _source: "_Source | None" = eqx.field(default=None, repr=False)
+    _source: Box | None = eqx.field(default=None, repr=False)  # of a `_Source`
 
     def integrate(self, fn: Callable[[Array], Array]) -> Inexact[Array, ""]:
         """The sum of an elementwise function over the eigenvalues, without an error."""
@@ -77,23 +78,31 @@ class SpectralDensity(eqx.Module):
 
         Both may be infinite, or arrays, which broadcast to the value's shape. An end of
         the interval splits the point next to it, so the error bar includes half of that
-        point's weight. In exact answers it includes eigenvalues that rounding may move
-        across an end. **Raises:** as `trace`.
+        point's weight, and eigenvalues that rounding may move across an end. Intervals
+        shorter than the distance of points can be empty. **Raises:** as `trace`;
+        `TypeError` if an end isn't real.
         """
+        for end in (lower, upper):
+            is_number = eqx.is_array_like(end) and not isinstance(end, bool)
+            what, hint = "ends must be real numbers or arrays", "an end may be infinite"
+            where = "traceax.SpectralDensity.count"
+            is_real = is_number and not jnp.iscomplexobj(end)
+            require(is_real, where, what, end, hint, TypeError)
         inside = _Inside(*jnp.broadcast_arrays(inexact(lower), inexact(upper)))
-        return self._ask("count", SpectralFunction(inside), change=inside.change)
+        return self._ask("count", SpectralFunction(inside), inside=inside)
 
-    def _ask(self, name, fn, lower=None, monotone=False, throw=True, change=None):
-        where = f"traceax.SpectralDensity.{name}"
+    def _ask(self, name, fn, lower=None, monotone=False, throw=True, inside=None):
+        where, change = f"traceax.SpectralDensity.{name}", None
         if self._source is None:
             raise TypeError(
                 f"{where}: the density must have a Krylov space, got none; make it by "
                 "traceax.spectral_density with a KrylovAwareEstimator, or use integrate."
             )
-        source, options = self._source, Options(throw=throw)
-        if change is not None:
-            change = jtu.Partial(change, isinstance(source.estimator, KrylovSpace))
-        problem = source.key, fn, source.operator, source.k, source.estimator
+        source, options = self._source.unbox(), Options(throw=throw)
+        if inside is not None:
+            is_estimated = isinstance(source.estimator, KrylovSpace)
+            change = jtu.Partial(_with_split_points, inside, is_estimated)
+        problem = source.key.typed, fn, source.operator, source.k, source.estimator
         return estimate_function(where, *problem, options, lower, monotone, change)
 
     def density(
@@ -141,16 +150,18 @@ def spectral_density(
     if estimator is None or isinstance(estimator, KrylovAwareEstimator):
         state = init_spectral_state(where, key, operator, IDENTITY, None)
         k, data = check_budget(k, where), readable_data(operator)
-        operator = operator if data is None else data
+        operator = owned(operator if data is None else data)
         state = eqx.tree_at(lambda x: x.operator, state, operator)
-        if k >= state.space.size:
+        if estimator is None and by_structure(state, k, where) is not None:
+            pass  # and so are all answers
+        elif k >= state.space.size:
             matrix = operator.as_matrix()
             tags = lx.positive_semidefinite_tag if state.space.is_positive else ()
             operator = lx.MatrixLinearOperator(matrix, tags)
         else:
             run = _krylov_space if data is None else _jitted
             estimator = run(estimator or KrylovAwareEstimator(), state, k)
-        source = _Source(key, operator, k, estimator)
+        source = Box(_Source(StoredKey(state.key), operator, k, estimator))
     estimate = estimate_function(where, key, IDENTITY, operator, k, estimator, options)
     stats = jax.lax.stop_gradient(estimate.stats)
     return SpectralDensity(stats["ritz_values"], stats["ritz_weights"], source)
@@ -159,7 +170,7 @@ def spectral_density(
 class _Source(eqx.Module):
     """The problem behind a density, and its Krylov space for an estimator."""
 
-    key: Key[Array, ""]
+    key: StoredKey
     operator: lx.AbstractLinearOperator
     k: int = eqx.field(static=True)
     estimator: SpectralEstimator | None
@@ -183,26 +194,25 @@ class _Inside(eqx.Module):
     high: Float[Array, "*s"]
 
     def __call__(self, x):
-        x = x.astype(self.low.dtype)
-        return jnp.where((self.low <= x) & (x <= self.high), 1.0, 0.0)
+        low, high, x = self.low, self.high, x.astype(self.low.dtype)
+        outside = jnp.where(jnp.isnan(low) | jnp.isnan(high), jnp.nan, 0.0)
+        return jnp.where((low <= x) & (x <= high), 1.0, outside)
 
-    def change(self, estimated: bool, total: Outcome) -> tuple[Outcome, DerivedState]:
-        """The outcome with the weights that either end may split in its error bar."""
-        points, weights = (
-            total.stats["ritz_values"],
-            jnp.abs(total.stats["ritz_weights"]),
-        )
-        resolution = HIDDEN * jnp.finfo(points.dtype).eps * jnp.max(jnp.abs(points))
 
-        @jnp.vectorize
-        def split(end):
-            distances = jnp.abs(points - end.astype(points.dtype))
-            if estimated:
-                return jnp.where(
-                    jnp.isfinite(end), weights[jnp.argmin(distances)] / 2, 0
-                )
-            return jnp.sum(jnp.where(distances <= resolution, weights, 0))
+def _with_split_points(
+    inside: _Inside, is_estimated: bool, total: Outcome
+) -> tuple[Outcome, DerivedState]:
+    """The outcome with weights that either end may split in its error bar."""
+    points, weights = total.stats["ritz_values"], jnp.abs(total.stats["ritz_weights"])
+    resolution = HIDDEN * jnp.finfo(points.dtype).eps * jnp.max(jnp.abs(points))
 
-        error = split(self.low) + split(self.high)
-        bars = [add_known_error(bar, error) for bar in total.bars]
-        return total._replace(bars=bars), DerivedState("traceax.SpectralDensity.count")
+    @jnp.vectorize
+    def split(end):
+        distances = jnp.abs(points - end.astype(points.dtype))
+        nearby = jnp.sum(jnp.where(distances <= resolution, weights, 0))
+        half = weights[jnp.argmin(distances)] / 2 if is_estimated else 0.0
+        return jnp.where(jnp.isfinite(end), jnp.maximum(nearby, half), 0)
+
+    error = split(inside.low) + split(inside.high)
+    bars = [add_known_error(bar, error) for bar in total.bars]
+    return total._replace(bars=bars), DerivedState("traceax.SpectralDensity.count")

@@ -14,6 +14,7 @@ import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -90,6 +91,12 @@ def annotate_layout_errors():
                 "operator and the estimate inside jax.sharding.auto_axes."
             )
         raise
+
+
+def owned(tree: T) -> T:
+    """A PyTree with JAX copies of NumPy arrays, which somebody may change in place."""
+    numpy = np.ndarray | np.generic
+    return jtu.tree_map(lambda x: jnp.array(x) if isinstance(x, numpy) else x, tree)
 
 
 def automatic(fn: Callable[..., T]) -> Callable[..., T]:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from .._arguments import check_integers, kind_of, require
 from .._linalg.dense import hashed_signs, power_of_two_scale
-from .._linalg.types import annotate_layout_errors, axes_of, widened
+from .._linalg.types import annotate_layout_errors, axes_of, owned, widened
 from .solvers import is_inexact, solver_tags
 from .space import (
     _EXPRESSIONS,
@@ -263,7 +263,7 @@ def jitted(fn: Callable[P, T]) -> Callable[P, T]:
     """`eqx.filter_jit`, with the concrete arrays' device as the default device.
 
     JAX copies an argument that is a result as well, such as the operator in an
-    estimate's state. We return the argument itself.
+    estimate's state. We return the argument itself, unless it is a NumPy array.
     """
 
     @eqx.filter_jit
@@ -284,8 +284,7 @@ def jitted(fn: Callable[P, T]) -> Callable[P, T]:
         with default:
             results = compiled(*args, **kwargs)
         return jtu.tree_map(
-            lambda x: jnp.asarray(leaves[x.index]) if isinstance(x, _Argument) else x,
-            results,
+            lambda x: owned(leaves[x.index]) if isinstance(x, _Argument) else x, results
         )
 
     return call

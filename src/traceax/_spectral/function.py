@@ -15,6 +15,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Inexact, PyTree
 
 from .._arguments import check_real_scalar, kind_of
 from .._linalg.dense import divisor, largest_entry, power_of_two_scale
+from .._linalg.types import owned
 from .._operators.closure import closure
 from .._operators.space import Space, structure_of
 from .._results import RESULTS, per_entry
@@ -139,10 +140,7 @@ def spectral_function(
     traced = any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(made))
     if isinstance(fn, jax.stages.Wrapped) and not traced:
         return SpectralFunction(fn, monotone)
-    made = jtu.tree_map(
-        lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, made
-    )
-    return SpectralFunction(made, monotone)
+    return SpectralFunction(owned(made), monotone)
 
 
 def checked_lower(
