@@ -48,7 +48,7 @@ class SpectralDensity(eqx.Module):
 
     points: Float[Array, " p"]
     weights: Float[Array, " p"]
-    _source: Box | None = eqx.field(default=None, repr=False)  # of a `_Source`
+    _source: Box | None = eqx.field(default=None, repr=False)  # holds a `_Source`
 
     def integrate(self, fn: Callable[[Array], Array]) -> Inexact[Array, ""]:
         """The sum of an elementwise function over the eigenvalues, without an error."""

@@ -88,7 +88,7 @@ def trace_function(
     **Returns:** a [`traceax.Estimate`][] whose value has the structure that `fn`
     returns. Its error bar includes sampling error and truncation error. For monotone
     functions `stats["bracket"]` is the pair `(low, high)` that would contain the value
-    without sampling error; both ends have the derivative of the value.
+    without sampling and rounding errors; both ends have the derivative of the value.
     `stats["bracket_is_proven"]` says whether the ends are proven, or rest on a guess of
     the smallest eigenvalue. With `stats["ritz_values"]` and `stats["ritz_weights"]`,
     `sum(ritz_weights * g(ritz_values))` estimates `tr g(A)` without more products.
