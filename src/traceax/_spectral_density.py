@@ -153,7 +153,7 @@ def spectral_density(
         operator = owned(operator if data is None else data)
         state = eqx.tree_at(lambda x: x.operator, state, operator)
         if estimator is None and by_structure(state, k, where) is not None:
-            pass  # and so are all answers
+            pass  # the structure gives all answers
         elif k >= state.space.size:
             matrix = operator.as_matrix()
             tags = lx.positive_semidefinite_tag if state.space.is_positive else ()
