@@ -23,9 +23,9 @@ FENCE = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 OTHERS = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)  # isn't run
 SNIPPET = re.compile(r'^ *--8<-- "([^":]+)(?::([^"]+))?"$', re.MULTILINE)
 OPTIONAL = re.compile(
-    r"^(?:import|from) (asdex|celerite2|cuthbert|dynamax|flax|folx|furax|gaussx|gpjax"
-    r"|jax_healpy|matfree|netket|nifty|numpyro|openfermion|optax|optimistix|ott|phonopy|pyamg"
-    r"|pyscf|quspin|qutip|s2fft|skfem|statsmodels|tinygp)\b",
+    r"^(?:import|from) (asdex|celerite2|cuthbert|dynamax|dynamiqs|flax|flowjax|folx|furax|gaussx"
+    r"|gpjax|jax_healpy|jax_md|matfree|netket|nifty|numpyro|openfermion|optax|optimistix|ott"
+    r"|paramax|phonopy|pyamg|pyscf|quimb|quspin|qutip|s2fft|skfem|statsmodels|tinygp)\b",
     re.MULTILINE,
 )
 # All others mix dtypes and ranks.
