@@ -27,6 +27,8 @@ if __name__ == "__main__":
     for path in sorted(DOCS.rglob("*.md")):
         old = path.read_text()
         new = CODE.sub(filled, old)
-        if new != old and "--check" in sys.argv:
+        if new == old:
+            continue
+        if "--check" in sys.argv:
             sys.exit(f"{path}: run python docs/snippets.py")
         path.write_text(new)

@@ -166,8 +166,7 @@ def test_exact_structures_and_numpy_arrays_stay():
 @pytest.mark.x64
 def test_counts_at_a_multiple_eigenvalue_cover_the_truth():
     # The Hamming graph H(3, 4) has the eigenvalues 9, 5, 1 and -3.
-    complete = np.ones((4, 4)) - np.eye(4)
-    one, J = np.eye(4), complete
+    one, J = np.eye(4), np.ones((4, 4)) - np.eye(4)
     A = sum(np.kron(np.kron(*x[:2]), x[2]) for x in ((J, one, one), (one, J, one)))
     operator = as_operator(A + np.kron(np.kron(one, one), J))
 

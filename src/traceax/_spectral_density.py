@@ -152,13 +152,12 @@ def spectral_density(
         k, data = check_budget(k, where), readable_data(operator)
         operator = owned(operator if data is None else data)
         state = eqx.tree_at(lambda x: x.operator, state, operator)
-        if estimator is None and by_structure(state, k, where) is not None:
-            pass  # the structure gives all answers
-        elif k >= state.space.size:
+        has_structure = estimator is None and by_structure(state, k, where) is not None
+        if not has_structure and k >= state.space.size:
             matrix = operator.as_matrix()
             tags = lx.positive_semidefinite_tag if state.space.is_positive else ()
             operator = lx.MatrixLinearOperator(matrix, tags)
-        else:
+        elif not has_structure:
             run = _krylov_space if data is None else _jitted
             estimator = run(estimator or KrylovAwareEstimator(), state, k)
         source = Box(_Source(StoredKey(state.key), operator, k, estimator))

@@ -267,7 +267,7 @@ def jitted(fn: Callable[P, T]) -> Callable[P, T]:
     """
 
     @eqx.filter_jit
-    def compiled(*args: P.args, **kwargs: P.kwargs) -> Any:
+    def compiled(*args: P.args, **kwargs: P.kwargs) -> PyTree:
         leaves = jtu.tree_leaves((args, kwargs))
         places = {id(x): _Argument(i) for i, x in enumerate(leaves) if eqx.is_array(x)}
         return jtu.tree_map(lambda x: places.get(id(x), x), fn(*args, **kwargs))

@@ -234,9 +234,8 @@ class SciPyLinearOperator(ByProducts):
             else:
                 products = [self.operator.matvec(row) for row in rows]
             products = np.asarray(products)
-            fits = np.iscomplexobj(products) <= np.issubdtype(
-                out.dtype, np.complexfloating
-            )
+            takes_complex = jnp.issubdtype(out.dtype, jnp.complexfloating)
+            fits = takes_complex or not np.iscomplexobj(products)
             what, hint = "products must be real, as x.dtype is", "give x its true dtype"
             require(fits, _WHERE, what, f"{products.dtype}", hint, TypeError)
             products = products.astype(out.dtype)

@@ -212,8 +212,9 @@ def _refuse(primals, tangents):
         "have first derivatives only, got a second one. For log-determinants, traces of "
         "inverses and likelihoods, leave out k and estimator: up to 4,000 unknowns with "
         "readable entries (likelihoods: 6,000), a Cholesky factorisation makes them "
-        "exact, with derivatives of any order. Otherwise take differences between gradients with one key, or a Fisher "
-        "matrix instead: see the recipe for standard errors."
+        "exact, with derivatives of any order. Otherwise take differences between "
+        "gradients with one key, or a Fisher matrix instead: see the recipe for "
+        "standard errors."
     )
 
 

@@ -124,7 +124,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         m, steps = probes_and_steps(self.num_probes, k, best_probes(k), q)
         product, start = self._begin(state, m)
         run = arnoldi(product, start, steps)
-        return KrylovSpace(run, decompose(run, state.space.size, q, steps))
+        return KrylovSpace(run, decompose(state, run, steps))
 
     def depth(self, state, meter):
         if not state.has_bracket:
@@ -160,8 +160,7 @@ class KrylovAwareEstimator(SpectralEstimator):
         sizes = tuple(width * size for size in _STEP_SIZES if size < max_steps)
 
         def judge(run, count):
-            room = sizes, most_left_out
-            decomposition = decompose(run, state.space.size, q, count, *room)
+            decomposition = decompose(state, run, count, sizes, most_left_out)
             sums = krylov_sums(state, decomposition, count, run.basis, sizes)
             if isinstance(stop, Depth):
                 return Check(sums.bars[0], sums, sums.ratio(stop, state.half))

@@ -101,7 +101,7 @@ class Decomposition(NamedTuple):
     - `values`, `S`: Ritz values before clipping, and coordinates of Ritz vectors.
     - `weights`, `coupling`: the samples' weights of Ritz values, and `S^* C S`.
     - `R`: the next block's coordinates.
-    - `rules`: for truncation errors without a bracket.
+    - `rules`: for truncation errors, empty if the state has a bracket.
     """
 
     projected: Projected
@@ -115,17 +115,16 @@ class Decomposition(NamedTuple):
 
 
 def decompose(
+    state: SpectralState,
     run: Arnoldi,
-    n: int,
-    q: int,
     steps: int | Int[Array, ""],
     sizes: tuple[int, ...] = (),
     most_left_out: int | None = None,
 ) -> Decomposition:
     """The decomposition after `steps`, which may be fewer than `run` has room for.
 
-    - `run`: from `arnoldi`, for w = q + m starting vectors: q right-hand sides and the
-        probes.
+    - `run`: from `arnoldi`, for w = q + m starting vectors: the state's right-hand sides
+        and the probes.
     - `sizes`: ascending. We decompose the smallest block that holds all steps.
     - `most_left_out`: the largest number of steps for spaces without a probe, by
         default all. Any space that doesn't depend on the probe gives unbiased samples.
@@ -133,17 +132,19 @@ def decompose(
     factor, R = arnoldi_factor(run, steps)
     projected = block_lanczos(factor)
     T, omega, _ = projected
-    width = omega.shape[1]
+    n, width = state.space.size, omega.shape[1]
     values, S = ritz_pairs(T, width * steps, sizes)
     shallow, rows = steps, len(T)  # spaces without a probe use these coordinates
     if most_left_out is not None:
         shallow = jnp.minimum(steps, most_left_out)
         rows = min(width * most_left_out, rows)
-    left_out = leave_probes_out(T[:rows, :rows], omega[:rows], n, shallow, q)
+    left_out = leave_probes_out(
+        T[:rows, :rows], omega[:rows], n, shallow, state.num_rhs
+    )
     weights = sample_weights(left_out, S[:rows])
     coupling = inner(S[:rows], matmul(coupling_of(left_out), S[:rows]))
     rules = []
-    if most_left_out is None:
+    if not state.has_bracket:
         rules = shorter_rules(projected, left_out, (values, S), n, steps)
     return Decomposition(projected, R, values, S, left_out, weights, coupling, rules)
 
